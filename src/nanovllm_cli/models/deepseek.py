@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gguf import ExpertGatingFuncType
+
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched
 
 MAX_DIM = 1 << 14
@@ -129,6 +131,31 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where)
 
 
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """What the architecture's files say of it, as llama.cpp's converter has it: of experts also where there are none."""
+    rope, latent, mixture = spec.attention.rope, spec.attention.latent, spec.mixture
+    assert rope is not None
+    assert latent is not None
+    if not rope.interleaved:
+        raise UnsupportedError("GGUF cannot say this of latent attention: rotary pairs apart", "keep the model as a folder")
+    keys: dict[str, GGUFField] = {
+        "attention.kv_lora_rank": latent.rank, "attention.key_length_mla": latent.query_dim,
+        "attention.value_length_mla": latent.value_dim,
+    }  # fmt: skip
+    if latent.query_rank is not None:
+        keys["attention.q_lora_rank"] = latent.query_rank
+    if rope.scaling == "yarn" and rope.mscale_all_dim:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope.mscale_all_dim
+    if mixture is None:
+        size = 0 if spec.dense_mlp is None else spec.dense_mlp.intermediate_size
+        none = {"expert_feed_forward_length": size, "expert_shared_count": 0, "leading_dense_block_count": spec.num_layers}
+        return keys | none
+    by_sigmoid = mixture.scoring == "sigmoid"
+    kind = ExpertGatingFuncType.SIGMOID if by_sigmoid else ExpertGatingFuncType.SOFTMAX
+    scaled = {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_gating_func": int(kind)}
+    return keys | scaled
+
+
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     """Of architecture "deepseek2", which has all of them: by its experts. Files of the first GLM-4.7-Flash don't say how they are
     chosen."""
@@ -145,7 +172,7 @@ _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
     "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": _GGUF_NAMES, "gguf": _from_gguf,
-    "gguf_keys": None,
+    "gguf_keys": _keys, "interleaved": True,
 }  # fmt: skip
 DEEPSEEK2 = Family(
     "deepseek2",

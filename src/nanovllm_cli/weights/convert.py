@@ -42,7 +42,7 @@ from nanovllm_cli.weights.convert_names import (
     pairs_to_halves,
     rotary_heads,
 )
-from nanovllm_cli.weights.convert_stacked import stacked, with_ba_as_one
+from nanovllm_cli.weights.convert_stacked import by_head, stacked, with_ba_as_one
 from nanovllm_cli.weights.convert_tensors import (
     PLAIN_TYPES,
     Step,
@@ -239,7 +239,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), spec, family))
-    steps = stacked(steps, family)
+    steps = stacked(by_head(steps, spec, outtype), family)
     names = {step.name for step in steps}
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, _file_type(outtype, steps))
     for name, tensor in header.tensors.items():

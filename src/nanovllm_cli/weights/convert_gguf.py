@@ -47,6 +47,8 @@ _CARRIED = {
     "mlp_only_layers", "shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "routed_scaling_factor",
     "first_k_dense_replace", "n_group", "topk_group", "use_qk_norm", "moe_num_experts", "moe_k", "moe_num_shared_experts",
     "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "num_dense_layers", "use_expert_bias",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rope_interleave",
+    "topk_method", "scoring_func", "moe_layer_freq", "mlp_layer_types",
     "shared_intermediate_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "position_embedding_type", "swiglu_limit", "swiglu_alpha",
     "conv_L_cache", "norm_eps", "qkv_bias", "moe_norm_min", "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of",
@@ -129,10 +131,19 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
     attention = attention_of(spec)
     if attention.rope is not None:
         rope = replace(attention.rope, interleaved=family.interleaved_gguf)
+        if attention.latent is not None and rope.scaling == "yarn" and rope.mscale_all_dim:
+            rope = _of_one_share(rope)
         return sayable_in_gguf(rope, context_length, truncate=family.gguf_truncates)
     if keys.get("rope.scaling.finetuned", True):
         raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     return SayableRope(RopeSpec(attention.head_dim), [])
+
+
+def _of_one_share(rope: RopeSpec) -> RopeSpec:
+    """yarn of latent attention, whose scores grow by mscale_all_dim. Files have nothing for angles that grow as well."""
+    if rope.mscale != rope.mscale_all_dim or rope.attention_factor is not None:
+        raise UnsupportedError("GGUF cannot say this of latent attention: yarn of two shares", "keep the model as a folder")
+    return replace(rope, mscale=0.0, mscale_all_dim=0.0, attention_factor=1.0)
 
 
 def _add_model(
@@ -150,7 +161,7 @@ def _add_model(
     builder.add_embedding_length(spec.hidden_size)
     builder.add_head_count(attention.num_heads)
     builder.add_key_length(attention.head_dim)
-    builder.add_value_length(attention.head_dim)
+    builder.add_value_length(attention.head_dim if attention.latent is None else attention.latent.rank)
     builder.add_layer_norm_rms_eps(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)

@@ -4,20 +4,28 @@
     gate and up of each, in Gemma 4                         blk.3.ffn_gate_up_exps.weight [E, 2 N, K]
     blk.3.ssm_beta.weight and ssm_alpha.weight [N, K]       blk.3.ssm_ba.weight [2 N, K], in Qwen3-Next, as its folders have it
 
-The left side is what `stacked.py` makes of either format. No stack is ever in memory: its matrices are written one by one.
+The left side is what `stacked.py` makes of either format. No stack is ever in memory: its matrices are written one by one. And
+what is one tensor in a folder and two in a file:
+
+    kv_b_proj.weight [H (D + V), R]                         blk.3.attn_k_b.weight [H, R, D] and attn_v_b.weight [H, V, R]
 """
 
 from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
+import torch
+
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.convert_tensors import Step
+from nanovllm_cli.weights.convert_tensors import Step, gguf_bytes, gguf_type
 from nanovllm_cli.weights.stacked import stack_of
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(\d+)(\.(?:weight|bias))")
+_KV_B = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _FROM_BA = re.compile(r"(blk\.\d+\.)ssm_(alpha|beta)\.weight")
 
 Named = dict[str, tuple[str, tuple[int, ...]]]
@@ -43,6 +51,35 @@ def with_ba_as_one(named: Named, source: Checkpoint) -> Named:
         else:
             joined[whole] = f"{found[1]}ssm_ba.weight", (2 * shape[0], shape[1])
     return joined
+
+
+def by_head(steps: list[Step], spec: ModelSpec, outtype: str) -> list[Step]:
+    """The same with a matrix a head of what latent attention makes keys and values of, those of keys turned over."""
+    attention = next((each for each in spec.attentions if each.latent is not None), None)
+    if attention is None or (latent := attention.latent) is None:
+        return steps
+    found: list[Step] = []
+    for step in steps:
+        place = _KV_B.fullmatch(step.name)
+        if place is None:
+            found.append(step)
+            continue
+        heads = attention.num_heads
+        sizes = latent.key_dim, latent.value_dim
+        for part, shape in (("k_b", (heads, latent.rank, latent.key_dim)), ("v_b", (heads, latent.value_dim, latent.rank))):
+            name = f"{place[1]}{part}.weight"
+            after = gguf_type(name, shape, step.before, outtype)
+            found.append(step._replace(
+                name=name, shape=shape, after=after, num_bytes=gguf_bytes(shape, after), before_bytes=step.before_bytes // 2,
+                reorder=partial(_of_heads, sizes, part == "k_b"), rows_together=sum(sizes),
+            ))  # fmt: skip
+    return found
+
+
+def _of_heads(sizes: tuple[int, int], keys: bool, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of whole heads [n * (D + V), R] -> [n, R, D], or [n, V, R]."""
+    of_keys, of_values = torch.split(rows.view(-1, sum(sizes), rows.shape[1]), list(sizes), dim=1)
+    return (of_keys.transpose(1, 2) if keys else of_values).contiguous()
 
 
 def stacked(steps: list[Step], family: Family) -> list[Step]:

@@ -107,9 +107,10 @@ def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
     elif len(checkpoint.info(step.source).shape) < 2:
         yield checkpoint.tensor(step.source)
     else:
-        count = _step_rows(step, step.shape[0])
-        for first in range(0, step.shape[0], count):
-            yield checkpoint.tensor(step.source, rows=(first, min(first + count, step.shape[0])))
+        num_rows = checkpoint.info(step.source).shape[0]
+        count = _step_rows(step, num_rows)
+        for first in range(0, num_rows, count):
+            yield checkpoint.tensor(step.source, rows=(first, min(first + count, num_rows)))
 
 
 def _step_rows(step: Step, num_rows: int) -> int:
