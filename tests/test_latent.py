@@ -27,6 +27,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.weights.shapes import shape_config
 from quantizing import quantize
+from test_convert_families import fields, make_gguf, tensors
 from test_llm import write_byte_tokenizer
 from test_models import prompts, rope
 from test_quant_engine import difference, expected_logits, logits_of
@@ -313,6 +314,50 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
         worker_for(path, dtype="float32")
 
 
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_folder_becomes_the_file_that_llama_cpp_makes(case: str, tmp_path: Path) -> None:
+    config = type(CONFIGS[case])(**CONFIGS[case].to_dict() | {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100})
+    model = random_model(config)
+    make_gguf(save(model, tmp_path / "folder"), tmp_path / "made.gguf")
+    expected = write(tmp_path / "expected.gguf", model, ["F32"])
+    wanted, found = tensors(expected), tensors(tmp_path / "made.gguf")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not np.array_equal(found[name].reshape(wanted[name].shape), wanted[name])] == []
+    keys = fields(tmp_path / "made.gguf")
+    for key, value in fields(expected).items():
+        if not key.startswith(("GGUF.", "tokenizer.")):
+            assert keys[key] == pytest.approx(value), key
+    ids = prompts(4000)[:5]
+    assert difference(logits_of(worker_for(tmp_path / "made.gguf", dtype="float32"), ids), expected_logits(model, ids)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.5), "yarn of two shares"),
+        ({"rope_interleave": False}, "rotary pairs apart"),
+    ],
+    ids=["yarn", "halves"],
+)
+def test_what_a_file_can_not_say_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = save(random_model(YoutuConfig(**EVEN | changes)), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=said):
+        make_gguf(folder, tmp_path / "made.gguf")
+    assert not (tmp_path / "made.gguf").exists()
+
+
+def test_llama_cpp_gives_the_logits_of_the_file(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    config = YoutuConfig(**EVEN | {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100} | STRETCHED)
+    model = random_model(config)
+    make_gguf(save(model, tmp_path / "folder"), tmp_path / "made.gguf")
+    ids, settings = prompts(4000)[5], {"n_ctx": 128, "n_threads": 2, "logits_all": True, "verbose": False}
+    theirs = llama_cpp.Llama(str(tmp_path / "made.gguf"), type_k=0, type_v=0, **settings)
+    theirs.eval(ids)
+    found = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
+    assert difference(found, expected_logits(model, [ids])) < 1e-4
+
+
 # ---- configs, formats, quantizing ----
 
 
@@ -355,6 +400,25 @@ def test_what_is_taken_apart_by_head_stays_plain(tmp_path: Path) -> None:
                 parameter.data = form.dequantize(form.quantize(parameter.data))
         worker = worker_for(source, dtype="float32", activations="exact", **settings)
         assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4
+
+
+def test_a_folder_is_quantized_to_a_file(tmp_path: Path) -> None:
+    config = DeepseekV3Config(**EVEN | {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100}, **EXPERTS,
+                              n_group=4, topk_group=2)  # fmt: skip
+    model = random_model(config)
+    make_gguf(save(model, tmp_path / "folder"), tmp_path / "made.gguf")
+    quantize("q8_0", tmp_path / "q8_0.gguf", tmp_path / "folder")
+    readers = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("made", "q8_0"))
+    plain, rounded = ({tensor.name: tensor.tensor_type.name for tensor in reader.tensors} for reader in readers)
+    assert plain.keys() == rounded.keys()
+    kept = {name for name, kind in rounded.items() if kind != "Q8_0"}
+    assert {name.partition(".")[2].partition(".")[2] for name in kept} - {""} == {
+        "attn_norm.weight", "ffn_norm.weight", "attn_q_a_norm.weight", "attn_kv_a_norm.weight", "attn_k_b.weight",
+        "attn_v_b.weight", "ffn_gate_inp.weight", "exp_probs_b.bias",
+    }  # fmt: skip
+    ids = prompts(4000)[:5]
+    exact = expected_logits(model, ids)
+    assert 1e-4 < difference(logits_of(worker_for(tmp_path / "q8_0.gguf", dtype="float32"), ids), exact) < 0.3  # experts change
 
 
 def test_it_is_not_calibrated(tmp_path: Path) -> None:
