@@ -20,6 +20,7 @@
 // the same operations whether one item walks through several such ranges or each has an item of its own. Key tiles that a row
 // does not see change none of its bits, rows of an mma are independent, and arithmetic is in intrinsics that the compiler may not
 // contract: a row's bits depend on its sequence and position, not on the rows beside it, nor on where a chunk begins.
+#include "pairs.cuh"
 #include "prefill_sums.cuh"
 
 // ---- tiles into shared memory ----
@@ -70,42 +71,6 @@ DEVICE void copy_keys(const Problem& problem, int begin, int end, int first, KV_
     copy_chunk(keys + target, problem.k_cache + offset, chunk, in_range);
     copy_chunk(values + target, problem.v_cache + offset, chunk, in_range);
   }
-}
-
-// Pairs of DTYPE in a word. An e4m3 number whose sign, exponent and mantissa have moved to their places in DTYPE is too small by
-// the difference of the exponents' biases; the product with a power of two is exact, subnormals included.
-template <class T>
-struct Pairs;
-template <>
-struct Pairs<bf16> {
-  typedef __nv_bfloat162 Type;
-  static constexpr int SHIFT = 4;
-  static constexpr uint16_t BIAS = 0x7b80;  // 2^120
-  static DEVICE Type of(float low, float high) { return __floats2bfloat162_rn(low, high); }
-};
-template <>
-struct Pairs<half> {
-  typedef __half2 Type;
-  static constexpr int SHIFT = 1;
-  static constexpr uint16_t BIAS = 0x5c00;  // 2^8
-  static DEVICE Type of(float low, float high) { return __floats2half2_rn(low, high); }
-};
-
-template <class To, class From>
-DEVICE To same_bits(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  return *reinterpret_cast<const To*>(&from);
-}
-
-DEVICE uint32_t pack(float low, float high) { return same_bits<uint32_t>(Pairs<DTYPE>::of(low, high)); }
-
-// Bytes a and a + 1 of a word of four e4m3 numbers.
-DEVICE uint32_t dequantize(uint32_t word, int a) {
-  typedef Pairs<DTYPE> To;
-  const uint32_t high = __byte_perm(word, 0, a == 0 ? 0x1404 : 0x3424);
-  const uint32_t moved = (high & 0x80008000u) | ((high & 0x7f007f00u) >> To::SHIFT);
-  const uint32_t bias = To::BIAS * 0x10001u;
-  return same_bits<uint32_t>(__hmul2(same_bits<To::Type>(moved), same_bits<To::Type>(bias)));
 }
 
 // What this thread has copied, from raw to a tile.

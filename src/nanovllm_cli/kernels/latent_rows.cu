@@ -1,0 +1,73 @@
+// What latent attention reads of a token, made of its projections: of each head's query what is rotated, and the row that is kept.
+//
+//   q [T, heads, key_dim + rotary], kept [T, rank + rotary], norm [rank] DTYPE; cos, sin [T, rotary / 2] fp32
+//   rows [T, heads, rotary + rank] DTYPE: a head's rotated numbers first; the others are head_matmul's
+//   cache [blocks, BLOCK_SIZE, rotary + rank] KV_DTYPE at slots [T] (-1 is padding: nothing is written): the kept row's rotated
+//   numbers, then rank others, x / rms(x) * (offset + norm); divided by scale [1] where that is not null
+//
+// Everything is fp32 between a load and the one rounding. heads.cuh has the pairs that are rotated, and how lanes share a head.
+// Grid (T, 1 + blocks of heads): a token's first block makes what is kept, the others its heads.
+#include "heads.cuh"
+
+constexpr int THREADS = 128;
+typedef Vector<DTYPE, VECTOR> Elements;
+
+KERNEL __launch_bounds__(THREADS)
+latent_rows(const DTYPE* q, const DTYPE* kept, const DTYPE* norm, const float* cos, const float* sin, const int64_t* slots,
+            const float* scale, DTYPE* rows, KV_DTYPE* cache, int heads, int key_dim, int rotary, int rank, int interleaved,
+            int lane_bits, float eps, float offset) {
+  __shared__ float scratch[WARP_SIZE];
+  const int64_t token = blockIdx.x;
+  const int lanes = 1 << lane_bits, dim = rotary + rank;
+  const bool is_kept = blockIdx.y == 0;
+  const int head = is_kept ? threadIdx.x >> lane_bits : ((blockIdx.y - 1) * THREADS + threadIdx.x) >> lane_bits;
+  const Place<VECTOR> place = {(int)threadIdx.x & (lanes - 1), lanes, rotary, rotary / 2, interleaved != 0};
+
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  Angles<VECTOR, UNITS> angles;
+  angles.load(place, cos + token * (rotary / 2), sin + token * (rotary / 2));
+  Head<VECTOR, UNITS> mine;
+  if (!is_kept) {
+    mine.load(place, q + (token * heads + min(head, heads - 1)) * (key_dim + rotary) + key_dim);
+    mine.norm(place, false, false, 0.0f, 0.0f);
+    mine.rotate(place, angles);
+    if (head < heads) mine.store(place, 1.0f, rows + (token * heads + head) * dim);
+    return;
+  }
+
+  const DTYPE* source = kept + token * dim;
+  mine.load(place, source + rank);
+  float squares = 0.0f;
+  for (int i = threadIdx.x * VECTOR; i < rank; i += THREADS * VECTOR) {
+    const Elements elements = Elements::load(source + i);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) squares = fmaf(to_float(elements.at[j]), to_float(elements.at[j]), squares);
+  }
+  const float factor = rsqrtf(block_sum(squares, scratch) / rank + eps);
+  const int64_t slot = slots[token];
+  if (slot < 0) return;
+  int64_t first = slot * dim;
+#ifdef BUG_PAGE
+  first = (slot / BLOCK_SIZE * BLOCK_SIZE + (slot + 1) % BLOCK_SIZE) * dim;
+#endif
+#ifdef BUG_INT32
+  first &= 0x7fffffff;
+#endif
+  KV_DTYPE* target = cache + first;
+  const float divisor = scale ? scale[0] : 1.0f;
+  mine.norm(place, false, false, 0.0f, 0.0f);
+  mine.rotate(place, angles);
+  if (head == 0) mine.store(place, divisor, target);
+  for (int i = threadIdx.x * VECTOR; i < rank; i += THREADS * VECTOR) {
+    const Elements elements = Elements::load(source + i), gains = Elements::load(norm + i);
+    Vector<KV_DTYPE, VECTOR> rounded;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const float value = to_float(elements.at[j]) * factor * (offset + to_float(gains.at[j]));
+      rounded.at[j] = from_float<KV_DTYPE>(sizeof(KV_DTYPE) == 1 ? value / divisor : value);
+    }
+    rounded.store(target + rotary + i);
+  }
+}
+EXPORT(latent_rows)
