@@ -22,7 +22,7 @@ LENS = [1, 15, 0, 16, 33, 130, 321]
 
 @dataclass
 class Step:
-    """Tokens over a cache of which everything that none of them sees is NaN. lens: of each token. sequences: its table, or None."""
+    """Tokens over a cache of which all that none of them sees is NaN. lens: of each token. sequences: its table, or None."""
 
     shape: LatentShape
     rows: torch.Tensor

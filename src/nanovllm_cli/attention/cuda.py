@@ -4,7 +4,8 @@ A step of decodes takes decode_attention: norm, rotation, cache and attention in
 device. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A deterministic GPU takes
 the second for both: a token's K and V must have the same bits whether it was decoded or, after a preemption, computed again in a
 chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`). Heads that are too wide
-for prefill_attention have decode_attention there as well, behind rope_and_cache, with each token as a row of its own.
+for prefill_attention have decode_attention there as well, behind rope_and_cache, with each token as a row of its own. Latent
+attention has kernels of its own, and one tensor a layer (cuda_latent.py).
 
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
 cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
@@ -24,9 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
+from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
@@ -60,8 +62,8 @@ class TokenRows(NamedTuple):
 
 class CudaStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1], states [B]; for a step that is not decodes
-    only the work by shape, and its tokens as rows if some heads are wide; where all sequences are whole prompts, the first row of
-    each and the end."""
+    only the work by shape, its tokens as rows if some heads are wide or some attention latent, and those in groups where the host
+    has divided them; where all sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -70,6 +72,7 @@ class CudaStep(NamedTuple):
     states: torch.Tensor
     work: dict[Shape, PrefillWork] | None = None
     rows: TokenRows | None = None
+    groups: Groups | None = None
     prompts: list[int] | None = None
 
 
@@ -117,18 +120,22 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
+        latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
         self.shapes = list(dict.fromkeys(_shape(spec) for spec in specs if not _is_wide(spec)))
-        self._has_wide = any(map(_is_wide, specs))
+        self._needs_rows = bool(latent) or any(map(_is_wide, specs))
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
         for shape, is_wide in {(_shape(spec)[:3], _is_wide(spec)) for spec in specs}:
             if is_wide or not deterministic:
                 rows = max(max_batch, WIDE_ROWS) if is_wide else max_batch
                 self._scratch[shape] = DecodeScratch(launcher, rows, *shape, max_tokens, fixed=deterministic)
         self._counters = new_counters(launcher)
-        most_heads = max(spec.num_kv_heads for spec in specs)
+        most_heads = max(spec.num_kv_heads for spec in (*specs, *latent))
         quantized = cache_dtype == torch.float8_e4m3fn
         self._scales = torch.ones(most_heads, device=launcher.device) if quantized else None
-        plain = all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
+        most_rows = max(max_batch, WIDE_ROWS) if deterministic else max_batch
+        one_scale = None if self._scales is None else self._scales[:1]
+        self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
+        plain = not latent and all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
         dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
         same_type = cache_dtype == dtype
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
@@ -136,7 +143,8 @@ class CudaAttention:
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((self.block_size, mixer.channels), self.dtype)]
-        return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * 2
+        parts = 1 if mixer.latent else 2
+        return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * parts
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
@@ -160,7 +168,8 @@ class CudaAttention:
             shape: tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
             for shape, tiles in self.divide(starts, lens).items()
         }
-        return self.decode_step(batch, work)
+        step = self.decode_step(batch, work)
+        return step if self.deterministic else step._replace(groups=self._latent.groups(starts, lens))
 
     def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> dict[Shape, PrefillWork]:
         """See `prefill_tiles`; items are on the host."""
@@ -175,7 +184,7 @@ class CudaAttention:
     def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
         """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
         the host has divided."""
-        rows = None if work is None or not self._has_wide else self._token_rows(batch)
+        rows = None if work is None or not self._needs_rows else self._token_rows(batch)
         return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, batch.states, work, rows)
 
     def attend(
@@ -226,7 +235,11 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
     ) -> torch.Tensor:
-        raise UnsupportedError("latent attention on a GPU is not supported", "run with --device cpu")
+        (kept_rows,) = cache
+        lens, sequences = (step.kv_lens, None) if step.rows is None else step.rows
+        return self._latent.attend(
+            spec, q, kept, weights, angles, kept_rows, step.slots, step.block_tables, lens, sequences, step.groups
+        )
 
     def convolve(
         self,

@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import gemv, join_norm, norm, rope_tables, scale, sigmoid_gate
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
+from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.ops import Addend, HeadMatrices, Hidden, Normed
+from nanovllm_cli.kernels.ops import Addend, Hidden, Normed
 
 
 class CudaOps:
@@ -23,6 +23,7 @@ class CudaOps:
         self.deterministic = deterministic
         self.rope_tables = partial(rope_tables.rope_tables, launcher)
         self.mixture = partial(CudaMixture, launcher, deterministic)
+        self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
 
     def add_rms_norm(
         self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
@@ -53,9 +54,6 @@ class CudaOps:
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         return activations.gated(self.launcher, gate, up, activation)
-
-    def head_matrices(self, num_heads: int, num_rows: int, width: int, dtype: torch.dtype) -> HeadMatrices:
-        raise UnsupportedError("latent attention on a GPU is not supported", "run with --device cpu")
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return scale.scale(self.launcher, x, factor, cap)

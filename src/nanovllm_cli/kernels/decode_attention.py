@@ -138,9 +138,9 @@ def decode_attention(
         gated = projected.row_heads == heads + projected.own_heads
         assert gated or projected.row_heads == projected.own_heads, "as many numbers before q as in it, or none"
         form = Form(projected.load, gated, v_norm is not None and not shared, shared)
-        kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, form)
+        by_number = sequences is not None
+        kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, form, by_number)
         takes_sequences = shared and kernel.stem == "decode_attention_any"
-        assert sequences is None or takes_sequences
         grid_heads = kv_heads * -(-group // rows)
         splits = scratch.num_splits(launcher, batch * grid_heads, width * block_size)
         at_once = scratch.rows_at_once(heads, grid_heads, dim, splits)
@@ -183,12 +183,14 @@ def choose(
     group: int,
     block_size: int,
     form: Form = Form(),
+    by_number: bool = False,
 ) -> tuple[Kernel, int]:
-    """The kernel, and how many query heads a block of it takes."""
+    """The kernel, and how many query heads a block of it takes. by_number: rows say which table is theirs."""
     if capability < OLDEST_CAPABILITY:
         raise UnsupportedError(f"the GPU's compute capability {capability / 10} is below 7.5", "run with --device cpu")
     tensor_cores = (
-        dim % 16 == 0
+        not by_number
+        and dim % 16 == 0
         and dim <= MAX_TENSOR_CORE_DIM
         and (kv_dtype == dtype or kv_dtype.itemsize == 1)
         and (dim <= LARGE_DIM or kv_dtype.itemsize == 1 or capability <= LARGE_DIM_CAPABILITY)
@@ -252,4 +254,6 @@ def variants() -> list[Kernel]:
         others += [variant("decode_attention_any", bf16, kv, 512, rows, 16, form) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", half, half, 512, 4, 16, form) for form in (normed, reading)]
     others += [variant("decode_attention_any", bf16, bf16, 256, 4, 16, form) for form in (normed, reading)]
+    for dtype, kv in ((half, half), (bf16, bf16), (bf16, fp8)):  # latent attention's, where it has no tensor cores
+        others += [variant("decode_attention_any", dtype, kv, 576, rows, 16, reading) for rows in (1, 2)]
     return [*small, *large, *partly_rotated, *behind, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, Form(2))]

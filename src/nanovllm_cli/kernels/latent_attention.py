@@ -1,7 +1,7 @@
 """Attention over what latent attention keeps of a token, on a GPU's tensor cores (latent_attention.cu, latent_combine.cu).
 
-`latent_attention` serves steps of decodes, whose lengths only the device knows, and any others: each token is a row of blocks of its
-own, or some tokens of a sequence share what is read of the cache (`groups_of`).
+`latent_attention` serves steps of decodes, whose lengths only the device knows, and any others: each token has blocks of its own,
+or some tokens of a sequence share what is read of the cache (`groups_of`).
 
 Legend: T tokens, H heads, G groups, N blocks of the cache of S tokens each, P blocks in a table.
 """
@@ -52,9 +52,7 @@ class LatentShape(NamedTuple):
     rank: int
 
 
-def tiling(
-    capability: int, rows: int, shape: LatentShape, kv_dtype: torch.dtype
-) -> Tiling | None:
+def tiling(capability: int, rows: int, shape: LatentShape, kv_dtype: torch.dtype) -> Tiling | None:
     """For so many rows that share keys, or as many of them as fit; None where the kernel can't be used."""
     _, rotary, rank = shape
     size = kv_dtype.itemsize
@@ -98,10 +96,19 @@ def groups_of(query_starts: np.ndarray, kv_lens: np.ndarray, tokens: int) -> tor
 
 
 class LatentScratch:
-    """Where splits leave their sums: allocated once, for all layers of a shape and all steps, of at most max_tokens (P * S) keys a
-    token. A step of up to max_batch tokens has as many splits as fill the GPU; or, with fixed, as its tokens' lengths ask for."""
+    """Where splits leave their sums: allocated once, for all layers of a shape and all steps, of at most max_tokens (P * S) keys
+    a token. A step of up to max_batch tokens has as many splits as fill the GPU; or, with fixed, as its tokens' lengths ask for.
+    """
 
-    def __init__(self, launcher: Launcher, shape: LatentShape, kv_dtype: torch.dtype, max_batch: int, max_tokens: int, fixed: bool):
+    def __init__(
+        self,
+        launcher: Launcher,
+        shape: LatentShape,
+        kv_dtype: torch.dtype,
+        max_batch: int,
+        max_tokens: int,
+        fixed: bool = False,
+    ) -> None:
         self.fixed = fixed
         tile = tiling(launcher.capability, shape.heads, shape, kv_dtype)
         assert tile is not None
@@ -147,9 +154,9 @@ def latent_attention(
 ) -> torch.Tensor:
     """rows [T, H * (rotary + rank)] over cache [N, 1, S, rotary + rank], which has this step's rows already: [T, H * rank].
 
-    block_tables [B, P] int32. lens [T] int32: keys that each token sees, 0 for padding, which gets zeros. sequences [T] int32: each
-    token's row of block_tables, its own where None. With groups, from `groups_of` for `tokens_of_group` tokens, lens and sequences
-    are not looked at. kv_scale [1] fp32, for a cache of fp8.
+    block_tables [B, P] int32. lens [T] int32: keys that each token sees, 0 for padding, which gets zeros. sequences [T] int32:
+    each token's row of block_tables, its own where None. With groups, from `groups_of` for `tokens_of_group` tokens, lens and
+    sequences are not looked at. kv_scale [1] fp32, for a cache of fp8.
     """
     heads, rotary, rank = shape
     tokens, (blocks, _, block_size, dim), dtype = rows.shape[0], cache.shape, rows.dtype
@@ -193,15 +200,12 @@ def latent_attention(
             tables = block_tables[part] if sequences is None else block_tables
         number = min(at_once, count - first)
         sizes = (heads, -(-heads // chunks), block_tables.shape[1], least)
-        args = (some, cache, tables, own_lens, own, own_groups, kv_scale, found, scratch.partials, scratch.sums)
-        launcher.launch(
-            kernel, (splits, chunks, number), (tile.warps * WARP, 1, 1), (*args, *map(np.int32, sizes), np.float32(scale)),
-            tile.shared_bytes,
-        )  # fmt: skip
+        tensors = (some, cache, tables, own_lens, own, own_groups, kv_scale, found, scratch.partials, scratch.sums)
+        args = (*tensors, *map(np.int32, sizes), np.float32(scale))
+        launcher.launch(kernel, (splits, chunks, number), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)
         if splits > 1:
-            args = (scratch.partials, scratch.sums, own_lens, own_groups, kv_scale, found)
-            grid, last = (heads, together, number), (np.int32(splits), np.int32(least))
-            launcher.launch(combine_variant(dtype, rank), grid, (COMBINE_THREADS, 1, 1), (*args, *last))
+            sums = (scratch.partials, scratch.sums, own_lens, own_groups, kv_scale, found, np.int32(splits), np.int32(least))
+            launcher.launch(combine_variant(dtype, rank), (heads, together, number), (COMBINE_THREADS, 1, 1), sums)
     return out
 
 

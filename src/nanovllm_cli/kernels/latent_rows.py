@@ -55,8 +55,8 @@ def latent_rows(
         kernel = variant(dtype, cache.dtype, vector, -(-units // WARP), block_size)
         grid = (tokens, 1 + -(-(heads << lane_bits) // THREADS), 1)
         sizes = (heads, key_dim, rotary, rank, interleaved, lane_bits)
-        numbers = (*map(np.int32, sizes), np.float32(eps), np.float32(offset))
-        args = (q, kept, norm, cos, sin, slots, scale, rows, cache, *numbers)
+        tensors = (q, kept, norm, cos, sin, slots, scale, rows, cache)
+        args = (*tensors, *map(np.int32, sizes), np.float32(eps), np.float32(offset))
         launcher.launch(kernel, grid, (THREADS, 1, 1), args)
     return rows
 

@@ -18,6 +18,8 @@ THREADS = 128
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 MAX_DIM = 512
 """Dims of a head: with 16-byte loads, two of them a lane of a warp."""
+MAX_SHARED_DIM = 1024
+"""Of heads whose keys another kernel has written, as latent attention's are: their queries alone are kept in registers."""
 
 
 class Projected(NamedTuple):
@@ -44,9 +46,10 @@ class Projected(NamedTuple):
 
     def check(self, launcher: Launcher) -> None:
         """Raises UnsupportedError for heads past the limit."""
-        if self.dim > MAX_DIM:
+        most = MAX_SHARED_DIM if self.shared else MAX_DIM
+        if self.dim > most:
             reason = f"attention heads of {self.dim} dims on a GPU"
-            raise UnsupportedError(reason, f"take a model with at most {MAX_DIM}, or the CPU")
+            raise UnsupportedError(reason, f"take a model with at most {most}, or the CPU")
         tokens, half = self.cos.shape
         assert min(self.heads, self.kv_heads) > 0
         assert self.dim >= 2 * half

@@ -1,0 +1,174 @@
+"""Latent attention in the GPU's engine on emulated kernels: DeepSeek's models, GLM's and Youtu, on tensor cores and off them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
+
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
+from emulation.late import LateDevice
+from engines import greedy, random_model, run, save
+from nanovllm_cli.sampling_params import SamplingParams
+from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from test_models import LATENT_EXPERTS
+
+pytestmark = needs_emulation
+COMMON = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4, "q_lora_rank": 28}
+ROUND = COMMON | {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+ODD = COMMON | {"kv_lora_rank": 42, "qk_nope_head_dim": 18, "qk_rope_head_dim": 6, "v_head_dim": 22}
+MODELS: dict[str, Any] = {
+    "youtu": YoutuConfig(**ROUND),
+    "youtu, odd": YoutuConfig(**ODD | {"q_lora_rank": None}),
+    "deepseek v2": DeepseekV2Config(**ROUND | {"q_lora_rank": None}, **LATENT_EXPERTS),
+    "deepseek v3": DeepseekV3Config(**ROUND, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4, topk_group=2),
+    "deepseek v3, halves, odd": DeepseekV3Config(
+        **ODD, **LATENT_EXPERTS, n_group=1, topk_group=1, rope_interleave=False, norm_topk_prob=False
+    ),
+    "glm": Glm4MoeLiteConfig(
+        **ROUND, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}
+    ),
+}
+LONG = [*PROMPTS, list(range(60, 110)), [9, 8, 7] * 12]
+
+
+def saved(name: str, folder: Path) -> Path:
+    return save(random_model(MODELS[name], seed=1, dtype=torch.bfloat16), folder)
+
+
+@pytest.fixture(scope="module", params=["youtu", "youtu, odd"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def youtu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("youtu", tmp_path_factory.mktemp("youtu"))
+
+
+def agree(found: list[Any], expected: list[Any]) -> None:
+    """The same tokens up to where the second best is as good but for roundings, which is seldom."""
+    same = 0
+    for one, other in zip(found, expected, strict=True):
+        mine, theirs = one.outputs[0], other.outputs[0]
+        first = next((at for at, pair in enumerate(zip(mine.token_ids, theirs.token_ids, strict=True)) if pair[0] != pair[1]), None)
+        same += len(theirs.token_ids) if first is None else first
+        if first is not None:
+            best = dict(theirs.logprobs[first].top)
+            assert mine.token_ids[first] in best, f"token {first}: {mine.token_ids[first]}, of {best}"
+            assert max(best.values()) - best[mine.token_ids[first]] < 0.06, f"token {first}: {mine.token_ids[first]}, of {best}"
+    assert same > 0.7 * sum(len(each.outputs[0].token_ids) for each in expected), same
+
+
+def answers(engine: Any, count: int, prompts: list[list[int]] = LONG) -> list[Any]:
+    return run(engine, [(prompt, greedy(count, logprobs=3)) for prompt in prompts])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_the_cpu(name: str, deterministic: bool, tmp_path: Path) -> None:
+    """Prompts are longer than a step, and wait for each other's chunks."""
+    model, device = saved(name, tmp_path), EmulatedDevice()
+    found = answers(engine_on(model, device, deterministic=deterministic), 12)
+    agree(found, answers(engine_on(model, None), 12))
+    assert device.graphs
+    other = "decode_attention" if "odd" in name else "latent_attention"
+    assert any(entry.startswith(other) for entry in device.launcher.launches)
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "fp8"}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("capability", [75, 90])
+def test_other_types_are_as_on_the_cpu(capability: int, settings: dict[str, Any], folder: Path) -> None:
+    """A CPU has scales of its own in a cache of fp8, and computes no float16: tokens need not be the same for long."""
+    if capability == 75:
+        settings = settings | {"dtype": "float16"}
+    device = EmulatedDevice(capability=capability)
+    found = answers(engine_on(folder, device, **settings), 3)
+    expected = answers(engine_on(folder, None), 3)
+    same = sum(one.outputs[0].token_ids[0] == other.outputs[0].token_ids[0] for one, other in zip(found, expected, strict=True))
+    assert same >= len(LONG) - 1
+    assert all(len(each.outputs[0].token_ids) == 3 for each in found)
+
+
+FEW = {"num_blocks": 7, "max_num_batched_tokens": 13}
+OTHERS = [{}, {"eager": True}, FEW, {"max_num_batched_tokens": 5}, {"num_speculative_tokens": 4}]
+
+
+@pytest.mark.parametrize("more", OTHERS, ids=str)
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path) -> None:
+    """In any batch and any chunks, behind a preemption, and with guesses."""
+    params = greedy(20, logprobs=2)
+    expected = [run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])[0] for prompt in LONG]
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True, **more)
+    for one, other in zip(run(engine, [(prompt, params) for prompt in LONG]), expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    assert engine.stats().used_blocks == 0
+    assert (engine.stats().preemptions > 0) == (more is FEW)
+
+
+def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=12, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
+    expected = []
+    for prompt in prompts:
+        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
+        expected.append([each.token_ids for each in output.outputs])
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
+    for _ in range(2):
+        outputs = run(engine, [(prompt, params) for prompt in prompts])
+        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
+    assert outputs[2].metrics.num_cached_tokens == 32
+
+
+def test_steps_with_guesses_and_found_prefixes_agree_with_the_cpu(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, num_speculative_tokens=4)
+    expected = answers(engine_on(folder, None), 12)
+    for _ in range(2):
+        agree(answers(engine, 12), expected)
+    assert device.graphs
+
+
+def test_a_late_device_gives_the_same(youtu: Path) -> None:
+    """Whose groups and rows are brought to it, and found there, when it comes to them."""
+    for settings in ({}, {"deterministic": True, "num_speculative_tokens": 4}):
+        expected = tokens(engine_on(youtu, EmulatedDevice(), **settings), greedy(8), LONG)
+        with LateDevice() as device:
+            assert tokens(engine_on(youtu, device, **settings), greedy(8), LONG) == expected
+        assert device.races == []
+
+
+def test_launches_of_a_decode_step(folder: Path) -> None:
+    """Projections of what is kept, and of queries in one step or two; rows, products with keys, attention, products with values;
+    output, and the MLP's two."""
+    assert launches_of_a_decode_step(folder) <= 10 * SHAPE["num_hidden_layers"] + 6
+
+
+def test_attention_of_a_decode_step(youtu: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(youtu, device, eager=True)
+    engine.add("a", [3, 4, 5], greedy(20))
+    for _ in range(4):
+        engine.step()
+    before = dict(device.launcher.launches)
+    engine.step()
+    layers = SHAPE["num_hidden_layers"]
+    more = {entry: count - before.get(entry, 0) for entry, count in device.launcher.launches.items()}
+    assert (more["latent_rows"], more["head_matmul"], more["latent_attention"]) == (layers, 2 * layers, layers)
+    assert not more.get("decode_attention")
+
+
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"num_speculative_tokens": 16}], ids=str)
+def test_no_answer_waits_for_the_compiler(settings: dict[str, Any], folder: Path) -> None:
+    assert kernels_not_rehearsed(folder, **settings) == set()
+
+
+def test_a_cache_has_one_row_a_token(youtu: Path) -> None:
+    worker = engine_on(youtu, EmulatedDevice())._executor
+    assert [[part.shape[1:] for part in layer] for layer in worker._caches[0].layers] == [[(1, 16, 80)]] * 2
+    assert worker.block_bytes == 2 * 16 * 80 * 2
