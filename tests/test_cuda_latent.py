@@ -55,7 +55,8 @@ def agree(found: list[Any], expected: list[Any]) -> None:
     same = 0
     for one, other in zip(found, expected, strict=True):
         mine, theirs = one.outputs[0], other.outputs[0]
-        first = next((at for at, pair in enumerate(zip(mine.token_ids, theirs.token_ids, strict=True)) if pair[0] != pair[1]), None)
+        pairs = enumerate(zip(mine.token_ids, theirs.token_ids, strict=True))
+        first = next((at for at, (a, b) in pairs if a != b), None)
         same += len(theirs.token_ids) if first is None else first
         if first is not None:
             best = dict(theirs.logprobs[first].top)

@@ -201,6 +201,8 @@ SHARED = {
     "512 dims, half, group of 2, window": lambda: step((HALF, HALF), (1, 2, 512), LENS, window=40, shared=True),
     "512 dims, group of 8": lambda: step((BF16, BF16), (1, 8, 512), LENS, shared=True),
     "512 dims, fp8, group of 4, blocks of 64": lambda: step((BF16, FP8), (2, 4, 512), LENS, block_size=64, shared=True),
+    "576 dims, group of 5": lambda: step((HALF, HALF), (1, 5, 576), LENS, shared=True),
+    "576 dims, fp8, group of 1": lambda: step((BF16, FP8), (1, 1, 576), LENS, shared=True),
 }
 """Of layers that read another's cache."""
 
@@ -294,6 +296,7 @@ TOKENS = {
     "half, group of 1, window": lambda: step((HALF, HALF), (2, 1, 512), [130, 1, 33, 517], shared=True),
     "fp8, group of 8, blocks of 64": lambda: step((BF16, FP8), (1, 8, 512), [130, 1, 33, 517], block_size=64, shared=True),
     "17 dims, sinks": lambda: step((BF16, BF16), (1, 3, 17), [130, 1, 33, 517], sinks=True, shared=True),
+    "80 dims, which have tensor cores elsewhere": lambda: step((BF16, BF16), (1, 5, 80), [130, 1, 33, 517], shared=True),
 }
 
 
@@ -391,7 +394,7 @@ def test_old_gpus_have_tensor_cores_for_half_only() -> None:
     for kernel in kernels.variants():
         constants = dict(kernel.constants)
         needs_80 = kernel.stem == "decode_attention" and constants["KV_DTYPE"] == "bf16"
-        needs_89 = (constants["HEAD_DIM"], constants["ROWS"], constants["KV_DTYPE"]) == (512, 4, "fp8")
+        needs_89 = (constants["HEAD_DIM"], constants["ROWS"], constants["KV_DTYPE"]) in ((512, 4, "fp8"), (576, 2, "fp8"))
         assert kernel.min_capability == (80 if needs_80 else 89 if needs_89 else 75)
     assert [kernels.choose(each, BF16, FP8, 512, 8, 16)[1] for each in (75, 86, 89, 90)] == [2, 2, 4, 4]
     with pytest.raises(UnsupportedError, match=r"7\.5"):

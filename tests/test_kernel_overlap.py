@@ -21,7 +21,10 @@ from nanovllm_cli.kernels.experts import MANY_ROWS
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import expert_gemm
 from nanovllm_cli.kernels.gemv import gemv
+from nanovllm_cli.kernels.head_matmul import head_matmul
 from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
+from nanovllm_cli.kernels.latent_attention import LatentScratch, LatentShape, groups_of, latent_attention
+from nanovllm_cli.kernels.latent_rows import latent_rows
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.packed_gemm import Shape, new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
@@ -179,9 +182,53 @@ def sum_of_experts() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return lambda launcher: expert_sum(launcher, y, weights, residual.clone()), ()
 
 
+def product_of_heads() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    x, weight = random(3, 2 * 160, dtype=BF16), random(2, 40, 130, dtype=BF16)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        out = torch.zeros(3, 2 * 48, dtype=BF16)
+        head_matmul(launcher, x, 30, 160, weight, out, 8, 48)
+        return out
+
+    return call, (weight,)
+
+
+def rows_of_latent_attention() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    q, kept, norm = random(3, 2 * 40, dtype=BF16), random(3, 64, dtype=BF16), random(48, dtype=BF16)
+    cos, sin, slots = random(3, 8), random(3, 8), torch.tensor([5, -1, 17])
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        cache = torch.zeros(2, 1, 16, 64, dtype=BF16)
+        rows = latent_rows(launcher, q, kept, 2, norm, 1e-6, 0.0, cos, sin, True, slots, cache)
+        return torch.cat((rows.view(3, 2, 64)[..., :16].flatten(), cache.flatten()))
+
+    return call, ()
+
+
+def attention_of_latents(kind: str) -> Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]:
+    """The cache was written two kernels ahead. Of the splits' sums nothing is read at once."""
+
+    def case() -> tuple[Call, tuple[torch.Tensor, ...]]:
+        shape, lens = LatentShape(3, 16, 48), torch.tensor([200, 201, 0, 300, 33], dtype=torch.int32)
+        tables, numbers = torch.randperm(5 * 32).int().view(5, 32), torch.tensor([1, 1, 0, 2, 4], dtype=torch.int32)
+        rows, cache = random(5, 3 * 64, dtype=BF16), random(5 * 32, 1, 16, 64, dtype=BF16)
+        groups = groups_of(torch.tensor([0, 2, 5]).numpy(), torch.tensor([201, 35]).numpy(), 2)
+        options = {"sequences": numbers} if kind == "tokens" else {"groups": groups} if kind == "groups" else {}
+
+        def call(launcher: Launcher) -> torch.Tensor:
+            scratch = LatentScratch(launcher, shape, BF16, 5, 512)
+            return latent_attention(launcher, rows, shape, cache, tables, lens, scratch, 0.125, **options)
+
+        return call, (cache, tables, lens, *options.values())
+
+    case.__name__ = f"latent attention, {kind}"
+    return case
+
+
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, delta, state_space, routing, sum_of_experts,
+    product_of_blocks, delta, state_space, routing, sum_of_experts, product_of_heads, rows_of_latent_attention,
+    *map(attention_of_latents, ("decodes", "tokens", "groups")),
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip
 

@@ -3,9 +3,10 @@ rotated, its value.
 
 Four launches a layer, or five: the rows and what is kept (latent_rows), each head's query turned into what its key is made of
 (head_matmul), attention, which may leave its splits to be added up, and what values make of it (head_matmul). A step of decodes
-has a row a sequence, whose lengths the device knows; any other has its tokens as rows, or, where the host divides the step anyway,
-in groups that share what they read of the cache. A deterministic GPU has tokens as rows in every step, and splits of a fixed size.
-What is not for latent_attention's tensor cores goes to decode_attention's kernels, which are told that keys are values, too.
+has a row a sequence, whose lengths the device knows; any other has its tokens as rows, or, where the host divides the step
+anyway, in groups that share what they read of the cache. A deterministic GPU has tokens as rows in every step, and splits of a
+fixed size. What is not for latent_attention's tensor cores goes to decode_attention's kernels, which are told that keys are
+values, too.
 """
 
 from __future__ import annotations

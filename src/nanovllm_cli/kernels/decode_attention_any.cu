@@ -8,7 +8,7 @@
 constexpr int VECTOR = largest_power(HEAD_DIM, 8), LOADS = HEAD_DIM / VECTOR, LANES = lanes_for(LOADS);
 constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES;
 // Where queries and sums fill the registers, fewer loads fit in, which are the longer.
-constexpr int AHEAD = ROWS * STEPS * VECTOR > 32 ? 2 : 4, TILE = AT_ONCE * AHEAD;
+constexpr int AHEAD = ROWS * STEPS * VECTOR > 32 || STEPS * VECTOR > 16 ? 2 : 4, TILE = AT_ONCE * AHEAD;
 
 // The result in the order of registers: [step][j] of all lanes.
 struct Registers {

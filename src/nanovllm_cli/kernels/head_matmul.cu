@@ -54,7 +54,7 @@ DEVICE void write_pair(DTYPE* target, float first, float second, int left) {
   }
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 4)  // 64 KiB of the weight under way a multiprocessor
 head_matmul(const DTYPE* x, const DTYPE* weight, DTYPE* out, int tokens, int num_rows, int width, int x_stride, int x_step,
             int out_stride, int out_step) {
   __shared__ __align__(16) float partial[PARTS > 1 ? WARPS : 1][PARTS > 1 ? TOKENS : 1][STRIDE];

@@ -31,7 +31,7 @@ constexpr int THREADS = WARPS * WARP_SIZE, ROW_TILES = ROWS / 16, KEY_GROUPS = W
 constexpr int WARP_KEYS = KEYS / KEY_GROUPS, KEY_TILES = WARP_KEYS / 8;
 constexpr int OUT_TILES = (RANK / 16 + WARPS - 1) / WARPS * 2;  // of 8 columns, a warp
 constexpr int COPIERS = 8, ROWS_AT_ONCE = THREADS / COPIERS, PASSES = KEYS / ROWS_AT_ONCE;  // threads of a row in copies
-constexpr int WEIGHT_STRIDE = KEYS + 8;
+constexpr int WEIGHT_STRIDE = KEYS + 8, UNROLLED = ROWS == 64 ? 6 : 64;  // what 64 rows sum up leaves few registers
 constexpr int TILE = KEYS * STRIDE, RAW_TILE = KEYS * HEAD_DIM, AHEAD = QUANTIZED ? STAGES : STAGES - 1;
 static_assert(ROTARY % (QUANTIZED ? 16 : 8) == 0 && RANK % 16 == 0 && KEY_TILES >= 1 && KEY_TILES <= 2 && PASSES >= 1);
 static_assert(GRAIN % KEYS == 0);
@@ -58,28 +58,19 @@ DEVICE void dequantize_own(const uint8_t* raw, DTYPE* tile) {
 
 // scores[chain] of 16 rows by WARP_KEYS keys, in two chains of products that do not wait for each other.
 DEVICE void multiply_keys(float (*scores)[KEY_TILES][4], const DTYPE* queries, const DTYPE* keys, int lane) {
-  if constexpr (KEY_TILES == 2) {
+#pragma unroll UNROLLED
+  for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {
+    uint32_t k[4];
+    if (KEY_TILES == 1) load_matrix_x4(k, keys + place(lane % 8, min(4 * pair + lane / 8, CHUNKS - 1)));
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      uint32_t q[4], k[4];
+    for (int i = 0; i < 2; ++i) {
+      const int step = 2 * pair + i;
+      if (STEPS % 2 && step >= STEPS) break;
+      uint32_t q[4];
       load_matrix_x4(q, queries + place(lane % 16, 2 * step + lane / 16));
-      load_matrix_x4(k, keys + place(lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
-      mma_m16n8k16<DTYPE>(scores[step % 2][0], q, k);
-      mma_m16n8k16<DTYPE>(scores[step % 2][1], q, k + 2);
-    }
-  } else {
+      if (KEY_TILES == 2) load_matrix_x4(k, keys + place(lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
 #pragma unroll
-    for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {
-      uint32_t k[4];
-      load_matrix_x4(k, keys + place(lane % 8, min(4 * pair + lane / 8, CHUNKS - 1)));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int step = 2 * pair + i;
-        if (step >= STEPS) break;
-        uint32_t q[4];
-        load_matrix_x4(q, queries + place(lane % 16, 2 * step + lane / 16));
-        mma_m16n8k16<DTYPE>(scores[i][0], q, k + 2 * i);
-      }
+      for (int n = 0; n < KEY_TILES; ++n) mma_m16n8k16<DTYPE>(scores[i][n], q, k + 2 * (KEY_TILES == 1 ? i : n));
     }
   }
 }
