@@ -30,7 +30,7 @@ from emulation import on_gpu
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
-from gpu import breakdown, cases, checks, engine_runs, experts, peers, quantized, report, sections, sweeps
+from gpu import breakdown, cases, checks, engine_runs, experts, latent, peers, quantized, report, sections, sweeps
 from gpu.engines import decode, load, overlaps, release, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
@@ -781,6 +781,26 @@ def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
         if case.library:
             assert case.library[0]().isfinite().all()
     assert launcher.launches
+
+
+@needs_emulation
+@pytest.mark.parametrize("dtype", [cases.BF16, cases.FP8])
+def test_cases_of_latent_attention_count_what_is_read_once(dtype: torch.dtype) -> None:
+    launcher, shape = Emulator(), (16, 48)
+    made = [latent.decode_case(launcher, 3, 2, 40, dtype, shape)]
+    assert made[0].num_bytes == 2 * 40 * 64 * dtype.itemsize + 2 * 2 * 3 * (64 + 48)
+    assert made[0].flops == 2 * 2 * 40 * 3 * (64 + 48)
+    made += [latent.prompt_case(launcher, 3, 18, fixed, shape) for fixed in (False, True)]
+    for case in made:
+        assert case.calls[0]().isfinite().all(), case.name
+    assert launcher.launches == {"latent_attention": 3}
+    products = latent.products_cases(launcher, 2, 3, 48)
+    assert products[0].num_bytes == 2 * 2 * 48 * 128 + 2 * 3 * 2 * (48 + 128)
+    for case in (*products, latent.rows_case(launcher, 2, 3, 48)):
+        case.calls[0]()
+    for case in products:
+        assert case.library[0]().shape[:2] == (2, 3)
+    assert (launcher.launches["head_matmul"], launcher.launches["latent_rows"]) == (2, 1)
 
 
 @needs_emulation

@@ -296,7 +296,6 @@ TOKENS = {
     "half, group of 1, window": lambda: step((HALF, HALF), (2, 1, 512), [130, 1, 33, 517], shared=True),
     "fp8, group of 8, blocks of 64": lambda: step((BF16, FP8), (1, 8, 512), [130, 1, 33, 517], block_size=64, shared=True),
     "17 dims, sinks": lambda: step((BF16, BF16), (1, 3, 17), [130, 1, 33, 517], sinks=True, shared=True),
-    "80 dims, which have tensor cores elsewhere": lambda: step((BF16, BF16), (1, 5, 80), [130, 1, 33, 517], shared=True),
 }
 
 
@@ -311,6 +310,12 @@ def test_tokens_of_prompts_are_rows_of_their_own(name: str, order: int, monkeypa
     got = inputs.run(emulator, inputs.scratch(emulator))
     close_to_rounding(got, inputs.with_own_tables().expected())
     assert not got[-2:].any()
+
+
+def test_tokens_of_prompts_have_one_kernel_where_decodes_have_tensor_cores() -> None:
+    inputs, emulator = step((BF16, BF16), (1, 5, 80), [130, 1, 33, 517], shared=True).as_tokens([3, 1, 33, 2]), Emulator()
+    close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.with_own_tables().expected())
+    assert emulator.launches == {"decode_attention_any": 1}
 
 
 @pytest.mark.parametrize("fixed", [False, True])

@@ -11,6 +11,7 @@ import torch
 import test_kernel_block_gemv as block_gemv_tests
 import test_kernel_decode_attention as decode_tests
 import test_kernel_gemv as gemv_tests
+import test_kernel_latent_attention as latent_tests
 import test_kernel_prefill_attention as prefill_tests
 import test_kernel_scaled as scaled_tests
 from deltas import Case, Paged, space
@@ -21,6 +22,7 @@ from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import SMALL, gemm
 from nanovllm_cli.kernels.gemv import gemv
+from nanovllm_cli.kernels.head_matmul import head_matmul
 from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import SHAPES, Plan, packed_wgmma
@@ -90,6 +92,17 @@ def delta(case: Case) -> Callable[[PtxMachine], object]:
     return lambda machine: gated_delta(machine, **args)
 
 
+def latent(kv: torch.dtype, heads: int) -> Callable[[PtxMachine], object]:
+    step = latent_tests.step((heads, 64, 512), (BF16, kv), [300])
+    return lambda machine: step.run(machine, step.scratch(machine))
+
+
+def by_head(machine: PtxMachine, num_rows: int, width: int) -> None:
+    """Of a token, from and to columns between others."""
+    x, weight = random(1, 2 * (width + 64), dtype=BF16), random(2, num_rows, width, dtype=BF16)
+    head_matmul(machine, x, 0, width + 64, weight, torch.zeros(1, 2 * (num_rows + 64), dtype=BF16), 64, num_rows + 64)
+
+
 # The most that is taken, in turns of the banks and in sectors, of what would do.
 KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
@@ -109,6 +122,10 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
     "gated delta rule, Qwen3.5": (delta(Case((16, 128), (32, 128), 4, [[1]])), 1.0, 1.01),
     "state space, Granite 4 H": (delta(space((1, 128), (48, 64), 4, [[1]], bias=True)), 1.0, 1.0),
+    "latent attention": (latent(BF16, 16), 1.0, 1.1),  # a quarter of a warp writes half a sector of its row
+    "latent attention, 128 heads": (latent(BF16, 128), 1.0, 1.2),
+    "latent attention, fp8": (latent(FP8, 16), 1.05, 1.1),
+    "values by head": (lambda machine: by_head(machine, 128, 512), 1.0, 1.05),
     "routing": (routing, 1.15, 2.0),  # each task is written by one thread, and its pairs by others
 }
 

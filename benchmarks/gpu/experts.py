@@ -13,7 +13,8 @@ from gpu.workload import PROMPT
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.weights.shapes import SHAPES
 
-MODELS = (*(("qwen3-30b-a3b", quant) for quant in (None, "int4", "fp8", "q4_k")), ("gpt-oss-20b", None))
+MODELS = (*(("qwen3-30b-a3b", quant) for quant in (None, "int4", "fp8", "q4_k")), ("gpt-oss-20b", None),
+          ("deepseek-v2-lite", None))  # fmt: skip
 LAYERS = 8
 BATCHES = (1, 3, 8, 33, 64)  # 3 and 33 are padded to 4 and 64
 STEPS = 48
