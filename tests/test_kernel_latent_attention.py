@@ -247,7 +247,7 @@ def test_caches_beyond_two_to_the_31_elements() -> None:
     inputs.check(inputs.run(Emulator()))
 
 
-BUGS = [(bug, types) for bug in ("NO_WAIT", "NO_BARRIER", "TOPS", "PAGE", "MASK", "BARRIER", "INT32") for types in TYPES]
+BUGS = [(bug, types) for bug in ("NO_WAIT", "NO_BARRIER", "SCORES", "PAGE", "MASK", "BARRIER", "INT32") for types in TYPES]
 
 
 @pytest.mark.parametrize(("bug", "types"), [*BUGS, ("TAIL", TYPES[0])])  # what e4m3's NaN becomes is finite
@@ -268,7 +268,7 @@ def test_planted_bugs_are_found(bug: str, types: tuple[torch.dtype, torch.dtype]
 
 @pytest.mark.skipif(missing_ptx() is not None, reason=str(missing_ptx()))
 @pytest.mark.parametrize("types", TYPES, ids=["bf16", "fp8"])
-@pytest.mark.parametrize("bug", ["", "NO_BARRIER", "TOPS", "WEIGHTS"])
+@pytest.mark.parametrize("bug", ["", "NO_BARRIER", "SCORES", "WEIGHTS"])
 def test_missing_barriers_are_races(bug: str, types: tuple[torch.dtype, torch.dtype]) -> None:
     """On the machine that runs PTX, which knows who touched what of shared memory since the last barrier."""
     inputs, machine = step((3, 16, 48), types, [70]), PtxMachine(bugs=(bug,) if bug else ())

@@ -7,8 +7,10 @@
 //
 // A block has up to ROWS rows, (token, head) pairs of one sequence: chunk_heads heads of a token, or all heads of some tokens
 // (`groups`). They are the sixteens of rows of mma.m16n8k16, and share tiles of KEYS keys in shared memory, which serve as keys and
-// then, transposed by ldmatrix, as values. Of a tile's scores a warp computes 16 rows by WARP_KEYS keys; weights go through shared
-// memory, for of what they sum a warp has all rows and a part of the columns. The softmax starts from what all warps have seen.
+// then, transposed by ldmatrix, as values. Shared memory is what would hold this up, so that nothing is read from it twice that
+// need not be: of a tile's scores a warp computes a quarter of the dims for all keys, and for a tile of rows, whose queries stay in
+// its registers (of 64 rows two, which don't). The quarters are added up, in order, by warps that have whole rows, a lane a key:
+// there the softmax is. Weights go through shared memory, too, for of what they sum a warp has all rows and a part of the columns.
 //
 // Tiles come by cp.async through STAGES places, STAGES - 1 ahead; the first are under way before the kernel ahead has ended: that
 // one, head_matmul, writes rows alone, and the one that wrote the cache, latent_rows, ended before this one could start. An 8-bit
@@ -27,14 +29,19 @@ constexpr int HEAD_DIM = ROTARY + RANK, DIM = (HEAD_DIM + 15) / 16 * 16;  // in 
 constexpr int CHUNKS = DIM / 8, STEPS = DIM / 16;
 constexpr bool SWIZZLED = CHUNKS % 8 == 0, QUANTIZED = sizeof(KV_DTYPE) == 1;
 constexpr int STRIDE = SWIZZLED ? DIM : DIM + 8, RAW_CHUNKS = HEAD_DIM / 16;
-constexpr int THREADS = WARPS * WARP_SIZE, ROW_TILES = ROWS / 16, KEY_GROUPS = WARPS / ROW_TILES;
-constexpr int WARP_KEYS = KEYS / KEY_GROUPS, KEY_TILES = WARP_KEYS / 8;
+constexpr int THREADS = WARPS * WARP_SIZE, ROW_TILES = ROWS / 16;
+constexpr int DIM_PARTS = 4, OWN_TILES = ROW_TILES / (WARPS / DIM_PARTS), OWN_STEPS = (STEPS + DIM_PARTS - 1) / DIM_PARTS;
+constexpr int OWN_ROWS = ROWS / WARPS;  // of a softmax, a warp
+constexpr bool KEEPS_QUERIES = OWN_TILES == 1;
 constexpr int OUT_TILES = (RANK / 16 + WARPS - 1) / WARPS * 2;  // of 8 columns, a warp
 constexpr int COPIERS = 8, ROWS_AT_ONCE = THREADS / COPIERS, PASSES = KEYS / ROWS_AT_ONCE;  // threads of a row in copies
-constexpr int WEIGHT_STRIDE = KEYS + 8, UNROLLED = ROWS == 64 ? 6 : 64;  // what 64 rows sum up leaves few registers
+constexpr int SCORE_STRIDE = KEYS + 8, WEIGHT_STRIDE = KEYS + 8;
 constexpr int TILE = KEYS * STRIDE, RAW_TILE = KEYS * HEAD_DIM, AHEAD = QUANTIZED ? STAGES : STAGES - 1;
-static_assert(ROTARY % (QUANTIZED ? 16 : 8) == 0 && RANK % 16 == 0 && KEY_TILES >= 1 && KEY_TILES <= 2 && PASSES >= 1);
-static_assert(GRAIN % KEYS == 0);
+constexpr int QUERY_BYTES = ROWS * STRIDE * 2, SCORE_BYTES = DIM_PARTS * ROWS * SCORE_STRIDE * 4;
+// Scores take the place of queries that are kept in registers.
+constexpr int FIRST_BYTES = KEEPS_QUERIES ? (QUERY_BYTES > SCORE_BYTES ? QUERY_BYTES : SCORE_BYTES) : QUERY_BYTES + SCORE_BYTES;
+static_assert(ROTARY % (QUANTIZED ? 16 : 8) == 0 && RANK % 16 == 0 && PASSES >= 1);
+static_assert(KEYS == WARP_SIZE && GRAIN % KEYS == 0);
 
 DEVICE int place(int row, int chunk) { return row * STRIDE + (SWIZZLED ? chunk ^ (row & 7) : chunk) * 8; }
 
@@ -56,24 +63,10 @@ DEVICE void dequantize_own(const uint8_t* raw, DTYPE* tile) {
   }
 }
 
-// scores[chain] of 16 rows by WARP_KEYS keys, in two chains of products that do not wait for each other.
-DEVICE void multiply_keys(float (*scores)[KEY_TILES][4], const DTYPE* queries, const DTYPE* keys, int lane) {
-#pragma unroll UNROLLED
-  for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {
-    uint32_t k[4];
-    if (KEY_TILES == 1) load_matrix_x4(k, keys + place(lane % 8, min(4 * pair + lane / 8, CHUNKS - 1)));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int step = 2 * pair + i;
-      if (STEPS % 2 && step >= STEPS) break;
-      uint32_t q[4];
-      load_matrix_x4(q, queries + place(lane % 16, 2 * step + lane / 16));
-      if (KEY_TILES == 2) load_matrix_x4(k, keys + place(lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
-#pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n) mma_m16n8k16<DTYPE>(scores[i][n], q, k + 2 * (KEY_TILES == 1 ? i : n));
-    }
-  }
-}
+// Where a lane points ldmatrix to get 16 x 16 elements of the first step of its warp's part of the dims; of each other step they lie
+// DIM_PARTS steps further. Queries: 16 rows. Keys: two tiles of 8.
+DEVICE int query_place(int part, int lane) { return place(lane % 16, 2 * part + lane / 16); }
+DEVICE int key_place(int part, int lane) { return place(lane / 16 * 8 + lane % 8, 2 * part + lane / 8 % 2); }
 
 KERNEL __launch_bounds__(THREADS, MIN_BLOCKS)
 latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tables, const int* lens, const int* sequences,
@@ -81,14 +74,16 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
                  int table_width, int least_split, float scale) {
   DYNAMIC_SHARED(shared);
   DTYPE* queries = reinterpret_cast<DTYPE*>(shared);
-  DTYPE* tiles = queries + ROWS * STRIDE;  // STAGES of them; or one, and behind it STAGES raw ones
+  float(*scores)[ROWS][SCORE_STRIDE] =  // [DIM_PARTS]
+      reinterpret_cast<float(*)[ROWS][SCORE_STRIDE]>(shared + FIRST_BYTES - SCORE_BYTES);
+  DTYPE* tiles = reinterpret_cast<DTYPE*>(shared + FIRST_BYTES);  // STAGES of them; or one, and behind it STAGES raw ones
   uint8_t* raw = reinterpret_cast<uint8_t*>(tiles + TILE);
   DTYPE* weights = QUANTIZED ? reinterpret_cast<DTYPE*>(raw + STAGES * RAW_TILE) : tiles + STAGES * TILE;
-  float(*warp_tops)[ROWS] = reinterpret_cast<float(*)[ROWS]>(weights + ROWS * WEIGHT_STRIDE);
-  float(*warp_sums)[ROWS] = warp_tops + KEY_GROUPS;
+  float* corrections = reinterpret_cast<float*>(weights + ROWS * WEIGHT_STRIDE);  // of each row, for a tile; then two of its sums
+  float *row_tops = corrections + ROWS, *row_sums = row_tops + ROWS;
 
   const int lane = threadIdx.x % WARP_SIZE, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP_SIZE, 0);
-  const int row_tile = warp % ROW_TILES, key_group = warp / ROW_TILES;
+  const int part = warp % DIM_PARTS, first_tile = warp / DIM_PARTS * OWN_TILES;  // of dims; of tiles of rows
   const int first_head = blockIdx.y * chunk_heads, own_heads = min(chunk_heads, heads - first_head);
   const Work work = find_work(blockIdx.z, lens, sequences, groups, least_split, gridDim.x);
   const int num_rows = work.tokens * own_heads;
@@ -162,29 +157,26 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
   }
   commit_copies();
 
-  // Lane l has rows l / 4 and l / 4 + 8 of a tile of rows (the layout of an mma's result): own_ of those whose scores its warp
-  // computes, the others of all that it sums up.
-  float tops[ROW_TILES][2], own_tops[2], own_sums[2] = {}, totals[ROW_TILES][OUT_TILES][4] = {};
-  int own_ends[2];
+  float tops[OWN_ROWS], sums_of_lane[OWN_ROWS], totals[ROW_TILES][OUT_TILES][4] = {};
+  int ends[OWN_ROWS];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    own_tops[i] = NEGATIVE_INFINITY;
-    own_ends[i] = min(end, work.first_len + (row_tile * 16 + i * 8 + lane / 4) / own_heads);
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile) tops[tile][i] = NEGATIVE_INFINITY;
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    tops[i] = NEGATIVE_INFINITY;
+    sums_of_lane[i] = 0.0f;
+    ends[i] = min(end, work.first_len + (warp * OWN_ROWS + i) / own_heads);
   }
   const float factor = scale * LOG2_E * (kv_scale ? kv_scale[0] : 1.0f);
-  // The highest score of a row so far, from what it was and what the warps saw of this tile.
-  const auto raised = [&](float top, int row) {
-#pragma unroll
-    for (int group = 0; group < KEY_GROUPS; ++group) top = fmaxf(top, warp_tops[group][row]);
-    return top;
-  };
-  const auto base_of = [](float top) { return top == NEGATIVE_INFINITY ? 0.0f : top; };  // a row that has seen no key yet
-
 #ifndef BUG_NO_WAIT
   wait_copies<0>();  // the queries came last
 #endif
+  uint32_t kept[KEEPS_QUERIES ? OWN_STEPS : 1][4];
+  if constexpr (KEEPS_QUERIES) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN_STEPS; ++i)
+      if (i * DIM_PARTS + part < STEPS)
+        load_matrix_x4(kept[i], queries + first_tile * 16 * STRIDE + query_place(part, lane) + i * DIM_PARTS * 16);
+  }
   int stage = 0;
 #pragma unroll 1
   for (int first_key = begin; first_key < end; first_key += KEYS) {
@@ -205,66 +197,75 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
     }
     stage = stage == STAGES - 1 ? 0 : stage + 1;
 
-    float scores[2][KEY_TILES][4] = {};
-    multiply_keys(scores, queries + row_tile * 16 * STRIDE, tile + key_group * WARP_KEYS * STRIDE, lane);
-    const int first_own = first_key + key_group * WARP_KEYS + lane % 4 * 2;
+    float products[OWN_TILES][KEYS / 8][4] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float top = NEGATIVE_INFINITY;
+    for (int i = 0; i < OWN_STEPS; ++i) {
+      if (STEPS % DIM_PARTS && i * DIM_PARTS + part >= STEPS) break;
+      uint32_t k[KEYS / 16][4];
 #pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n)
+      for (int n = 0; n < KEYS / 16; ++n)
+        load_matrix_x4(k[n], tile + key_place(part, lane) + n * 16 * STRIDE + i * DIM_PARTS * 16);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& score = scores[0][n][2 * i + j];
-          score = (score + scores[1][n][2 * i + j]) * factor;
-#ifndef BUG_MASK
-          if (first_own + n * 8 + j >= own_ends[i]) score = NEGATIVE_INFINITY;
-#endif
-          top = fmaxf(top, score);
-        }
-      top = warp_max(top, 4);
-      if (lane % 4 == 0) warp_tops[key_group][row_tile * 16 + i * 8 + lane / 4] = top;
+      for (int t = 0; t < OWN_TILES; ++t) {
+        uint32_t loaded[4];
+        if (!KEEPS_QUERIES)
+          load_matrix_x4(loaded, queries + (first_tile + t) * 16 * STRIDE + query_place(part, lane) + i * DIM_PARTS * 16);
+        const uint32_t* q = KEEPS_QUERIES ? kept[KEEPS_QUERIES ? i : 0] : loaded;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) mma_m16n8k16<DTYPE>(products[t][n], q, k[n / 2] + n % 2 * 2);
+      }
     }
-#ifndef BUG_TOPS
+    // Lane l has of a tile's rows l / 4 and l / 4 + 8, and of each 8 columns 2 * (l % 4) and the next: the layout of an mma's result.
+#pragma unroll
+    for (int t = 0; t < OWN_TILES; ++t)
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          Vector<float, 2>{products[t][n][2 * i], products[t][n][2 * i + 1]}.store(
+              &scores[part][(first_tile + t) * 16 + i * 8 + lane / 4][n * 8 + lane % 4 * 2]);
+#ifndef BUG_SCORES
     __syncthreads();
 #endif
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = row_tile * 16 + i * 8 + lane / 4;
-      const float top = raised(own_tops[i], row), base = base_of(top);
-      own_sums[i] *= exp2f(own_tops[i] - base);
-      own_tops[i] = top;
+    for (int i = 0; i < OWN_ROWS; ++i) {
+      const int row = warp * OWN_ROWS + i;
+      float score = scores[0][row][lane];
 #pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n) {
-        const float* pair = scores[0][n] + 2 * i;
-        const auto rounded = Pairs<DTYPE>::of(exp2f(pair[0] - base), exp2f(pair[1] - base));
-        own_sums[i] += to_float(rounded.x) + to_float(rounded.y);  // of what is multiplied with values
-        DTYPE* target = weights + row * WEIGHT_STRIDE + key_group * WARP_KEYS + n * 8 + lane % 4 * 2;
-        *reinterpret_cast<uint32_t*>(target) = same_bits<uint32_t>(rounded);
-      }
+      for (int other = 1; other < DIM_PARTS; ++other) score += scores[other][row][lane];
+      score *= factor;
+#ifndef BUG_MASK
+      if (first_key + lane >= ends[i]) score = NEGATIVE_INFINITY;
+#endif
+      const float top = fmaxf(tops[i], warp_max(score));
+      const float base = top == NEGATIVE_INFINITY ? 0.0f : top;  // a row that has seen no key yet
+      const float correction = exp2f(tops[i] - base);
+      const DTYPE weight = from_float<DTYPE>(exp2f(score - base));
+      tops[i] = top;
+      sums_of_lane[i] = sums_of_lane[i] * correction + to_float(weight);  // of what is multiplied with values
+      weights[row * WEIGHT_STRIDE + lane] = weight;
+      if (lane == 0) corrections[row] = correction;
     }
-    float corrections[ROW_TILES][2];
+#ifndef BUG_WEIGHTS
+    __syncthreads();
+#endif
+    float own_corrections[ROW_TILES][2];
     bool changed = false;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float top = raised(tops[t][i], t * 16 + i * 8 + lane / 4);
-        corrections[t][i] = exp2f(tops[t][i] - base_of(top));
-        changed = changed || top != tops[t][i];
-        tops[t][i] = top;
+        own_corrections[t][i] = corrections[t * 16 + i * 8 + lane / 4];
+        changed = changed || own_corrections[t][i] != 1.0f;
       }
-    if (__any_sync(ALL_LANES, changed)) {  // seldom after the first tiles; where nothing changed, the factors are 1
+    if (__any_sync(ALL_LANES, changed)) {  // seldom after the first tiles
 #pragma unroll
       for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
         for (int n = 0; n < OUT_TILES; ++n)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) totals[t][n][j] *= corrections[t][j / 2];
+          for (int j = 0; j < 4; ++j) totals[t][n][j] *= own_corrections[t][j / 2];
     }
-#ifndef BUG_WEIGHTS
-    __syncthreads();
-#endif
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step) {
       uint32_t p[ROW_TILES][4];
@@ -288,9 +289,12 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
 
   wait_copies<0>();
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float sum = warp_sum(own_sums[i], 4);
-    if (lane % 4 == 0) warp_sums[key_group][row_tile * 16 + i * 8 + lane / 4] = sum;
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    const float sum = warp_sum(sums_of_lane[i]);
+    if (lane == 0) {
+      row_tops[warp * OWN_ROWS + i] = tops[i];
+      row_sums[warp * OWN_ROWS + i] = sum;
+    }
   }
   __syncthreads();
 #pragma unroll
@@ -299,14 +303,11 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
     for (int i = 0; i < 2; ++i) {
       const int row = t * 16 + i * 8 + lane / 4;
       if (row >= num_rows) continue;
-      float sum = 0.0f;
-#pragma unroll
-      for (int group = 0; group < KEY_GROUPS; ++group) sum += warp_sums[group][row];
-      const int64_t to = row_of_all(row), part = to * gridDim.x + blockIdx.x;
-      const float share = (kv_scale ? kv_scale[0] : 1.0f) / sum;
+      const int64_t to = row_of_all(row), place_of_sums = to * gridDim.x + blockIdx.x;
+      const float share = (kv_scale ? kv_scale[0] : 1.0f) / row_sums[row];
       if (work.splits > 1 && warp == 0 && lane % 4 == 0) {
-        sums[part * 2] = tops[t][i];
-        sums[part * 2 + 1] = sum;
+        sums[place_of_sums * 2] = row_tops[row];
+        sums[place_of_sums * 2 + 1] = row_sums[row];
       }
 #pragma unroll
       for (int n = 0; n < OUT_TILES; ++n) {
@@ -314,7 +315,7 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
         if (RANK % (WARPS * 16) && column >= RANK) break;
         const float first = totals[t][n][2 * i], second = totals[t][n][2 * i + 1];
         if (work.splits > 1) {
-          Vector<float, 2>{first, second}.store(partials + part * RANK + column);
+          Vector<float, 2>{first, second}.store(partials + place_of_sums * RANK + column);
         } else {
           Vector<DTYPE, 2>{from_float<DTYPE>(first * share), from_float<DTYPE>(second * share)}.store(out + to * RANK + column);
         }

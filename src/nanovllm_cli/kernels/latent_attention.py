@@ -19,6 +19,8 @@ OLDEST = 80
 """Capability with matrix instructions of both types, and asynchronous copies."""
 KEYS = 32
 """Of a tile."""
+DIM_PARTS = 4
+"""In which scores are computed."""
 MAX_SPLITS = 128
 """Of a token's keys."""
 LEAST_SPLIT = 128
@@ -65,11 +67,12 @@ def tiling(capability: int, rows: int, shape: LatentShape, kv_dtype: torch.dtype
         if tile_rows > 16 and tile_rows // 2 >= rows:
             continue
         warps = 4 if tile_rows == 16 else 8
-        key_groups = warps // (tile_rows // 16)
+        queries, scores = tile_rows * stride * 2, DIM_PARTS * tile_rows * (KEYS + 8) * 4
+        first = queries + scores if tile_rows == 64 else max(queries, scores)
         # Of 16 rows two blocks run at once, and have as much under way.
         for stages in (2,) if tile_rows == 16 else (3, 2):
             tiles = stages * KEYS * stride * 2 if size > 1 else KEYS * stride * 2 + stages * KEYS * (rotary + rank)
-            needed = tile_rows * stride * 2 + tiles + tile_rows * (KEYS + 8) * 2 + 2 * key_groups * tile_rows * 4
+            needed = first + tiles + tile_rows * ((KEYS + 8) * 2 + 3 * 4)
             if needed <= largest:
                 return Tiling(tile_rows, warps, stages, needed)
     return None
