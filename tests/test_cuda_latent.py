@@ -95,19 +95,25 @@ def test_other_types_are_as_on_the_cpu(capability: int, settings: dict[str, Any]
     assert all(len(each.outputs[0].token_ids) == 3 for each in found)
 
 
-FEW = {"num_blocks": 7, "max_num_batched_tokens": 13}
+FEW = {"num_blocks": 6, "max_num_batched_tokens": 13}
 OTHERS = [{}, {"eager": True}, FEW, {"max_num_batched_tokens": 5}, {"num_speculative_tokens": 4}]
+BEHIND = greedy(16, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Any]:
+    """What a deterministic GPU answers to each by itself."""
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
+    return [run(engine, [(prompt, BEHIND)], salt=str(i))[0].outputs[0] for i, prompt in enumerate(LONG)]
 
 
 @pytest.mark.parametrize("more", OTHERS, ids=str)
-def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path) -> None:
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path, alone: list[Any]) -> None:
     """In any batch and any chunks, behind a preemption, and with guesses."""
-    params = greedy(20, logprobs=2)
-    expected = [run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])[0] for prompt in LONG]
     engine = engine_on(folder, EmulatedDevice(), deterministic=True, **more)
-    for one, other in zip(run(engine, [(prompt, params) for prompt in LONG]), expected, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    for one, expected in zip(run(engine, [(prompt, BEHIND) for prompt in LONG]), alone, strict=True):
+        assert one.outputs[0].token_ids == expected.token_ids
+        assert one.outputs[0].logprobs == expected.logprobs
     assert engine.stats().used_blocks == 0
     assert (engine.stats().preemptions > 0) == (more is FEW)
 
@@ -173,3 +179,20 @@ def test_a_cache_has_one_row_a_token(youtu: Path) -> None:
     worker = engine_on(youtu, EmulatedDevice())._executor
     assert [[part.shape[1:] for part in layer] for layer in worker._caches[0].layers] == [[(1, 16, 80)]] * 2
     assert worker.block_bytes == 2 * 16 * 80 * 2
+
+
+def test_blocks_are_taken_out_and_put_elsewhere(youtu: Path) -> None:
+    """As by a KV file, and by who writes where others read."""
+    engine = engine_on(youtu, EmulatedDevice(), num_blocks=12)
+    tokens(engine, greedy(4), [list(range(60, 110))])
+    worker = engine._executor
+    (layers,) = (cache.layers for cache in worker._caches)
+    used = [block for block in range(12) if layers[0][0][block].any()]
+    free = [block for block in range(12) if block not in used][: len(used)]
+    assert len(used) >= 3
+    worker.write_blocks(free, worker.read_blocks(used))
+    for (layer,) in layers:
+        assert torch.equal(layer[free], layer[used])
+    worker._caches[0].copy_blocks([(used[0], used[1])])
+    for (layer,) in layers:
+        assert torch.equal(layer[used[1]], layer[free[0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ import torch
 from gpu.cases import BF16, BLOCK, FP8, Case, make_tables, randn
 from gpu.engines import overlaps
 from gpu.sections import Output
-from gpu.sweeps import put
+from gpu.sweeps import put, timed
 from gpu.timing import copies_for
+from nanovllm_cli.kernels import latent_attention as latent_attention_module
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.latent_attention import (
@@ -33,6 +35,10 @@ DECODES = ((32, 2048), (1, 8192), (1, 32768), (128, 2048), (256, 1024))
 TOKENS = (1, 8, 32, 64, 256)
 """Of a product with a matrix of each head."""
 PROMPTS = (512, 2048)
+TUNED: tuple[tuple[str, tuple[int, ...]], ...] = (("BLOCKS_WANTED", (1, 2, 3, 4, 6)), ("LEAST_SPLIT", (64, 128, 256)))
+"""Constants of attention that nothing but a GPU can decide, and what they may be."""
+TOLD_BY = ((1, 2048), (1, 8192), (8, 4096), (32, 2048))
+"""Sequences and tokens of each."""
 
 
 def section(output: Output) -> None:
@@ -50,6 +56,13 @@ def section(output: Output) -> None:
         for tokens in PROMPTS:
             for fixed in (False, True):
                 put(output, "prompts", prompt_case(launcher, heads, tokens, fixed))
+    for constant, values in TUNED:
+        for batch, tokens in TOLD_BY:
+            times = {}
+            for value in values:
+                with patch.object(latent_attention_module, constant, value):
+                    times[str(value)] = timed(decode_case(launcher, 16, batch, tokens, BF16))["us"]
+            output.put(f"{constant}, {batch} x {tokens}", times | {"best": int(min(times, key=lambda value: times[value]))})
 
 
 def decode_case(
