@@ -95,9 +95,9 @@ def test_other_types_are_as_on_the_cpu(capability: int, settings: dict[str, Any]
     assert all(len(each.outputs[0].token_ids) == 3 for each in found)
 
 
-FEW = {"num_blocks": 6, "max_num_batched_tokens": 13}
+FEW = {"num_blocks": 7, "max_num_batched_tokens": 13}
 OTHERS = [{}, {"eager": True}, FEW, {"max_num_batched_tokens": 5}, {"num_speculative_tokens": 4}]
-BEHIND = greedy(16, logprobs=2)
+BEHIND = greedy(20, logprobs=2)
 
 
 @pytest.fixture(scope="module")
