@@ -10,11 +10,16 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
 
 from emulation.device import EmulatedDevice
-from emulation.emulator import needs_emulation
+from emulation.emulator import Emulator, needs_emulation
 from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
+from nanovllm_cli.attention.backend import LatentWeights
+from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.kernels.cuda_ops import CudaOps
+from nanovllm_cli.model_spec import LatentSpec
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from test_latent import SHAPES, Paged
 from test_models import LATENT_EXPERTS
 
 pytestmark = needs_emulation
@@ -48,6 +53,62 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def youtu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("youtu", tmp_path_factory.mktemp("youtu"))
+
+
+# ---- the backend ----
+
+
+class OnGpu(Paged):
+    """The sequences of a Paged, over a GPU's cache."""
+
+    def __init__(self, heads: int, latent: LatentSpec, lens: list[int], emulator: Emulator, deterministic: bool) -> None:
+        super().__init__(heads, latent, lens, torch.bfloat16)
+        ops = CudaOps(emulator, deterministic)
+        matrices = [ops.head_matrices(heads, *each.shape[1:], self.dtype) for each in (self.keys, self.values)]
+        for made, rows in zip(matrices, (self.keys, self.values), strict=True):
+            for head in range(heads):
+                made.load(head, rows[head])
+        self.weights = LatentWeights(*self.weights[:3], *matrices)
+        num_tokens = 16 * self.tables.shape[1]
+        backend = CudaAttention(emulator, [self.spec], self.dtype, self.dtype, 16, len(lens), num_tokens, deterministic)
+        ((shape, dtype),) = backend.block_parts(self.spec)
+        self.cache = (torch.full((self.tables.numel() + 3, *shape), torch.nan, dtype=dtype),)
+        self.backend = backend  # type: ignore[assignment]
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = super().angles(positions)
+        return cos.float().contiguous(), sin.float().contiguous()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("heads", "latent", "lens"), SHAPES)
+def test_equal_to_the_formula(heads: int, latent: LatentSpec, lens: list[int], deterministic: bool) -> None:
+    """Which makes keys and values of what is kept, as none of the kernels does."""
+    emulator = Emulator()
+    paged = OnGpu(heads, latent, lens, emulator, deterministic)
+    for found, expected in zip(paged.step([0] * len(lens), lens), paged.expected(), strict=True):
+        assert (found.double() - expected).norm() / expected.norm() < 1e-2
+    is_round = latent.rank % 16 == 0 and latent.rotary_dim % 8 == 0
+    assert ("latent_attention" in emulator.launches) == is_round
+
+
+@pytest.mark.parametrize("index", [1, 3, 6])
+def test_the_same_bits_in_any_chunks(index: int) -> None:
+    heads, latent, lens = SHAPES[index]
+    whole = OnGpu(heads, latent, lens, Emulator(), True)
+    at_once = torch.cat(whole.step([0] * len(lens), lens))
+    whole.cache = tuple(torch.full_like(side, torch.nan) for side in whole.cache)
+    parts: list[list[torch.Tensor]] = [[] for _ in lens]
+    done = [0] * len(lens)
+    for most in (3, 1, 40, 1, 150):
+        counts = [min(most, n - d) for n, d in zip(lens, done, strict=True)]
+        for own, found in zip(parts, whole.step(done, counts), strict=True):
+            own.append(found)
+        done = [d + c for d, c in zip(done, counts, strict=True)]
+    assert torch.equal(torch.cat([torch.cat(own) for own in parts]), at_once)
+
+
+# ---- the engine ----
 
 
 def agree(found: list[Any], expected: list[Any]) -> None:

@@ -151,9 +151,8 @@ def test_gpus_with_less_shared_memory_take_fewer_rows(capability: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("types", TYPES, ids=["bf16", "fp8"])
 def test_many_splits_are_added_up_and_scratch_may_be_used_again(
-    types: tuple[torch.dtype, torch.dtype], order: int, monkeypatch: pytest.MonkeyPatch
+    types: tuple[torch.dtype, torch.dtype], order: int
 ) -> None:
-    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
     inputs, emulator = step((18, 16, 48), types), Emulator(order, num_multiprocessors=132)
     scratch = inputs.scratch(emulator)
     for _ in range(2):
@@ -174,9 +173,8 @@ def tokens(shape: tuple[int, int, int], types: tuple[torch.dtype, torch.dtype] =
 @pytest.mark.parametrize("types", TYPES, ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [3, 16, 40])
 def test_tokens_of_prompts_may_be_rows_of_their_own(
-    heads: int, types: tuple[torch.dtype, torch.dtype], order: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, types: tuple[torch.dtype, torch.dtype], order: int
 ) -> None:
-    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
     inputs = tokens((heads, 16, 48), types, padding=2)
     inputs.check(inputs.run(Emulator(order, num_multiprocessors=64)))
 
@@ -185,9 +183,8 @@ def test_tokens_of_prompts_may_be_rows_of_their_own(
 @pytest.mark.parametrize("types", TYPES, ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("heads", "together", "splits"), [(3, 21, 4), (16, 4, 4), (20, 3, 1), (40, 1, 4)])
 def test_tokens_of_a_sequence_may_share_what_is_read(
-    heads: int, together: int, splits: int, types: tuple[torch.dtype, torch.dtype], order: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, together: int, splits: int, types: tuple[torch.dtype, torch.dtype], order: int
 ) -> None:
-    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
     emulator = Emulator(order, num_multiprocessors=64 if splits > 1 else 1)
     inputs = tokens((heads, 16, 48), types).in_groups(COUNTS, emulator)
     assert kernels.tokens_of_group(90, inputs.shape, types[1]) == together
@@ -223,8 +220,7 @@ def test_with_fixed_splits_a_tokens_bits_are_its_own(
     assert emulator.launches["latent_attention"] > 2
 
 
-def test_every_number_of_splits_covers_every_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
+def test_every_number_of_splits_covers_every_key_once() -> None:
     inputs = step((2, 16, 48), lens=[1, 63, 64, 65, 300, 517])
     for multiprocessors in (1, 5, 7, 10, 13, 24, 40):
         inputs.check(inputs.run(Emulator(num_multiprocessors=multiprocessors)))
@@ -247,12 +243,12 @@ def test_caches_beyond_two_to_the_31_elements() -> None:
     inputs.check(inputs.run(Emulator()))
 
 
-BUGS = [(bug, types) for bug in ("NO_WAIT", "NO_BARRIER", "SCORES", "PAGE", "MASK", "BARRIER", "INT32") for types in TYPES]
+BUGS = ["NO_WAIT", "NO_BARRIER", "SCORES", "PAGE", "MASK", "BARRIER", "WARPS", "INT32"]
+BUGS_AND_TYPES = [(bug, types) for bug in BUGS for types in TYPES]
 
 
-@pytest.mark.parametrize(("bug", "types"), [*BUGS, ("TAIL", TYPES[0])])  # what e4m3's NaN becomes is finite
-def test_planted_bugs_are_found(bug: str, types: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
+@pytest.mark.parametrize(("bug", "types"), [*BUGS_AND_TYPES, ("TAIL", TYPES[0])])  # what e4m3's NaN becomes is finite
+def test_planted_bugs_are_found(bug: str, types: tuple[torch.dtype, torch.dtype]) -> None:
     inputs = far_step() if bug == "INT32" else step((16, 16, 48), types, [130, 37]).as_tokens([5, 2])
     found = 0
     for order in ORDERS:
@@ -292,7 +288,7 @@ def test_what_is_not_for_tensor_cores_has_no_tiling() -> None:
 def test_splits_fill_the_gpu_and_no_more() -> None:
     h200, shape = Emulator(num_multiprocessors=132), LatentShape(16, 64, 512)
     scratch = LatentScratch(h200, shape, BF16, 264, 40960, False)
-    wanted = {(1, 40960): 128, (1, 8192): 64, (32, 2048): 9, (200, 2048): 2, (264, 2048): 1, (1, 100): 1}
+    wanted = {(1, 40960): 128, (1, 8192): 128, (1, 2048): 32, (32, 2048): 9, (200, 2048): 2, (264, 2048): 1, (1, 64): 1}
     for (tokens, keys), splits in wanted.items():
         assert scratch.division(h200, tokens, tokens, 16, keys)[0] == splits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from emulation.compare import close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.kernels import cpu, reference
-from nanovllm_cli.kernels.latent_rows import latent_rows
+from nanovllm_cli.kernels import latent_rows as kernels
 
 pytestmark = needs_emulation
 BF16, HALF, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -75,8 +76,8 @@ class Rows:
             return rows[0]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanovllm_cli.kernels.latent_rows.torch.empty", empty)
-            found = latent_rows(
+            patch.setattr(kernels, "torch", SimpleNamespace(**vars(torch) | {"empty": empty}))
+            found = kernels.latent_rows(
                 emulator, self.q, self.kept, case.heads, self.norm, EPS, OFFSET, self.cos, self.sin, case.interleaved,
                 self.slots, self.cache, self.scale,
             )  # fmt: skip

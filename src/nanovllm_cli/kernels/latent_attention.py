@@ -23,8 +23,8 @@ DIM_PARTS = 4
 """In which scores are computed."""
 MAX_SPLITS = 128
 """Of a token's keys."""
-LEAST_SPLIT = 128
-"""Keys of the smallest split: what its sums take is a fifth of them, with 16 heads."""
+LEAST_SPLIT = 64
+"""Keys of the smallest split: what its sums take is half of them, with 16 heads, but so small ones are for a GPU that is idle."""
 FIXED_SPLIT = 512
 """Keys of a split where it follows from the length alone; more where there would be more than MAX_SPLITS."""
 FIXED_BYTES = 128 << 20
@@ -33,6 +33,7 @@ BLOCKS_WANTED = 2
 """For each multiprocessor. What splits leave takes time to write and to add up, so no more than run at once. An estimate."""
 MAX_GRID = (1 << 16) - 1
 COMBINE_THREADS = 128
+"""And columns, of a block of latent_combine."""
 MOST_ROWS = 64
 GROUP_FIELDS = 4
 
@@ -208,7 +209,8 @@ def latent_attention(
         launcher.launch(kernel, (splits, chunks, number), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)
         if splits > 1:
             sums = (scratch.partials, scratch.sums, own_lens, own_groups, kv_scale, found, np.int32(splits), np.int32(least))
-            launcher.launch(combine_variant(dtype, rank), (heads, together, number), (COMBINE_THREADS, 1, 1), sums)
+            grid = (heads * -(-rank // COMBINE_THREADS), together, number)
+            launcher.launch(combine_variant(dtype, rank), grid, (COMBINE_THREADS, 1, 1), sums)
     return out
 
 

@@ -1,21 +1,28 @@
-// The sums of a row's splits, as latent_attention.cu leaves them, added up in the order of its keys.
+// The sums of a row's splits, as latent_attention.cu leaves them, added up: each warp those of a quarter of them, in the order of
+// keys, and then the warps' in theirs.
 //
-// Grid (heads, most tokens of a group, T or groups): a block has a row of `out`; those whose keys were not split have been written.
+// Grid (heads * parts of RANK, most tokens of a group, T or groups): a block has COLUMNS columns of a row of `out`, a lane four. Few
+// tokens have few rows, and many splits: so narrow, their blocks are enough to fetch them at once. Rows whose keys were not split
+// have been written.
 #include "latent_work.cuh"
 
-constexpr int THREADS = 128, AHEAD = 8;
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, AHEAD = 8;
+constexpr int COLUMNS = 4 * WARP_SIZE, COLUMN_PARTS = (RANK + COLUMNS - 1) / COLUMNS;
 
 KERNEL __launch_bounds__(THREADS)
 latent_combine(const float* partials, const float* sums, const int* lens, const int4* groups, const float* kv_scale, DTYPE* out,
                int most, int least_split) {
   __shared__ float shares[MAX_SPLITS];
+  __shared__ __align__(16) Vector<float, 4> of_warps[WARPS][WARP_SIZE];
   const Work work = find_work(blockIdx.z, lens, nullptr, groups, least_split, most);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (work.splits <= 1 || (int)blockIdx.y >= work.tokens) return;
-  const int lane = threadIdx.x % WARP_SIZE, heads = gridDim.x;
-  const int64_t row = (int64_t)(work.first_token + blockIdx.y) * heads + blockIdx.x;
-  if (threadIdx.x < WARP_SIZE) {
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int heads = gridDim.x / COLUMN_PARTS, head = blockIdx.x / COLUMN_PARTS;
+  const int column = blockIdx.x % COLUMN_PARTS * COLUMNS + lane * 4;
+  const int64_t row = (int64_t)(work.first_token + blockIdx.y) * heads + head;
+  if (warp == 0) {
     const float* own = sums + row * most * 2;
     float top = NEGATIVE_INFINITY, sum = 0.0f;
     for (int i = lane; i < work.splits; i += WARP_SIZE) top = fmaxf(top, __ldcg(own + 2 * i));
@@ -30,28 +37,37 @@ latent_combine(const float* partials, const float* sums, const int* lens, const 
 #ifndef BUG_BARRIER
   __syncthreads();
 #endif
-  for (int column = threadIdx.x * 4; column < RANK; column += THREADS * 4) {
-    const float* source = partials + row * most * RANK + column;
-    float total[4] = {};
-    for (int first = 0; first < work.splits; first += AHEAD) {
-      float4 loaded[AHEAD];
+  const int each = (work.splits + WARPS - 1) / WARPS, end = min(work.splits, (warp + 1) * each);
+  const float* source = partials + row * most * RANK + column;
+  Vector<float, 4> total = {};
+  for (int first = warp * each; first < end && column < RANK; first += AHEAD) {
+    float4 loaded[AHEAD];
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i)
-        if (first + i < work.splits) loaded[i] = __ldcg(reinterpret_cast<const float4*>(source + (int64_t)(first + i) * RANK));
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < end) loaded[i] = __ldcg(reinterpret_cast<const float4*>(source + (int64_t)(first + i) * RANK));
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        if (first + i >= work.splits) break;
-        const float share = shares[first + i];
-        total[0] += share * loaded[i].x;
-        total[1] += share * loaded[i].y;
-        total[2] += share * loaded[i].z;
-        total[3] += share * loaded[i].w;
-      }
+    for (int i = 0; i < AHEAD; ++i) {
+      if (first + i >= end) break;
+      const float share = shares[first + i];
+      total.at[0] += share * loaded[i].x;
+      total.at[1] += share * loaded[i].y;
+      total.at[2] += share * loaded[i].z;
+      total.at[3] += share * loaded[i].w;
     }
-    Vector<DTYPE, 4> rounded;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) rounded.at[j] = from_float<DTYPE>(total[j]);
-    rounded.store(out + row * RANK + column);
   }
+  total.store(of_warps[warp][lane].at);
+#ifndef BUG_WARPS
+  __syncthreads();
+#endif
+  if (warp > 0 || column >= RANK) return;
+  Vector<DTYPE, 4> rounded;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float sum = of_warps[0][lane].at[j];
+#pragma unroll
+    for (int other = 1; other < WARPS; ++other) sum += of_warps[other][lane].at[j];
+    rounded.at[j] = from_float<DTYPE>(sum);
+  }
+  rounded.store(out + row * RANK + column);
 }
 EXPORT(latent_combine)
