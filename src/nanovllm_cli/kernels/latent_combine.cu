@@ -60,14 +60,17 @@ latent_combine(const float* partials, const float* sums, const int* lens, const 
   __syncthreads();
 #endif
   if (warp > 0 || column >= RANK) return;
+#pragma unroll
+  for (int other = 1; other < WARPS; ++other) {
+    const float4 next = *reinterpret_cast<const float4*>(of_warps[other][lane].at);
+    total.at[0] += next.x;
+    total.at[1] += next.y;
+    total.at[2] += next.z;
+    total.at[3] += next.w;
+  }
   Vector<DTYPE, 4> rounded;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float sum = of_warps[0][lane].at[j];
-#pragma unroll
-    for (int other = 1; other < WARPS; ++other) sum += of_warps[other][lane].at[j];
-    rounded.at[j] = from_float<DTYPE>(sum);
-  }
+  for (int j = 0; j < 4; ++j) rounded.at[j] = from_float<DTYPE>(total.at[j]);
   rounded.store(out + row * RANK + column);
 }
 EXPORT(latent_combine)
