@@ -21,6 +21,8 @@ KEYS = 32
 """Of a tile."""
 DIM_PARTS = 4
 """In which scores are computed."""
+RESERVED = 1 << 10
+"""Of shared memory, for each block."""
 MAX_SPLITS = 128
 """Of a token's keys."""
 LEAST_SPLIT = 64
@@ -58,24 +60,26 @@ class LatentShape(NamedTuple):
 def tiling(capability: int, rows: int, shape: LatentShape, kv_dtype: torch.dtype) -> Tiling | None:
     """For so many rows that share keys, or as many of them as fit; None where the kernel can't be used."""
     _, rotary, rank = shape
-    size = kv_dtype.itemsize
+    size, largest = kv_dtype.itemsize, largest_shared_bytes(capability)
     if capability < OLDEST or rank % 16 or rotary % (8 if size > 1 else 16):
         return None
     dim = -(-(rotary + rank) // 16) * 16
     stride = dim if dim % 64 == 0 else dim + 8
-    largest = largest_shared_bytes(capability)
+
+    def needed(tile_rows: int, stages: int) -> int:
+        queries, scores = tile_rows * stride * 2, DIM_PARTS * tile_rows * (KEYS + 8) * 4
+        first = queries + scores if tile_rows == 64 else max(queries, scores)
+        tiles = stages * KEYS * stride * 2 if size > 1 else KEYS * stride * 2 + stages * KEYS * (rotary + rank)
+        return first + tiles + tile_rows * ((KEYS + 8) * 2 + 3 * 4)
+
     for tile_rows in (64, 32, 16):
         if tile_rows > 16 and tile_rows // 2 >= rows:
             continue
-        warps = 4 if tile_rows == 16 else 8
-        queries, scores = tile_rows * stride * 2, DIM_PARTS * tile_rows * (KEYS + 8) * 4
-        first = queries + scores if tile_rows == 64 else max(queries, scores)
-        # Of 16 rows two blocks run at once, and have as much under way.
-        for stages in (2,) if tile_rows == 16 else (3, 2):
-            tiles = stages * KEYS * stride * 2 if size > 1 else KEYS * stride * 2 + stages * KEYS * (rotary + rank)
-            needed = first + tiles + tile_rows * ((KEYS + 8) * 2 + 3 * 4)
-            if needed <= largest:
-                return Tiling(tile_rows, warps, stages, needed)
+        # Two blocks of 16 rows run at once, if they fit, and have as much under way as one with more stages.
+        both_fit = tile_rows == 16 and 2 * (needed(16, 2) + RESERVED) <= largest + RESERVED
+        for stages in (2,) if both_fit else (3, 2):
+            if needed(tile_rows, stages) <= largest:
+                return Tiling(tile_rows, 4 if tile_rows == 16 else 8, stages, needed(tile_rows, stages))
     return None
 
 
