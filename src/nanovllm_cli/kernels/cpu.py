@@ -351,9 +351,9 @@ def _check_cache(
     """(addresses of K and V, bytes of one head's part of a block of K and V), and what they are kept as. Without V it is K."""
     caches = k_cache, k_cache if v_cache is None else v_cache
     kept = caches[0].dtype, caches[1].dtype
-    shapes = cache_shapes(len(k_cache), kv_heads, dim, dtype, kept)
-    shapes = shapes[0], shapes[0 if v_cache is None else 1]
-    addresses = [address_of(cache, cache.dtype, *shape) for cache, shape in zip(caches, shapes, strict=True)]
+    k_shape, v_shape = cache_shapes(len(k_cache), kv_heads, dim, dtype, kept)
+    sides = zip(caches, (k_shape, k_shape if v_cache is None else v_shape), strict=True)
+    addresses = (address_of(cache, cache.dtype, *shape) for cache, shape in sides)
     return (*addresses, *(cache.stride(1) * cache.itemsize for cache in caches)), kept
 
 
@@ -427,8 +427,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. Without v_cache keys are values, of
     whose first `unread` dims nobody asks: they may come out as zeros. See `cpu_attention.paged_attention`."""
-    tokens, heads, dim = q.shape
-    kv_heads = k_cache.shape[1]
+    (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, q.dtype)
     out = new_tensor((tokens, heads * dim), q.dtype)
     sink_address = 0 if sinks is None else address_of(sinks, torch.float32, heads)

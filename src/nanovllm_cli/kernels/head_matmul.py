@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
 
@@ -31,7 +32,12 @@ class CudaHeadMatrices:
         self._launcher = launcher
         self._deterministic = deterministic
         self.num_heads, self.num_rows, self.width, self.dtype = num_heads, num_rows, width, dtype
-        self._weight = torch.zeros(num_heads, num_rows, width, dtype=dtype, device=launcher.device)
+        try:
+            self._weight = torch.zeros(num_heads, num_rows, width, dtype=dtype, device=launcher.device)
+        except torch.OutOfMemoryError:
+            raise DoesNotFitError(
+                "the matrices of latent attention do not fit the GPU", "round the other weights (--quant), or take --device cpu"
+            ) from None
 
     @property
     def num_bytes(self) -> int:
