@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gguf import ExpertGatingFuncType
-
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched
 
@@ -150,10 +148,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
         size = 0 if spec.dense_mlp is None else spec.dense_mlp.intermediate_size
         none = {"expert_feed_forward_length": size, "expert_shared_count": 0, "leading_dense_block_count": spec.num_layers}
         return keys | none
-    by_sigmoid = mixture.scoring == "sigmoid"
-    kind = ExpertGatingFuncType.SIGMOID if by_sigmoid else ExpertGatingFuncType.SOFTMAX
-    scaled = {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_gating_func": int(kind)}
-    return keys | scaled
+    kind = BY_SIGMOID if mixture.scoring == "sigmoid" else BY_SOFTMAX
+    return keys | {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_gating_func": kind}
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
@@ -164,8 +160,8 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
         return YOUTU
     tokens = metadata.get("tokenizer.ggml.tokens")
     is_glm = read.integer("deepseek2.block_count") in (47, 48) and isinstance(tokens, list) and len(tokens) == 154880
-    chosen_by = read.integer("deepseek2.expert_gating_func", 2 if is_glm else 1, least=0)
-    return DEEPSEEK3 if chosen_by == 2 else DEEPSEEK2
+    chosen_by = read.integer("deepseek2.expert_gating_func", BY_SIGMOID if is_glm else BY_SOFTMAX, least=0)
+    return DEEPSEEK3 if chosen_by == BY_SIGMOID else DEEPSEEK2
 
 
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,

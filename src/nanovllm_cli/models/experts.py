@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gguf import ExpertGatingFuncType
-
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 
 MAX_EXPERTS = 1024
+BY_SOFTMAX, BY_SIGMOID = 1, 2
+"""What GGUF files call the functions that routers score by."""
 MATRICES = ("gate", "up", "down")
 
 
@@ -166,7 +166,7 @@ def gguf_fields(spec: ModelSpec, keys: ExpertKeys | None) -> dict[str, float]:
     if keys.groups is not None:
         fields |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.groups_taken}
     if mixture.scoring == "sigmoid":
-        fields["expert_gating_func"] = int(ExpertGatingFuncType.SIGMOID)
+        fields["expert_gating_func"] = BY_SIGMOID
     return fields
 
 
