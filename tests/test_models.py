@@ -661,7 +661,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "another activation in Gemma 2": (
         "gemma2, caps, window in every other layer", {"hidden_activation": "silu"}, UnsupportedError, "in a gemma2 model",
     ),
-    "groups of experts that are not alike": ("glm4 moe, 2 of 5 and shared", {"n_group": 2}, CheckpointError, "don't make 2 groups"),
+    "groups that are not alike": ("glm4 moe, 2 of 5 and shared", {"n_group": 2}, CheckpointError, "don't make 2 groups"),
     "layers without experts at the end": (
         "ernie 4.5, 2 of 5 and shared", {"moe_layer_end_index": 1}, UnsupportedError, "last layers have no experts",
     ),
