@@ -428,6 +428,16 @@ def test_it_is_not_calibrated(tmp_path: Path) -> None:
         quantize("int4:group=32", tmp_path / "out", folder, algorithm="gptq")
 
 
+@pytest.mark.parametrize(("keys", "values"), [(None, "int8"), ("int8", "fp8"), ("int8", "float32")])
+def test_values_are_not_kept_as_anything_else(keys: Any, values: Any, tmp_path: Path) -> None:
+    folder = save(random_model(CONFIGS["youtu"]), tmp_path)
+    with pytest.raises(UnsupportedError, match=f"values kept as {values} where keys are as {keys or 'auto'}"):
+        worker_for(folder, cache_type_k=keys, cache_type_v=values)
+    tokens = prompts(EVEN["vocab_size"])[:3]
+    alone = logits_of(worker_for(folder, cache_type_k="int8"), tokens)
+    assert torch.equal(alone, logits_of(worker_for(folder, kv_cache_dtype="int8"), tokens))
+
+
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_what_is_kept_may_have_eight_bits(kept: str, tmp_path: Path) -> None:
     folder = save(random_model(CONFIGS["youtu"]), tmp_path)

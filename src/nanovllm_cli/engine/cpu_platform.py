@@ -113,6 +113,7 @@ class CpuPlatform:
         if spec.has_states:
             self._warm_up(warm.delta_is_compiled(dtype), lambda: warm.warm_up_delta(dtype))
         if any(attention.latent is not None for attention in spec.attentions):
+            _check_that_keys_are_values(*self.config.cache_types)
             self._warm_up(warm.latent_is_compiled(dtype), lambda: warm.warm_up_latent(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
         return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
@@ -133,3 +134,12 @@ def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:
         most = f"{num_processors()} processors, and {there} threads at most ({THREADS_VARIABLE})"
         progress.note(f"{config.threads} threads were asked for; this process has {most}")
     return min(config.threads or default_threads(), there)
+
+
+def _check_that_keys_are_values(of_keys: str, of_values: str) -> None:
+    """Latent attention keeps one vector for both; what is kept of values is not said, or the same."""
+    if of_values not in ("auto", of_keys):
+        raise UnsupportedError(
+            f"values kept as {of_values} where keys are as {of_keys}: latent attention has one vector for both",
+            "say it with --kv-cache-dtype, or --cache-type-k alone",
+        )

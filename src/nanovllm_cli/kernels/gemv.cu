@@ -19,29 +19,11 @@
 //
 // Bits: a row's sums have an order that depends on the weight's shape and the number of SMs, never on the other rows.
 #include "gemv_parts.cuh"
+#include "load_eight.cuh"
 
 constexpr int STRIP = 8, TEAM_OUTPUTS = Team<STRIP>::OUTPUTS;
 constexpr int LOADS = 4, QUEUE = 3;
 constexpr int STEP = 32, STEPS = LOADS / STRIPS, UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
-
-// Eight elements from `source` on, of which `left` are the row's and the rest is zero. STREAM: nobody reads them again.
-template <bool STREAM>
-DEVICE uint4 load_eight(const DTYPE* source, int left) {
-  uint4 words = make_uint4(0, 0, 0, 0);
-#ifdef BUG_TAIL
-  left = (left + 7) / 8 * 8;
-#endif
-#pragma unroll
-  for (int i = 0; i < 8; i += VECTOR) {
-    if (i >= left) break;
-    if (VECTOR == 8 && STREAM) {
-      words = load_streaming(source);
-    } else {
-      Elements::load(source + i).store(reinterpret_cast<DTYPE*>(&words) + i);
-    }
-  }
-  return words;
-}
 
 // A warp's share of the weight: UNIT columns of STRIPS strips.
 struct Unit {

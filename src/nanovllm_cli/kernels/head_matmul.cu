@@ -12,33 +12,13 @@
 // weight does not depend on it; where the width is no more than PARTS units, as in all models so far, that is all it reads.
 //
 // Bits: a sum's order follows from the width alone, so a token's do not depend on how many there are.
-#include "common.cuh"
+#include "load_eight.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, TEAMS = WARPS / PARTS;
 constexpr int STRIP = 8, STRIPS = 2, OUTPUTS = STRIP * STRIPS;                // of a team of PARTS warps
 constexpr int STEP = 32, STEPS = 4, UNIT = STEP * STEPS, TOKENS = 16 * TILES;  // columns of a load and of a unit; of a block
 constexpr int STRIDE = OUTPUTS + 8;  // of sums in shared memory: the four rows that half a warp writes have banks of their own
 static_assert(TEAMS * PARTS == WARPS);
-
-// Eight elements from `source` on, of which `left` are there and the rest is zero. STREAM: nobody reads them again.
-template <bool STREAM>
-DEVICE uint4 load_eight(const DTYPE* source, int left) {
-  typedef Vector<DTYPE, VECTOR> Elements;
-  uint4 words = make_uint4(0, 0, 0, 0);
-#ifdef BUG_TAIL
-  left = (left + 7) / 8 * 8;
-#endif
-#pragma unroll
-  for (int i = 0; i < 8; i += VECTOR) {
-    if (i >= left) break;
-    if (VECTOR == 8 && STREAM) {
-      words = load_streaming(source);
-    } else {
-      Elements::load(source + i).store(reinterpret_cast<DTYPE*>(&words) + i);
-    }
-  }
-  return words;
-}
 
 struct Unit {
   uint4 at[STEPS][STRIPS];
