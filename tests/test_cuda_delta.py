@@ -3,6 +3,7 @@ prefixes and steps that ran ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from emulation.emulator import needs_emulation
 from engines import greedy, random_model, run, save
 from nanovllm_cli.engine import states
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.outputs import CompletionOutput
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
 from test_models import DELTA, GRANITE_4_H
@@ -38,11 +40,27 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(random_model(MODELS[request.param], seed=seed, dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "FIRST_KEPT", 16)
-    monkeypatch.setattr(states, "KEPT_EVERY", 32)
-    monkeypatch.setattr(states, "LATEST_EVERY", 16)
+@pytest.fixture(autouse=True, scope="module")
+def _short_texts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "FIRST_KEPT", 16)
+        patch.setattr(states, "KEPT_EVERY", 32)
+        patch.setattr(states, "LATEST_EVERY", 16)
+        yield
+
+
+ASKED = [
+    *[(prompt, greedy(30, logprobs=2)) for prompt in (*PROMPTS, list(range(60, 110)))],
+    ([9, 8, 7] * 6, greedy(40, logprobs=2, allowed_token_ids=(8, 9))),
+    ([9, 8, 7] * 6, SamplingParams(temperature=2.0, seed=3, max_tokens=40, logprobs=2, allowed_token_ids=(6, 7, 8, 9))),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[CompletionOutput]:
+    """What a deterministic GPU answers to each by itself."""
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
+    return [run(engine, [each], salt=str(i))[0].outputs[0] for i, each in enumerate(ASKED)]
 
 
 def check_nothing_is_lost(engine: Engine) -> None:
@@ -61,21 +79,27 @@ def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"eager": True}, {"num_blocks": 6, "max_num_batched_tokens": 13}, {"max_num_batched_tokens": 5}, {"num_states": 2}],
+    [
+        {}, {"eager": True}, {"num_blocks": 6, "max_num_batched_tokens": 13}, {"max_num_batched_tokens": 5}, {"num_states": 2},
+        {"num_speculative_tokens": 8},
+        {"num_speculative_tokens": 4, "num_blocks": 6, "max_num_batched_tokens": 13},
+        {"draft_model": "itself", "draft_min_p": 0.0},
+    ],
     ids=str,
-)
-def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path) -> None:
-    params = greedy(40, logprobs=2)
-    prompts = [*PROMPTS, list(range(60, 110))]
-    expected = [run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])[0] for prompt in prompts]
-    num_states = more.pop("num_states", None)
-    engine = engine_on(folder, EmulatedDevice(), deterministic=True, **more)
-    if num_states is not None:
-        engine = with_states(engine, num_states)
-    found = run(engine, [(prompt, params) for prompt in prompts])
-    for one, other in zip(found, expected, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+)  # fmt: skip
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(
+    more: dict[str, Any], folder: Path, alone: list[CompletionOutput]
+) -> None:
+    settings = {name: str(folder) if name == "draft_model" else value for name, value in more.items() if name != "num_states"}
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True, **settings)
+    if "num_states" in more:
+        engine = with_states(engine, more["num_states"])
+    found = run(engine, ASKED)
+    for one, other in zip(found, alone, strict=True):
+        assert one.outputs[0].token_ids == other.token_ids
+        assert one.outputs[0].logprobs == other.logprobs
+    guessed, held = (sum(getattr(one.metrics, f"num_{name}_tokens") for one in found) for name in ("guessed", "held"))
+    assert (guessed > held > 10) == bool(engine._config.max_guesses)
     check_nothing_is_lost(engine)
 
 

@@ -46,6 +46,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model(Gemma4TextConfig(**SMALL), dtype=torch.bfloat16), tmp_path_factory.mktemp("small"))
 
 
+@pytest.fixture(scope="module")
+def plain(small: Path) -> list[Any]:
+    return answers(engine_on(small, EmulatedDevice(), deterministic=True, **SETTINGS), KINDS)
+
+
 def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
     device = EmulatedDevice()
     engine = engine_on(folder, device)
@@ -58,8 +63,7 @@ def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
     [{"num_speculative_tokens": 4, **FEW}, FEW],
     ids=["guesses, few blocks", "few blocks"],
 )
-def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], small: Path) -> None:
-    plain = answers(engine_on(small, EmulatedDevice(), deterministic=True, **SETTINGS), KINDS)
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], small: Path, plain: list[Any]) -> None:
     device = EmulatedDevice()
     engine = engine_on(small, device, **SETTINGS | {"deterministic": True} | more)
     assert answers(engine, KINDS) == plain

@@ -115,6 +115,6 @@ def test_tokens_know_their_sequence(
     assert isinstance(backend, CudaAttention)
     none, count = torch.empty(0, dtype=torch.int64), torch.zeros(starts[-1], dtype=torch.int64)
     numbers = (torch.tensor(starts, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32))
-    rows = backend.decode_step(Batch(count, count, count, *numbers, none, none, none, none), {}).rows
+    rows = backend.decode_step(Batch(count, count, count, *numbers, numbers[-1], none, none, none, none), {}).rows
     assert rows is not None
     assert (rows.lens.tolist(), rows.sequences.tolist()) == (lens, sequences)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3_5TextConfig
 
-from deltas import CASES, SPACES, Case, Paged, check, check_same_bits
+from deltas import CASES, SPACES, Case, Kept, check, check_same_bits
 from emulation.compare import GENERATOR, close_to_rounding, random
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.engine import Engine
@@ -58,16 +58,16 @@ def test_heads_that_share_keys_have_the_same_bits_together(case: Case, monkeypat
         monkeypatch.setattr(delta, "TASKS_A_THREAD", 0.1)
         torch.manual_seed(0)
         GENERATOR.manual_seed(GENERATOR.initial_seed())
-        paged = Paged(case, BF16)
-        found.append([delta.gated_delta(**paged.step(counts)[0]).clone() for counts in case.steps])
+        kept = Kept(case, BF16)
+        found.append([delta.gated_delta(**kept.step(chunks)[0]).clone() for chunks in case.steps])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_state_that_is_not_there_gives_no_numbers() -> None:
-    paged = Paged(CASES[1], BF16)
-    paged.step([5, 37, 1])
-    paged.stamps.zero_()
-    args, _ = paged.step([1, 1, 1])
+    kept = Kept(CASES[1], BF16)
+    kept.step([5, 37, 1])
+    kept.states.stamps.zero_()
+    args, _ = kept.step([1, 1, 1])
     assert delta.gated_delta(**args).isnan().all()
 
 
@@ -227,14 +227,81 @@ def test_texts_are_embedded_alike_in_any_chunks(folder: Path) -> None:
     assert torch.allclose(embedded(), embedded(max_num_batched_tokens=41), rtol=1e-6)
 
 
-@pytest.mark.parametrize("guesser", ["lookup", "itself", "for another"])
-def test_guesses_are_refused_by_name(guesser: str, folder: Path, tmp_path: Path) -> None:
-    """A state behind a guess that did not hold cannot be taken back."""
-    large, settings = folder, {"num_speculative_tokens": 4} if guesser == "lookup" else {"draft_model": str(folder)}
-    if guesser == "for another":
-        large = save(random_model(LlamaConfig(**SMALL), dtype=BF16), tmp_path)
-    with pytest.raises(UnsupportedError, match="model can't take back a guess"):
-        worker_for(large, **settings)
+REPEATING = [[*[i, i + 1, i + 2, i + 3] * 9, *LONG[: 40 * i]] for i in range(5)]
+GUESSES: dict[str, dict[str, Any]] = {
+    "looked up": {"num_speculative_tokens": 8},
+    "looked up, in chunks": {"num_speculative_tokens": 5, "max_num_batched_tokens": 37},
+    "looked up, with few blocks": {"num_speculative_tokens": 8, "num_blocks": 24, "max_num_batched_tokens": 60},
+    "looked up, with few states": {"num_speculative_tokens": 8, "num_states": 2},
+    "by itself": {"draft_model": "itself", "draft_min_p": 0.0},
+    "by itself, with few blocks": {"draft_model": "itself", "draft_min_p": 0.0, "num_blocks": 24, "max_num_batched_tokens": 60},
+    "by itself, where it is sure": {"draft_model": "itself", "draft_min_p": 0.003},
+    "by another": {"draft_model": "another", "draft_min_p": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", GUESSES)
+def test_guesses_change_nothing_but_the_steps(case: str, folder: Path, tmp_path: Path) -> None:
+    """What did not hold is taken back from states, whoever guessed it; where a model drafts for itself, everything holds."""
+    settings = dict(GUESSES[case])
+    num_states = settings.pop("num_states", None)
+    if "draft_model" in settings:
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        other = random_model(next(each for each in MODELS.values() if each.model_type == kind), seed=5, dtype=BF16)
+        settings["draft_model"] = str(folder if settings["draft_model"] == "itself" else save(other, tmp_path))
+    few = {"allowed_token_ids": (3, 4)}
+    kinds = greedy(45), greedy(60, **few), SamplingParams(temperature=0.8, seed=3, max_tokens=50, ignore_eos=True, **few)
+    asked = [(ids, params) for ids in REPEATING for params in kinds]
+    plain = run(engine_for(worker_for(folder)), asked)
+    worker = worker_for(folder, max_num_seqs=3, **settings)
+    worker.num_states = num_states or worker.num_states
+    engine = engine_for(worker, max_num_seqs=3, **settings)
+    found = run(engine, asked)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
+    check_nothing_is_lost(engine)
+    counts = [(each.metrics.num_guessed_tokens, each.metrics.num_held_tokens) for each in found]
+    if "by itself" in case:
+        guessed, held = (sum(column) for column in zip(*counts[::3], strict=True))
+        assert guessed > 20
+        assert held == guessed
+    else:
+        guessed, held = (sum(column) for column in zip(*counts, strict=True))
+        assert guessed > 60
+        assert held < guessed
+        assert held > 20 or case == "by another"
+
+
+def test_a_model_with_states_does_not_draft_for_one_without(folder: Path, tmp_path: Path) -> None:
+    large = save(random_model(LlamaConfig(**SMALL), dtype=BF16), tmp_path)
+    with pytest.raises(UnsupportedError, match="model can't draft for a llama model, which keeps no states"):
+        worker_for(large, draft_model=str(folder))
+
+
+def test_states_are_found_behind_guesses_that_held(folder: Path) -> None:
+    """An answer that jumps over the tokens behind which copies are due leaves some all the same, and they are right."""
+    settings = {"num_speculative_tokens": 8}
+    engine = engine_for(worker_for(folder, **settings), **settings)
+    (first,) = run(engine, [([3, 4, 5] * 60, greedy(300, logit_bias={3: 9.0}))])
+    assert first.metrics.num_held_tokens > 150
+    turn = [*[3, 4, 5] * 60, *first.outputs[0].token_ids, 1, 2, 3]
+    (second,) = run(engine, [(turn, greedy(20))])
+    assert second.metrics.num_cached_tokens >= 448
+    assert [list(second.outputs[0].token_ids)] == answers(folder, greedy(20), [turn], enable_prefix_caching=False)[0]
+
+
+@pytest.mark.parametrize("settings", [{"num_speculative_tokens": 8}, {"draft_model": "itself", "draft_min_p": 0.0}], ids=str)
+def test_saved_states_have_the_guesses(settings: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    settings |= {"draft_model": str(folder)} if "draft_model" in settings else {}
+    first, second = (engine_for(worker_for(folder, **settings), **settings) for _ in range(2))
+    prompt = [3, 4, 5] * 50
+    (output,) = run(first, [(prompt, greedy(150, logit_bias={3: 9.0}))])
+    told = [*prompt, *output.outputs[0].token_ids]
+    count = first.save_kv(tmp_path / "kv", told, None, "the same")
+    assert count > len(prompt)
+    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == count
+    (output,) = run(second, [([*told, 1], greedy(20))])
+    assert output.metrics.num_cached_tokens == count
+    assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [[*told, 1]])[0]
 
 
 def test_a_recorded_step_has_the_bits_of_one_that_is_not(folder: Path) -> None:

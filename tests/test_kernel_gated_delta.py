@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from deltas import CASES, SPACES, Case, Paged, check, check_same_bits, space
+from deltas import CASES, MAX_GUESSES, SPACES, Case, Chunks, Kept, Share, check, check_same_bits, space
 from emulation.compare import close_to_rounding
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.kernels.gated_delta import gated_delta
+from nanovllm_cli.kernels.states import States
 
 pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16
@@ -44,46 +45,44 @@ def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:
     more = rows - len(args["kv_lens"])
     zeros = {"projected": torch.full((more, args["projected"].shape[1]), torch.nan).to(args["projected"].dtype),
              "gates": torch.full((more, args["gates"].shape[1]), torch.nan),
-             "kv_lens": torch.zeros(more, dtype=torch.int32),
-             "block_tables": torch.zeros(more, args["block_tables"].shape[1], dtype=torch.int32)}  # fmt: skip
+             **{name: torch.zeros(more, dtype=torch.int32) for name in ("kv_lens", "known_lens", "state_of")}}  # fmt: skip
     return args | {name: torch.cat([args[name], fill]) for name, fill in zeros.items()} | {
         "query_starts": torch.arange(rows + 1, dtype=torch.int32)}  # fmt: skip
 
 
-def cache_of(paged: Paged) -> list[torch.Tensor]:
-    return [tensor.nan_to_num(7.0).clone() for tensor in (paged.states, paged.inputs, paged.stamps)]
+def numbers_of(states: States) -> list[torch.Tensor]:
+    return [tensor.nan_to_num(7.0).clone() for tensor in states]
 
 
 @pytest.mark.parametrize("case", [CASES[1], SPACES[1]], ids=["delta", "mamba"])
 def test_rows_of_padding_write_nothing_and_are_zeros(case: Case) -> None:
-    paged = Paged(case, BF16)
-    free = next(block for block in range(len(paged.states)) if not (paged.tables == block).any())
-    paged.tables[paged.tables == 0] = free  # block 0, which padding's tables name, is nobody's
-    untouched = [tensor[0] for tensor in cache_of(paged)]
+    kept = Kept(case, BF16)
+    free = next(state for state in range(len(kept.states.stamps)) if not (kept.state_of == state).any())
+    kept.state_of[kept.state_of == 0] = free  # state 0, which padding names, is nobody's
+    untouched = [tensor[0] for tensor in numbers_of(kept.states)]
     for counts in case.steps[:4]:
-        args, expected = paged.step(counts)
+        args, expected = kept.step(counts)
         if counts == [1, 1, 1]:
             args = padded(args, 8)
         got = gated_delta(Emulator(), **args)
         close_to_rounding(got[: len(expected)], expected)
         assert not got[len(expected) :].any()
-    paged.check_cache()
-    assert all(torch.equal(tensor[0], before) for tensor, before in zip(cache_of(paged), untouched, strict=True))
+    kept.check()
+    assert all(torch.equal(tensor[0], before) for tensor, before in zip(numbers_of(kept.states), untouched, strict=True))
 
 
-@pytest.mark.parametrize("case", [CASES[3], SPACES[2]], ids=["delta", "mamba"])
+@pytest.mark.parametrize("case", [CASES[3], CASES[-1], SPACES[2]], ids=["delta", "guesses", "mamba"])
 def test_sequences_of_guesses_are_told_apart_by_their_starts(case: Case) -> None:
     """As a recorded step with guesses has them: as many starts as rows, those behind the last sequence at the end."""
-    paged = Paged(case, BF16)
+    kept = Kept(case, BF16)
     for counts in case.steps:
-        args, expected = paged.step(counts)
+        args, expected = kept.step(counts)
         rows, own = len(args["projected"]), len(args["kv_lens"])
         args["query_starts"] = torch.cat([args["query_starts"], torch.full((rows - own,), rows, dtype=torch.int32)])
-        args["kv_lens"] = torch.cat([args["kv_lens"], torch.zeros(rows - own, dtype=torch.int32)])
-        width = args["block_tables"].shape[1]
-        args["block_tables"] = torch.cat([args["block_tables"], torch.zeros(rows - own, width, dtype=torch.int32)])
+        for name in ("kv_lens", "known_lens", "state_of"):
+            args[name] = torch.cat([args[name], torch.zeros(rows - own, dtype=torch.int32)])
         close_to_rounding(gated_delta(Emulator(), **args), expected)
-    paged.check_cache()
+    kept.check()
 
 
 @BOTH
@@ -95,32 +94,31 @@ def test_a_token_has_the_same_bits_whatever_it_is_computed_with(
 
 
 @BOTH
-def test_each_block_that_a_step_ends_is_as_if_the_step_had_ended_there(mamba: bool) -> None:
-    """So that others may begin behind it."""
-    paged = Paged(Case((1, 24), (2, 24), 4, [[100]], mamba=mamba, bias=mamba), BF16)
-    args, _ = paged.step([100])
-    gated_delta(Emulator(), **args)
-    for i, end in enumerate((32, 64, 96, 100)):
-        parts = {name: args[name][:end].clone() for name in ("projected", "gates")}
-        cache = {name: torch.zeros_like(args[name]) for name in ("states", "inputs", "stamps")}
-        lengths = {"kv_lens": torch.tensor([end]).int(), "query_starts": torch.tensor([0, end]).int()}
-        gated_delta(Emulator(), **(args | parts | cache | lengths))
-        block = int(paged.tables[0, i])
-        assert args["stamps"][block].tolist() == [[end, end], [0, 0]]
-        for name in ("states", "inputs"):
-            assert torch.equal(args[name][block, 0], cache[name][block, 0])
+@pytest.mark.parametrize("num_guesses", [1, 12])
+def test_what_was_guessed_may_be_taken_back_to_any_token(num_guesses: int, mamba: bool) -> None:
+    """And more than there is room for is not there rather than wrong."""
+    for back in range(num_guesses + 1):
+        steps = [[5], [Share(1, num_guesses)], [Share(1, back=back)]]
+        check(Case((1, 24), (2, 24), 4, steps, mamba=mamba, bias=mamba), BF16, on(Emulator()))
+    steps = [[5], [Share(1, MAX_GUESSES)], [Share(0, 1)], [1]]
+    kept = Kept(Case((1, 24), (2, 24), 4, steps, mamba=mamba, bias=mamba), BF16)
+    for chunks in steps[:3]:
+        args, expected = kept.step(chunks)
+        close_to_rounding(gated_delta(Emulator(), **args), expected)
+    assert gated_delta(Emulator(), **kept.step(steps[3])[0]).isnan().all()
 
 
 @BOTH
 def test_a_step_of_which_a_part_was_done_is_done_again(mamba: bool) -> None:
     """Of two sequences and four heads one block of threads; among them the one that writes a key head's inputs."""
     num_keys = 1 if mamba else 2
-    paged = Paged(Case((num_keys, 16), (4, 16), 4, [[30, 31], [1, 1], [9, 1], [1, 40]], mamba=mamba, bias=mamba), BF16)
-    for i, counts in enumerate(paged.case.steps):
-        args, expected = paged.step(counts)
+    steps: Chunks = [[30, 31], [1, Share(1, 9)], [9, Share(1, back=4)], [1, 40]]
+    kept = Kept(Case((num_keys, 16), (4, 16), 4, steps, mamba=mamba, bias=mamba), BF16)
+    for i, chunks in enumerate(kept.case.steps):
+        args, expected = kept.step(chunks)
         gated_delta(Emulator(only_block=2 * i + 1), **args)
         close_to_rounding(gated_delta(Emulator(), **args), expected)
-    paged.check_cache()
+    kept.check()
 
 
 @BOTH
@@ -128,10 +126,11 @@ def test_a_step_of_which_a_part_was_done_is_done_again(mamba: bool) -> None:
 def test_a_sequence_whose_place_is_gone_is_nan(second: int, mamba: bool) -> None:
     """And no other, and no other head."""
     case = Case((2, 16), (4, 16), 4, [[20, 21], [second, 1]], mamba=mamba, bias=mamba)
-    paged = Paged(case, BF16)
-    gated_delta(Emulator(), **paged.step(case.steps[0])[0])
-    args, expected = paged.step(case.steps[1])
-    paged.stamps[int(paged.tables[0, 0]), :, 2] = 19
+    kept = Kept(case, BF16)
+    gated_delta(Emulator(), **kept.step(case.steps[0])[0])
+    args, expected = kept.step(case.steps[1])
+    for behind in (kept.states.stamps, kept.states.reaches):
+        behind[int(kept.state_of[0]), :, 2] = 19
     got = gated_delta(Emulator(), **args)
     lost = got[:second].unflatten(1, (4, 16))
     assert lost[:, 2].isnan().all()
@@ -140,24 +139,25 @@ def test_a_sequence_whose_place_is_gone_is_nan(second: int, mamba: bool) -> None
 
 
 def check_far_away(emulator: Emulator) -> None:
-    """The last blocks of states of four billion elements, of which only what is written takes memory."""
-    case = Case((1, 128), (1, 128), 4, [[37], [1]])
-    paged = Paged(case, BF16)
-    num_blocks = 2**32 // (2 * 128 * 128) + 4
+    """The last of states of four billion elements, of which only what is written takes memory."""
+    case = Case((1, 128), (1, 128), 4, [[37], [Share(1, 3)], [1]])
+    kept = Kept(case, BF16)
+    num_states = 2**32 // (2 * 128 * 128) + 4
     try:
-        for name, dtype in (("states", torch.float32), ("inputs", BF16), ("stamps", torch.int32)):
-            shape = (num_blocks, *getattr(paged, name).shape[1:])
-            setattr(paged, name, cpu.zeros(math.prod(shape), dtype).view(shape))
+        few = {name: getattr(kept.states, name)[:, :, :8] for name in ("guesses", "guess_gates")}  # small enough for 32 bits
+        shapes = [(num_states, *tensor.shape[1:]) for tensor in kept.states._replace(**few)]
+        far = [cpu.zeros(math.prod(shape), tensor.dtype).view(shape) for shape, tensor in zip(shapes, kept.states, strict=True)]
     except OSError:
         pytest.skip("no address space of 16 GiB")
-    paged.tables = torch.tensor([[num_blocks - 3, num_blocks - 1]]).int()
+    kept.states = States(*far)
+    kept.state_of = torch.tensor([num_states - 1]).int()
     for counts in case.steps:
-        args, expected = paged.step(counts)
+        args, expected = kept.step(counts)
         close_to_rounding(gated_delta(emulator, **args), expected)
-    paged.check_cache()
+    kept.check()
 
 
-def test_blocks_past_four_billion_elements() -> None:
+def test_states_past_four_billion_elements() -> None:
     check_far_away(Emulator())
 
 
@@ -171,8 +171,11 @@ def fails(run: Callable[[], None]) -> bool:
 
 @pytest.mark.parametrize(
     ("bug", "case"),
-    [("NO_BARRIER", CASES[6]), ("UNMASKED_TAIL", CASES[3]), ("PAGE", CASES[3]), ("SAME_PLACE", CASES[0]), ("INT32", CASES[3]),
-     ("NO_BARRIER", SPACES[5]), ("UNMASKED_TAIL", SPACES[2]), ("PAGE", SPACES[2]), ("SAME_PLACE", SPACES[0])],
+    [
+        ("NO_BARRIER", CASES[6]), ("UNMASKED_TAIL", CASES[3]), ("NOTHING_HELD", CASES[-1]), ("SAME_PLACE", CASES[0]),
+        ("INT32", CASES[3]),
+        ("NO_BARRIER", SPACES[5]), ("UNMASKED_TAIL", SPACES[2]), ("NOTHING_HELD", SPACES[-1]), ("SAME_PLACE", SPACES[0]),
+    ],
 )  # fmt: skip
 def test_planted_bugs_are_found(bug: str, case: Case) -> None:
 
@@ -189,9 +192,9 @@ def test_planted_bugs_are_found(bug: str, case: Case) -> None:
 
 def test_no_tokens_is_no_launch() -> None:
     emulator = Emulator()
-    args, _ = Paged(CASES[1], BF16).step([5, 37, 1])
+    args, _ = Kept(CASES[1], BF16).step([5, 37, 1])
     none = {"query_starts": args["query_starts"][:1]}
-    none |= {name: args[name][:0] for name in ("projected", "gates", "kv_lens", "block_tables")}
+    none |= {name: args[name][:0] for name in ("projected", "gates", "kv_lens", "known_lens", "state_of")}
     assert gated_delta(emulator, **(args | none)).shape == (0, 64)
     assert not emulator.launches
 
@@ -207,7 +210,7 @@ def test_no_tokens_is_no_launch() -> None:
     ],
 )
 def test_what_registers_do_not_hold_is_refused(case: Case, message: str) -> None:
-    args, _ = Paged(case, BF16).step([3])
+    args, _ = Kept(case, BF16).step([3])
     with pytest.raises(UnsupportedError, match=message):
         gated_delta(Emulator(), **args)
 
@@ -222,17 +225,26 @@ def test_the_largest_heads_and_the_most_taps(case: Case) -> None:
     check(case, BF16, on(Emulator()))
 
 
-@pytest.mark.parametrize("name", ["projected", "gates", "taps", "decay", "norm", "states", "inputs", "stamps", "kv_lens"])
+@pytest.mark.parametrize("name", ["projected", "gates", "taps", "decay", "norm", "kv_lens", "known_lens", "state_of"])
 def test_what_would_be_misread_is_refused(name: str) -> None:
-    args, _ = Paged(CASES[1], BF16).step([5, 37, 1])
+    args, _ = Kept(CASES[1], BF16).step([5, 37, 1])
     for bad in (args[name].double(), args[name][..., :-1].clone()):
         with pytest.raises(AssertionError):
             gated_delta(Emulator(), **(args | {name: bad}))
 
 
+@pytest.mark.parametrize("name", States._fields)
+def test_states_that_would_be_misread_are_refused(name: str) -> None:
+    args, _ = Kept(CASES[1], BF16).step([5, 37, 1])
+    kept = getattr(args["states"], name)
+    for bad in (kept.double(), kept[..., :-1].clone()):
+        with pytest.raises(AssertionError):
+            gated_delta(Emulator(), **(args | {"states": args["states"]._replace(**{name: bad})}))
+
+
 @pytest.mark.parametrize("name", ["gates", "skip", "taps_bias"])
 def test_what_would_be_misread_in_a_state_space_is_refused(name: str) -> None:
-    args, _ = Paged(SPACES[1], BF16).step([5, 37, 1])
+    args, _ = Kept(SPACES[1], BF16).step([5, 37, 1])
     for bad in (args[name].double(), args[name][..., :-1].clone()):
         with pytest.raises(AssertionError):
             gated_delta(Emulator(), **(args | {name: bad}))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import test_kernel_expert_products as expert_tests
-from deltas import Case, Paged
+from deltas import Case, Kept
 from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, emulation_alone, load
 from emulation.quantized import quantized
@@ -126,15 +126,15 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 def delta(mamba: bool = False) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """The second step of two sequences: of their cache it reads nothing at once, either."""
-    paged = Paged(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]], mamba=mamba, bias=mamba), BF16)
-    gated_delta(Emulator(), **paged.step([30, 8])[0])
-    args, _ = paged.step([5, 1])
+    kept = Kept(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]], mamba=mamba, bias=mamba), BF16)
+    gated_delta(Emulator(), **kept.step([30, 8])[0])
+    args, _ = kept.step([5, 1])
     norm = ("skip", "taps_bias") if mamba else ("norm",)
-    known = ("taps", "decay", "decay_bias", *norm, "query_starts", "kv_lens", "block_tables")
+    known = ("taps", "decay", "decay_bias", *norm, "query_starts", "kv_lens", "known_lens", "state_of")
 
     def call(launcher: Launcher) -> torch.Tensor:
         out = gated_delta(launcher, **args)  # written elsewhere than it reads: once more is no other step
-        return torch.cat([out.flatten(), paged.states.nan_to_num(7.0).flatten(), paged.stamps.flatten()])
+        return torch.cat([out.flatten(), kept.states.matrices.nan_to_num(7.0).flatten(), kept.states.stamps.flatten()])
 
     return call, tuple(args[name] for name in known)
 

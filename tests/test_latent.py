@@ -87,8 +87,8 @@ class Paged:
         slots = self.tables[sequences, positions // 16].long() * 16 + positions % 16
         lens = torch.tensor([f + n for f, n in zip(first, counts, strict=True)], dtype=torch.int32)
         batch = Batch(
-            token_ids=rows, positions=positions, rope_lens=positions, query_starts=starts, kv_lens=lens, slots=slots,
-            block_tables=self.tables, logit_rows=rows, states=lens,
+            token_ids=rows, positions=positions, rope_lens=positions, query_starts=starts, kv_lens=lens, known_lens=lens,
+            slots=slots, block_tables=self.tables, logit_rows=rows, states=lens,
         )  # fmt: skip
         found = self.backend.attend_latent(
             self.spec, self.q[rows], self.kept[rows], self.weights, self.angles(positions), self.cache,

@@ -329,6 +329,7 @@ def whole_batch(token_lists: list[list[int]]) -> Batch:
         rope_lens=torch.maximum(positions + 1, lens[seq]),
         query_starts=torch.cat([torch.zeros(1), lens.cumsum(0)]).int(),
         kv_lens=lens.int(),
+        known_lens=lens.int(),
         slots=tables[seq, positions // 16].long() * 16 + positions % 16,
         block_tables=tables,
         logit_rows=torch.arange(len(positions)),

@@ -14,7 +14,7 @@ import test_kernel_gemv as gemv_tests
 import test_kernel_latent_attention as latent_tests
 import test_kernel_prefill_attention as prefill_tests
 import test_kernel_scaled as scaled_tests
-from deltas import Case, Paged, space
+from deltas import Case, Kept, space
 from emulation.compare import random
 from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
@@ -28,6 +28,7 @@ from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import SHAPES, Plan, packed_wgmma
 from nanovllm_cli.kernels.route import route
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
+from nanovllm_cli.kernels.states import States
 from nanovllm_cli.quant.format import Integer
 from ptx.device import PtxMachine
 from test_ptx import OFFSETS, run
@@ -85,10 +86,11 @@ def routing(machine: PtxMachine) -> None:
 
 def delta(case: Case) -> Callable[[PtxMachine], object]:
     """A token behind others."""
-    paged = Paged(case, BF16)
-    args, _ = paged.step([1])
-    cache = {"states": torch.zeros_like(paged.states), "inputs": torch.zeros_like(paged.inputs)}
-    args |= cache | {"kv_lens": torch.tensor([10]).int(), "stamps": torch.full_like(paged.stamps, 9)}
+    kept = Kept(case, BF16)
+    args, _ = kept.step([1])
+    behind = {"stamps": torch.full_like(kept.states.stamps, 9), "reaches": torch.full_like(kept.states.reaches, 9)}
+    states = States(*(torch.zeros_like(tensor) for tensor in kept.states))._replace(**behind)
+    args |= {"states": states, "kv_lens": torch.tensor([10]).int(), "known_lens": torch.tensor([10]).int()}
     return lambda machine: gated_delta(machine, **args)
 
 

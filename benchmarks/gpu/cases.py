@@ -22,6 +22,7 @@ from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.sampling_table import SamplingBuffers, SamplingTable
 from nanovllm_cli.kernels.sigmoid_gate import sigmoid_gate
+from nanovllm_cli.kernels.states import States
 from nanovllm_cli.sampling_params import SamplingParams
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -262,8 +263,7 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
 
 # ---- the gated delta rule, and Mamba-2's ----
 
-PLACES = 2  # of a block of the cache
-DELTA_BLOCK, DELTA_TAPS = 256, 4
+DELTA_BEFORE, DELTA_TAPS = 128, 4  # tokens, of which a state is there
 
 
 def delta_case(
@@ -276,11 +276,10 @@ def delta_case(
     key_dim: int = 128,
     mamba: bool = False,
 ) -> Case:
-    """Of one layer, with Qwen3.5's heads: `count` sequences of `tokens` new tokens each, from the middle of a block on. A
-    state is read once, and written at the end of each block and of the step."""
+    """Of one layer, with Qwen3.5's heads: `count` sequences of `tokens` new tokens each, behind others. A state is read and
+    written once."""
     device, channels = launcher.device, 2 * keys * key_dim + values * dim
-    before, blocks = DELTA_BLOCK // 2, -(-(DELTA_BLOCK // 2 + tokens) // DELTA_BLOCK)
-    num_bytes = 4.0 * count * (1 + blocks) * values * key_dim * dim + 2.0 * count * tokens * (channels + 2 * values * dim)
+    num_bytes = 8.0 * count * values * key_dim * dim + 2.0 * count * tokens * (channels + 2 * values * dim)
     flops = (5.0 if mamba else 8.0) * count * tokens * values * key_dim * dim
     projected = randn(launcher, count * tokens, channels + values * dim)
     num_gates = values if mamba else 2 * values
@@ -289,18 +288,19 @@ def delta_case(
     skip, taps_bias = (randn(launcher, values, dtype=torch.float32), randn(launcher, channels)) if mamba else (None, None)
     decay = -torch.rand(values, device=device)
     starts = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
-    lens = torch.full((count,), before + tokens, dtype=torch.int32, device=device)
-    tables = torch.arange(count * blocks, dtype=torch.int32, device=device).view(count, blocks)
+    lens = torch.full((count,), DELTA_BEFORE + tokens, dtype=torch.int32, device=device)
+    state_of = torch.arange(count, dtype=torch.int32, device=device)
 
     def call() -> Callable[[], object]:
-        states = randn(launcher, count * blocks, PLACES, values, key_dim, dim, dtype=torch.float32)
-        inputs = randn(launcher, count * blocks, PLACES, DELTA_TAPS - 1, channels)
-        stamps = torch.zeros(count * blocks, PLACES, values, dtype=torch.int32, device=device)
-        stamps[:, 0] = before
-        return lambda: gated_delta(
-            launcher, projected, gates, taps, decay, bias, gain, 1e-6, skip, taps_bias, False, states, inputs, stamps, starts,
-            lens, tables, DELTA_BLOCK,
-        )  # fmt: skip
+        matrices = randn(launcher, count, 2, values, key_dim, dim, dtype=torch.float32)
+        inputs = randn(launcher, count, 2, DELTA_TAPS - 1, channels)
+        guesses = torch.zeros(count, 2, 0, channels, dtype=inputs.dtype, device=device)
+        guess_gates = torch.zeros(count, 2, 0, num_gates, device=device)
+        stamps = torch.zeros(count, 2, values, dtype=torch.int32, device=device)
+        stamps[:, 0] = DELTA_BEFORE
+        states = States(matrices, inputs, guesses, guess_gates, stamps, stamps.clone())
+        weights = taps, decay, bias, gain, 1e-6, skip, taps_bias, False
+        return lambda: gated_delta(launcher, projected, gates, *weights, states, starts, lens, lens, state_of)
 
     rule = "state space" if mamba else "delta rule"
     return Case(f"{rule}, {count} x {tokens}", num_bytes, flops, [call() for _ in range(copies_for(num_bytes))])

@@ -21,6 +21,7 @@ class Batch:
                  or position + 1 for tokens after it
     query_starts [B + 1] int32, where each sequence's tokens begin in T; the last entry is T
     kv_lens      [B] int32, cached tokens of each sequence once this step's are written
+    known_lens   [B] int32, the same without those that are guesses, and may be taken back
     slots        [T] int64, where each token's K and V go: block * block_size + offset
     block_tables [B, P] int32, blocks of each sequence in order; entries past its end are 0
     logit_rows   [R] int64, rows of T whose logits are wanted
@@ -33,6 +34,7 @@ class Batch:
     rope_lens: torch.Tensor
     query_starts: torch.Tensor
     kv_lens: torch.Tensor
+    known_lens: torch.Tensor
     slots: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
@@ -56,12 +58,14 @@ class Batch:
         first = begins.nonzero()[:, 0]
         ends = torch.cat([first[1:], torch.tensor([len(rows)])])
         owners = owner[first]
+        kv_lens = self.positions[rows[ends - 1]].int() + 1
         return Batch(
             token_ids=self.token_ids[rows],
             positions=self.positions[rows],
             rope_lens=self.rope_lens[rows],
             query_starts=torch.cat([first, ends[-1:]]).int(),
-            kv_lens=self.positions[rows[ends - 1]].int() + 1,
+            kv_lens=kv_lens,
+            known_lens=torch.minimum(kv_lens, self.known_lens[owners]),
             slots=self.slots[rows],
             block_tables=self.block_tables[owners],
             logit_rows=torch.arange(len(rows)),

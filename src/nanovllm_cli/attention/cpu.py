@@ -8,17 +8,18 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
-from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu, delta
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
+from nanovllm_cli.kernels.states import States
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 
 class CpuStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
     included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
-    with them, and its state [B]."""
+    with them, and without guesses, and its state [B]."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -26,12 +27,13 @@ class CpuStep(NamedTuple):
     tiles: dict[int, torch.Tensor]
     query_starts: torch.Tensor
     kv_lens: torch.Tensor
+    known_lens: torch.Tensor
     states: torch.Tensor
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that kernels read, in a fixed order."""
-        yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens, self.states)
+        yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens, self.known_lens, self.states)
         yield from self.tiles.values()
 
 
@@ -59,10 +61,14 @@ class CpuBlocks:
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn."""
+    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. max_guesses: see
+    CacheLayout."""
 
-    def __init__(self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    def __init__(
+        self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], max_guesses: int = 0
+    ) -> None:
         self.groups = groups
+        self.max_guesses = max_guesses
         self.dtype = dtype
         self.cache_dtypes = cache_dtypes
 
@@ -84,7 +90,8 @@ class CpuAttention:
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
         tiles = {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
-        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, batch.kv_lens, batch.states)
+        lengths = batch.kv_lens, batch.known_lens
+        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states)
 
     def attend(
         self,
@@ -152,8 +159,5 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
-        states, inputs, stamps = cache
-        return delta.gated_delta(
-            projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens, step.states[:, None],
-            WHOLE_SEQUENCE,
-        )  # fmt: skip
+        lengths = step.query_starts, step.kv_lens, step.known_lens
+        return delta.gated_delta(projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states)

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
-from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
@@ -42,6 +42,7 @@ from nanovllm_cli.kernels.prefill_attention import (
     prefill_tiles,
 )
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
+from nanovllm_cli.kernels.states import States
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 HOPPER = 90
@@ -61,13 +62,14 @@ class TokenRows(NamedTuple):
 
 
 class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1], states [B]; for a step that is not decodes
-    only the work by shape, its tokens as rows if some heads are wide or some attention latent, and those in groups where the host
-    has divided them; where all sequences are whole prompts, the first row of each and the end."""
+    """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
+    is not decodes only the work by shape, its tokens as rows if some heads are wide or some attention latent, and those in groups
+    where the host has divided them; where all sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
+    known_lens: torch.Tensor
     query_starts: torch.Tensor
     states: torch.Tensor
     work: dict[Shape, PrefillWork] | None = None
@@ -98,7 +100,8 @@ class CudaBlocks:
 class CudaAttention:
     """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
 
-    long_prompt: tokens from which on prompts are worth a launch each. shapes: those whose work the host divides.
+    max_guesses: see CacheLayout. long_prompt: tokens from which on prompts are worth a launch each. shapes: those whose work the
+    host divides.
     """
 
     long_prompt = 512
@@ -113,8 +116,10 @@ class CudaAttention:
         max_batch: int,
         max_tokens: int,
         deterministic: bool,
+        max_guesses: int = 0,
     ) -> None:
         self.launcher = launcher
+        self.max_guesses = max_guesses
         self.dtype = dtype
         self.cache_dtype = cache_dtype
         self.cache_dtypes = cache_dtype, cache_dtype
@@ -185,7 +190,8 @@ class CudaAttention:
         """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
         the host has divided."""
         rows = None if work is None or not self._needs_rows else self._token_rows(batch)
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, batch.states, work, rows)
+        lengths = batch.kv_lens, batch.known_lens
+        return CudaStep(batch.slots, batch.block_tables, *lengths, batch.query_starts, batch.states, work, rows)
 
     def attend(
         self,
@@ -262,11 +268,8 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
     ) -> torch.Tensor:
-        states, inputs, stamps = cache
-        return gated_delta(
-            self.launcher, projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens,
-            step.states[:, None], WHOLE_SEQUENCE,
-        )  # fmt: skip
+        lengths = step.query_starts, step.kv_lens, step.known_lens
+        return gated_delta(self.launcher, projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states)
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

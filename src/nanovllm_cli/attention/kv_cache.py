@@ -5,8 +5,7 @@ Nor of convolutions, whose past is there as well: the inputs of a block's tokens
 forked, preempted and led back behind guesses, as those of attention are.
 
 A state (the delta rule's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values: layers that
-keep one have num_states of them. Each has two places, and a stamp that says behind how many tokens a place is, so that a step can
-be repeated (kernels/delta.py).
+keep one have num_states of them (kernels/states.py).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
 
-WHOLE_SEQUENCE = 1 << 30
-"""Tokens of the one block that a state is, to the kernels that read it."""
+ALIGNMENT = 64
+"""Of each tensor: the kernels' widest loads, and lines of a CPU's caches."""
 # What a cache can be kept as, beside the compute type.
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -44,11 +43,17 @@ BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
 
 
-def state_parts(mixer: DeltaSpec, dtype: torch.dtype) -> list[BlockPart]:
-    """Of one state, in two places: that of each value head, inputs of the convolution, and behind how many tokens they are."""
-    states = 2, mixer.num_values, mixer.key_dim, mixer.value_dim
-    inputs, stamps = (2, mixer.width - 1, mixer.channels), (2, mixer.num_values)
-    return [(states, torch.float32), (inputs, dtype), (stamps, torch.int32)]
+def state_parts(mixer: DeltaSpec, dtype: torch.dtype, max_guesses: int) -> list[BlockPart]:
+    """Of one of `States`."""
+    values, gates = mixer.num_values, (1 if mixer.mamba else 2) * mixer.num_values
+    return [
+        ((2, values, mixer.key_dim, mixer.value_dim), torch.float32),
+        ((2, mixer.width - 1, mixer.channels), dtype),
+        ((2, max_guesses, mixer.channels), dtype),
+        ((2, max_guesses, gates), torch.float32),
+        ((2, values), torch.int32),
+        ((2, values), torch.int32),
+    ]
 
 
 class BlockMover(Protocol):
@@ -73,6 +78,9 @@ class CacheLayout(Protocol):
     dtype: torch.dtype
     """Of what goes into convolutions."""
 
+    max_guesses: int
+    """Of a sequence in a step, for states."""
+
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         """What a layer keeps in a block."""
 
@@ -92,7 +100,9 @@ class KVCache:
         counts = [num_states if isinstance(mixer, DeltaSpec) else num_blocks for mixer in mixers]
         layers = [parts_of(mixer, layout) for mixer in mixers]  # none of those that read another's
         sizes = [count * _num_bytes(part) for count, parts in zip(counts, layers, strict=True) for part in parts]
-        memory = iter(torch.split(layout.empty_cache(sum(sizes)), sizes))
+        rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        pieces = torch.split(layout.empty_cache(sum(rooms)), rooms)
+        memory = iter([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
         self.layers: list[LayerCache] = [
             tuple(next(memory).view(dtype).view(count, *shape) for shape, dtype in parts)
             for count, parts in zip(counts, layers, strict=True)
@@ -120,7 +130,9 @@ def parts_of(mixer: MixerSpec, layout: CacheLayout) -> list[BlockPart]:
     """What a layer keeps in a block, or in a state."""
     if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
         return []
-    return state_parts(mixer, layout.dtype) if isinstance(mixer, DeltaSpec) else layout.block_parts(mixer)
+    if isinstance(mixer, DeltaSpec):
+        return state_parts(mixer, layout.dtype, layout.max_guesses)
+    return layout.block_parts(mixer)
 
 
 def block_bytes(mixers: Sequence[MixerSpec], layout: CacheLayout) -> int:

@@ -146,7 +146,7 @@ class BlockManager:
         for block in reversed(sequence.block_table):
             self._drop(block)
         sequence.block_table = []
-        sequence.num_computed = sequence.num_registered = sequence.last_uid = 0
+        sequence.num_computed = sequence.num_held = sequence.num_registered = sequence.last_uid = 0
 
     def register(self, sequence: Sequence) -> None:
         """Full blocks of computed tokens become findable. Call it only when a draw from them has proved them sound."""

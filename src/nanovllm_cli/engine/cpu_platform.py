@@ -13,6 +13,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import available_bytes
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
@@ -116,7 +117,7 @@ class CpuPlatform:
             _check_that_keys_are_values(*self.config.cache_types)
             self._warm_up(warm.latent_is_compiled(dtype), lambda: warm.warm_up_latent(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
-        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
+        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype), most_guesses(self.config))
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

@@ -16,7 +16,7 @@ from nanovllm_cli.engine.memory import GIB
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
-from nanovllm_cli.engine.strategy import MOST_ROWS
+from nanovllm_cli.engine.strategy import MOST_ROWS, most_guesses
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
@@ -116,7 +116,7 @@ class CudaPlatform:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
-            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic,
+            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),
         )  # fmt: skip
 
     def cache_budget(self, *models: Decoder) -> int:
@@ -146,8 +146,8 @@ class CudaPlatform:
         recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
         guesses = self.config.max_guesses > 0
         decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, model.most_unread if recordable else 0)
-        vocab_size, most_guesses = model.spec.vocab_size, MOST_ROWS if guesses else 0
-        on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_guesses)
+        vocab_size, most_rows = model.spec.vocab_size, MOST_ROWS if guesses else 0
+        on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_rows)
         if on_device.knows_vocabulary:
             on_device.buffers.rows = decode.sampling_rows
         self.progress.stage("preparing decode kernels for this GPU", None, "tensors")

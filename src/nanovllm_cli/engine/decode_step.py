@@ -35,8 +35,8 @@ Sampling = tuple[bool, bool]
 Key = tuple[int, int | None, Sampling | None]
 """Rows; room for attention's items, where the host divides it; None for a step with guesses."""
 # Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
-KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW, START, STATE = range(9)
-NUM_LINES = 9
+KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE = range(10)
+NUM_LINES = 10
 
 
 class DecodeStep:
@@ -143,6 +143,7 @@ class DecodeStep:
             rope_lens=lines[ROPE_LEN, :rows],
             query_starts=lines[START].view(torch.int32)[: rows + 1],
             kv_lens=lines[KV_LEN].view(torch.int32)[:rows],
+            known_lens=lines[KNOWN_LEN].view(torch.int32)[:rows],
             slots=lines[SLOT, :rows],
             block_tables=self._tables[:rows],
             logit_rows=self._logit_rows[:rows],
@@ -183,12 +184,13 @@ class DecodeStep:
         lines[POSITION, : len(fed)] = position
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
         lines[SLOT, : len(fed)] = block * size + position % size
-        kv_lens, sampling_rows, starts, states = (
-            lines[line].view(np.int32) for line in (KV_LEN, SAMPLING_ROW, START, STATE)
+        kv_lens, known_lens, sampling_rows, starts, states = (
+            lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE)
         )
         states[:count] = [share.state for share in scheduled]
-        kv_lens[:] = 0
+        kv_lens[:] = known_lens[:] = 0
         kv_lens[:count] = kv_len
+        known_lens[:count] = [share.known_len for share in scheduled]
         sampling_rows[:] = -1
         sampling_rows[: len(slots)] = slots
         starts[: self.max_tokens + 1] = np.arange(self.max_tokens + 1)  # a row of padding is a sequence of its own

@@ -57,7 +57,8 @@ class Draft:
         """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
         for seq_id in plan.finished:
             self._unfed.pop(seq_id, None)
-        self._runner.run(Plan([], [], plan.finished, plan.copies))
+        self._feed_before_copies(plan)
+        self._runner.run(Plan([], [], plan.finished, plan.copies, plan.state_copies))
         drawn = self._feed([share for share in plan.scheduled if _end(share) <= self._max_position])
         guesses: dict[int, list[int]] = {share.seq_id: [] for share in plan.scheduled if share.num_guesses}
         going = {share.seq_id: share for share in plan.scheduled if share.num_guesses}
@@ -72,6 +73,14 @@ class Draft:
             drawn = self._runner.run(Plan(more, [], [], [])).drawn
         scheduled = [self._filled(share, guesses[share.seq_id]) if share.num_guesses else share for share in plan.scheduled]
         return plan._replace(scheduled=scheduled), guesses
+
+    def _feed_before_copies(self, plan: Plan) -> None:
+        """What is copied of a sequence's state is to be behind all its tokens."""
+        copied = {source for source, _ in plan.state_copies}
+        shares = [share for share in plan.scheduled if share.state in copied and share.seq_id in self._unfed]
+        late = [self._known(share, unfed.tokens, unfed.start) for share in shares for unfed in [self._unfed.pop(share.seq_id)]]
+        if late:
+            self._runner.run(Plan(late, [], [], []))
 
     def _feed(self, scheduled: Sequence[Scheduled]) -> list[Drawn]:
         """Feeds what is known, and draws for those that want guesses. What nobody guesses behind waits for the end of its block,
@@ -88,17 +97,19 @@ class Draft:
             elif len(share.known) == 1 and share.start >= share.prompt_len and end % self._block_size:
                 self._unfed[share.seq_id] = _Unfed(start, tokens)
             else:
-                table = share.block_table[: self._blocks_for(end)]
-                shares.append(Scheduled(share.seq_id, tokens, start, table, (), prompt_len=share.prompt_len))
+                shares.append(self._known(share, tokens, start))
         new = [NewSequence(seq_id, [], self._params, 0, ()) for share in shares for seq_id in share.draws]
         return self._runner.run(Plan(shares, new, [], [])).drawn if shares else []
 
+    def _known(self, share: Scheduled, tokens: list[int], start: int) -> Scheduled:
+        table = share.block_table[: self._blocks_for(start + len(tokens))]
+        return Scheduled(share.seq_id, tokens, start, table, (), prompt_len=share.prompt_len, state=share.state)
+
     def _drawing(self, share: Scheduled, tokens: list[int], start: int, num_drawn: int) -> Scheduled:
         """num_drawn: since the sequence was new. Steps of a token or two are recorded."""
-        end = start + len(tokens)
-        table = share.block_table[: self._blocks_for(end)]
-        few = len(tokens) <= 2
-        return Scheduled(share.seq_id, tokens, start, table, (share.seq_id,), prompt_len=end - num_drawn, every_row=few)
+        return self._known(share, tokens, start)._replace(
+            draws=(share.seq_id,), prompt_len=start + len(tokens) - num_drawn, every_row=len(tokens) <= 2, drafted=num_drawn > 0
+        )
 
     def _is_sure(self, drawn: Drawn) -> bool:
         if drawn.error is not None or drawn.token_ids[0] >= self._vocab_size:

@@ -50,6 +50,7 @@ class Scheduled(NamedTuple):
     pooling: what becomes of the hidden rows of a text that is embedded.
     num_guesses: how many of token_ids, the last ones, are guesses: the sequence draws from the row before each as well, as long
         as they turn out right.
+    drafted: token_ids are guesses of a model that drafts, which a state is to take back as well, though nobody draws behind them.
     every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
     state: the sequence's, of a model that keeps some.
     """
@@ -64,6 +65,7 @@ class Scheduled(NamedTuple):
     prompt_len: int = 0
     pooling: Pooling | None = None
     num_guesses: int = 0
+    drafted: bool = False
     every_row: bool = False
     state: int = 0
 
@@ -74,6 +76,11 @@ class Scheduled(NamedTuple):
     @property
     def guesses(self) -> list[int]:
         return self.token_ids[len(self.token_ids) - self.num_guesses :]
+
+    @property
+    def known_len(self) -> int:
+        """Tokens of the sequence up to the last that is fed and no guess."""
+        return self.start + (0 if self.drafted else len(self.token_ids) - self.num_guesses)
 
     @property
     def num_drawn(self) -> int:

@@ -97,7 +97,8 @@ class Request:
 class Sequence:
     """One answer in the making.
 
-    token_ids: the prompt and what was drawn. num_computed: how many of them have their K and V in `block_table`.
+    token_ids: the prompt and what was drawn. num_computed: how many of them have their K and V in `block_table`. num_held: how
+    many of those, the last ones, the latest step had guessed.
     pending: sequences that will draw their first token from the row that ends this one's prompt.
     block_digests, num_registered, last_uid: this sequence's way through the prefix cache (see `prefix_cache.py`).
     state: of a model that keeps one, this sequence's, or NO_STATE. state_source: another one, which is to be copied to it before
@@ -113,6 +114,7 @@ class Sequence:
     token_ids: list[int]
     status: Status = Status.WAITING
     num_computed: int = 0
+    num_held: int = 0
     block_table: list[int] = field(default_factory=list)
     pending: list[Sequence] = field(default_factory=list)
     block_digests: list[bytes] = field(default_factory=list)

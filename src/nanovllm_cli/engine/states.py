@@ -4,7 +4,8 @@ A model whose layers keep a state (the delta rule's) can go on behind a token on
 sequence has a state of its own, in all layers, and copies of it are kept behind some blocks: a prefix is found as far as the last
 of these. They are made where prompts that begin alike may part: behind powers of two of tokens, behind the last whole block of a
 prompt, and now and then in an answer, where the latest one moves along, for the turn that goes on behind it. What ends behind a
-whole block leaves its state there. Where states run short, the copy goes that was used least recently.
+whole block leaves its state there. Where states run short, the copy goes that was used least recently. Behind guesses that held
+a state serves each token from the last known one on: a step that goes past a stop leaves a copy for it all the same.
 
 Only numbers live here; the memory is `attention/kv_cache.py`'s.
 """
@@ -153,14 +154,14 @@ class States:
 
     def copy_due(self, sequence: Sequence, num_running: int) -> Pair | None:
         """(source, destination) to copy before the sequence runs, where it is worth one and there is room."""
-        done = sequence.num_computed
-        if not self._are_kept or sequence.request.wants_every_row or not self._is_stop(sequence, num_running):
+        if not self._are_kept or sequence.request.wants_every_row or sequence.state_source != NO_STATE:
             return None
-        if sequence.state_source != NO_STATE:
+        done = next((tokens for tokens in _served(sequence) if self._is_stop(sequence, tokens, num_running)), None)
+        if done is None:
             return None
         if any(num_tokens == done for num_tokens, _ in sequence.kept_states) or self._block_behind(sequence, done) is not None:
             return None
-        self._forget_latest(sequence)
+        self._forget_latest(sequence, done)
         state = self.pool.take()
         if state is None:
             return None
@@ -203,8 +204,8 @@ class States:
         """Before its blocks are given back."""
         if sequence.state == NO_STATE:
             return
-        done = sequence.num_computed
-        if sequence.state_source == NO_STATE and done and done == sequence.num_registered * self._block_size:
+        done = sequence.num_registered * self._block_size
+        if sequence.state_source == NO_STATE and done and done in _served(sequence):
             self.pool.hold(sequence.state)
             self._keep(sequence, done, sequence.state)
         self.forget_source(sequence)
@@ -220,17 +221,16 @@ class States:
         """Tokens in the blocks that a prompt like this one could be found with."""
         return (len(sequence.token_ids) - 1) // self._block_size * self._block_size
 
-    def _is_stop(self, sequence: Sequence, num_running: int) -> bool:
-        done = sequence.num_computed
+    def _is_stop(self, sequence: Sequence, done: int, num_running: int) -> bool:
         if done < FIRST_KEPT or done % self._block_size:
             return False
-        if done >= len(sequence.request.prompt_ids) and len(sequence.token_ids) - done == 1:
+        if done >= len(sequence.request.prompt_ids) and len(sequence.token_ids) - sequence.num_computed == 1:
             return self.is_copied_at(done, num_running)
         return done & (done - 1) == 0 or done == self._last(sequence)
 
-    def _forget_latest(self, sequence: Sequence) -> None:
+    def _forget_latest(self, sequence: Sequence, done: int) -> None:
         """Another copy comes behind its answer: the one before need not stay."""
-        before = sequence.num_computed - LATEST_EVERY
+        before = done - LATEST_EVERY
         if before > len(sequence.request.prompt_ids) and before % KEPT_EVERY:
             block = self._block_behind(sequence, before)
             if block is not None:
@@ -267,3 +267,8 @@ class States:
         kept, sequence.kept_states = sequence.kept_states, []
         for _, state in kept:
             self.pool.drop(state)
+
+
+def _served(sequence: Sequence) -> range:
+    """Numbers of tokens that a sequence with this one's state can go on behind, from the last down."""
+    return range(sequence.num_computed, sequence.num_computed - sequence.num_held - 1, -1)

@@ -42,6 +42,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         rope_lens=torch.from_numpy(np.maximum(positions + 1, prompt_lens[seq_of])),
         query_starts=torch.from_numpy(starts),
         kv_lens=torch.from_numpy((first + lens).astype(np.int32)),
+        known_lens=torch.tensor([share.known_len for share in scheduled], dtype=torch.int32),
         slots=torch.from_numpy(
             tables[seq_of, positions // block_size].astype(np.int64) * block_size
             + positions % block_size

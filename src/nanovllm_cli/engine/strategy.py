@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.plan import DRAFTED
 from nanovllm_cli.engine.sequence import Sequence
 
@@ -20,6 +21,11 @@ FIRST_GUESSES = 2
 LONGEST_WAIT = 32
 MOST_ROWS = 24
 """Of a step in all, guesses included. With so many a step is computing, not waiting for memory: one more costs its share."""
+
+
+def most_guesses(config: EngineConfig) -> int:
+    """Of a sequence in a step, behind a token that is none."""
+    return min(config.max_guesses, MOST_ROWS - 1)
 
 
 class Strategy(Protocol):

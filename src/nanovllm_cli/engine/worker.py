@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import KVCache, parts_of
+from nanovllm_cli.attention.kv_cache import BlockMover, KVCache, parts_of
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
@@ -26,7 +26,6 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
-from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
@@ -66,8 +65,13 @@ class Worker(LoadedModel):
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
         self._block_parts = [each.block_bytes for each in models]
         self.block_bytes = sum(self._block_parts)
-        for each in models:
-            _check_guesses(each.spec, config)
+        if models[-1].spec.has_states and not self.spec.has_states:
+            raise UnsupportedError(
+                f"a {models[-1].spec.architecture} model can't draft for a {self.spec.architecture} model, which keeps no states",
+                "take one of the same architecture",
+            )
+        self._state_parts = [each.state_bytes for each in models]
+        self.state_bytes = sum(self._state_parts)
         budget = platform.cache_budget(*(each.model for each in models))
         self.num_blocks, self.max_model_len, self.num_states = size_cache(
             config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
@@ -148,16 +152,19 @@ class Worker(LoadedModel):
     def read_state(self, state: int) -> memoryview:
         """See Executor."""
         self.platform.enter()
-        states = self._caches[0].states
-        assert states is not None
-        return states.take_out([state]).flatten().numpy().data
+        return torch.cat([states.take_out([state]) for states in self._movers], dim=1).flatten().numpy().data
 
     def write_state(self, state: int, data: memoryview) -> None:
         """See Executor."""
         self.platform.enter()
-        states = self._caches[0].states
-        assert states is not None
-        states.put_in([state], torch.frombuffer(data, dtype=torch.uint8).view(1, -1))
+        row = torch.frombuffer(data, dtype=torch.uint8).view(1, self.state_bytes)
+        parts = [part for part in self._state_parts if part]
+        for states, part in zip(self._movers, torch.split(row, parts, dim=1), strict=True):
+            states.put_in([state], part.contiguous())
+
+    @property
+    def _movers(self) -> list[BlockMover]:
+        return [cache.states for cache in self._caches if cache.states is not None]
 
     def close(self) -> None:
         """Lets go of weights and cache; the worker is of no use afterwards."""
@@ -203,15 +210,6 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     if has_driver():
         progress.note(f"the GPU is not used: {reason.message}" + (f" ({reason.hint})" if reason.hint else ""))
     return _cpu(config, progress)
-
-
-def _check_guesses(spec: ModelSpec, config: EngineConfig) -> None:
-    """UnsupportedError where tokens are guessed for, or by, a model whose states nobody could take back."""
-    if spec.has_states and config.max_guesses:
-        raise UnsupportedError(
-            f"a {spec.architecture} model can't take back a guess: its layers keep a state instead of each token",
-            "leave --speculate and --draft-model away",
-        )
 
 
 def _cpu(config: EngineConfig, progress: LoadProgress) -> CpuPlatform:

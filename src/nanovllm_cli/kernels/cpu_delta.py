@@ -163,45 +163,67 @@ def _mamba_columns(source, target, stride, rows, count, here, kept, step, past):
         source = target
 
 
+@njit(nogil=True, error_model="numpy")
+def _place_of(stamps, reaches, head, position):
+    """Of a state's two places that from which a step goes on whose first token is at `position`: the later of those that are not
+    behind it, if its guesses reach that far. -1 where none does."""
+    place = np.int64(-1)
+    for each in range(2):
+        stamp = stamps[each, head]
+        if 0 < stamp <= position and (place < 0 or stamp > stamps[place, head]):
+            place = np.int64(each)
+    return place if place < 0 or reaches[place, head] >= position else np.int64(-1)
+
+
 @kernel(fastmath=FAST)
 def gated_delta(arguments, thread, team):
     """projected [T, channels + V * D]: q and k of K heads of E dims, v and z of V heads of D. gates [T, 2 V] fp32: b and a. taps
-    [width, channels]. decay, decay_bias [V], norm [D] fp32. states [N, 2, V, E, D] fp32, inputs [N, 2, width - 1, channels],
-    stamps [N, 2, V] int32. starts [B + 1], lens [B] int32; tables [B, P] int32. out [T, V * D].
+    [width, channels]. decay, decay_bias [V], norm [D] fp32. Of N states, two places: states [N, 2, V, E, D] fp32, inputs
+    [N, 2, width - 1, channels], guesses [N, 2, G, channels] and guess_gates [N, 2, G, 2 V] fp32, stamps and reaches [N, 2, V]
+    int32. starts [B + 1], lens, known_lens, state_of [B] int32. out [T, V * D].
     Where skip is not 0, [V] fp32, the rule is Mamba-2's: gates [T, V]. taps_bias [channels], or 0 for none. together: value
     heads a task.
     """
     (
         tag, projected, gates, num_tokens, taps, width, decay, decay_bias, norm, skip, taps_bias, num_keys, key_dim, num_values,
-        value_dim, together, tiled, states, inputs, stamps, num_blocks, block_size, starts, lens, tables, num_sequences,
-        table_width, out, eps,
+        value_dim, together, tiled, states, inputs, guesses, guess_gates, stamps, reaches, num_states, max_guesses, starts, lens,
+        known_lens, state_of, num_sequences, out, eps,
     ) = fields(arguments)  # fmt: skip
     values = num_values * value_dim
     channels = 2 * num_keys * key_dim + values
+    mamba, has_bias = skip != 0, taps_bias != 0
+    num_gates = num_values if mamba else 2 * num_values
     source = carray(typed_pointer(projected, tag), (num_tokens, channels + values))
     result = carray(typed_pointer(out, tag), (num_tokens, values))
     weight = carray(typed_pointer(taps, tag), (width, channels))
-    inputs_of = carray(typed_pointer(inputs, tag), (num_blocks, 2, width - 1, channels))
-    stamp_of = carray(typed_pointer(stamps, np.int32(0)), (num_blocks, 2, num_values))
-    mamba, has_bias = skip != 0, taps_bias != 0
+    inputs_of = carray(typed_pointer(inputs, tag), (num_states, 2, width - 1, channels))
+    guessed_of = carray(typed_pointer(guesses, tag), (num_states, 2, max_guesses, channels))
+    guess_gates_of = floats_at(guess_gates, (num_states, 2, max_guesses, num_gates))
+    stamp_of = carray(typed_pointer(stamps, np.int32(0)), (num_states, 2, num_values))
+    reach_of = carray(typed_pointer(reaches, np.int32(0)), (num_states, 2, num_values))
     bias = carray(typed_pointer(taps_bias if has_bias else taps, tag), (channels,))
-    gate_of, gains = floats_at(gates, (num_tokens, num_values if mamba else 2 * num_values)), floats_at(norm, (value_dim,))
+    gate_of, gains = floats_at(gates, (num_tokens, num_gates)), floats_at(norm, (value_dim,))
     skip_of = floats_at(skip if mamba else decay, (num_values,))
     decay_of, bias_of = floats_at(decay, (num_values,)), floats_at(decay_bias, (num_values,))
     start_of = carray(typed_pointer(starts, np.int32(0)), (num_sequences + 1,))
     len_of = carray(typed_pointer(lens, np.int32(0)), (num_sequences,))
-    table_of = carray(typed_pointer(tables, np.int32(0)), (num_sequences, table_width))
+    known_of = carray(typed_pointer(known_lens, np.int32(0)), (num_sequences,))
+    index_of = carray(typed_pointer(state_of, np.int32(0)), (num_sequences,))
 
     sizes, own = (key_dim, key_dim, together * value_dim), 2 * key_dim + together * value_dim
     line_k, line_v = whole_lines(4 * key_dim), whole_lines(4 * together * value_dim)
-    memory = scratch(whole_lines(4 * width * own) + CHUNK * (2 * line_k + 2 * line_v) + line_k + 4 * 4 * CHUNK)
+    size = 4 * key_dim * value_dim
+    before = whole_lines(4 * width * own)
+    tokens_end = before + CHUNK * (2 * line_k + 2 * line_v) + line_k + whole_lines(4 * 4 * CHUNK)
+    memory = scratch(tokens_end + (together * size if max_guesses else 0))
     ring = floats_at(memory.ctypes.data, (width, own))  # inputs of the token at p, p modulo width
-    at_q = memory.ctypes.data + whole_lines(4 * width * own)
+    at_q = memory.ctypes.data + before
     at_k = at_q + CHUNK * line_k
     at_v = at_k + CHUNK * line_k
     at_found = at_v + CHUNK * line_v
     product = floats_at(at_found + CHUNK * line_v, (key_dim,))
     kept, taken, beta, alike = floats_at(at_found + CHUNK * line_v + line_k, (4, CHUNK))
+    passing = memory.ctypes.data + tokens_end  # the state behind guesses, which nothing keeps
 
     tasks = num_values // together
     for task in share(num_sequences * tasks, thread, team):
@@ -210,93 +232,109 @@ def gated_delta(arguments, thread, team):
         key_head = head % num_keys if tiled else head // group
         keeps_keys = head < num_keys if tiled else head % group == 0
         firsts = (key_head * key_dim, (num_keys + key_head) * key_dim, 2 * num_keys * key_dim + head * value_dim)
-        begin, end = start_of[sequence], start_of[sequence + 1]
-        position = np.int64(len_of[sequence] - (end - begin))
+        begin, count = np.int64(start_of[sequence]), np.int64(start_of[sequence + 1] - start_of[sequence])
+        position = np.int64(len_of[sequence] - count)
+        known = np.int64(known_of[sequence]) - position
+        index = np.int64(index_of[sequence])
 
-        # The block and the place in it that the step begins with
-        read_block, place = np.int64(-1), np.int64(0)
-        if position > 0:
-            read_block, place = np.int64(table_of[sequence, (position - 1) // block_size]), np.int64(-1)
-            for each in range(2):
-                if stamp_of[read_block, each, head] == position:
-                    place = np.int64(each)
+        place = _place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
         if place < 0:
-            for t in range(begin, end):
+            for t in range(begin, begin + count):
                 for i in range(together * value_dim):
                     store(result[t], head * value_dim + i, np.float32(np.nan))
             continue
+        stamp = np.int64(stamp_of[index, place, head]) if position > 0 else np.int64(0)
         for back in range(1, width):
-            row = ring[(position - back) % width]
-            if position > 0:
-                _gather(inputs_of[read_block, place, width - 1 - back], firsts, sizes, row)
+            row = ring[(stamp - back) % width]
+            if stamp > 0:
+                _gather(inputs_of[index, place, width - 1 - back], firsts, sizes, row)
             else:
                 for i in range(own):
                     row[i] = np.float32(0.0)
-        past = end - begin == 1 and states % LINE == 0 and 4 * value_dim % LINE == 0
-        state = states + ((read_block * 2 + place) * num_values + head) * 4 * key_dim * value_dim
+        # The step's known tokens go into the other place. Of one that has none, as a model has that drafts, guesses lie behind
+        # those that are there.
+        target_place = 1 - place if known > 0 else place
+        first_guess = position + known if known > 0 else stamp
+        target = states + ((index * 2 + target_place) * num_values + head) * size
+        state = states + ((index * 2 + place) * num_values + head) * size
+        past = count == 1 and known == 1 and stamp == position and states % LINE == 0 and 4 * value_dim % LINE == 0
 
-        t = np.int64(begin)
-        while t < end:
-            block = np.int64(table_of[sequence, position // block_size])
-            target_place = 1 - place if block == read_block else np.int64(0)
-            target = states + ((block * 2 + target_place) * num_values + head) * 4 * key_dim * value_dim
-            if position == 0:
-                zeros = floats_at(target, (together * key_dim * value_dim,))
+        t = stamp - position  # below 0 are guesses that held
+        while t < count:
+            is_passing = known <= 0 or t >= known
+            chunk = min(CHUNK, count - t) if is_passing else min(CHUNK, known - t)
+            left = passing if is_passing else target
+            if position + t == 0:
+                zeros = floats_at(left, (together * key_dim * value_dim,))
                 for i in range(together * key_dim * value_dim):
                     zeros[i] = np.float32(0.0)
-                state = target
-            count = min(min(CHUNK, end - t), block_size - position % block_size)
-            for c in range(count):
-                _gather(source[t + c], firsts, sizes, ring[(position + c) % width])
+                state = left
+            for c in range(chunk):
+                at = position + t + c
+                row = ring[at % width]
+                if t + c < 0:
+                    _gather(guessed_of[index, place, at - stamp], firsts, sizes, row)
+                else:
+                    _gather(source[begin + t + c], firsts, sizes, row)
                 q, k = floats_at(at_q + c * line_k, (key_dim,)), floats_at(at_k + c * line_k, (key_dim,))
                 v = floats_at(at_v + c * line_v, (together * value_dim,))
-                oldest = (position + c + 1) % width
-                alike[c] = _mix(weight, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, product)
+                alike[c] = _mix(weight, bias, has_bias, mamba, ring, (at + 1) % width, firsts, sizes, q, k, v, product)
+                slot = at - first_guess
+                if is_passing and t + c >= 0 and slot < max_guesses:
+                    _scatter(row, firsts, sizes, keeps_keys, guessed_of[index, target_place, slot])
             for h in range(head, head + together):
-                for c in range(count):
+                for c in range(chunk):
+                    at = position + t + c
+                    gate = guess_gates_of[index, place, at - stamp] if t + c < 0 else gate_of[begin + t + c]
                     if mamba:
-                        beta[c] = _softplus(gate_of[t + c, h] + bias_of[h])
+                        beta[c] = _softplus(gate[h] + bias_of[h])
                         kept[c], taken[c] = np.exp(decay_of[h] * beta[c]), np.float32(0.0)
                     else:
-                        beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate_of[t + c, h]))
-                        kept[c] = np.exp(decay_of[h] * _softplus(gate_of[t + c, num_values + h] + bias_of[h]))
+                        beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate[h]))
+                        kept[c] = np.exp(decay_of[h] * _softplus(gate[num_values + h] + bias_of[h]))
                         taken[c] = kept[c]
-                behind, beside = 4 * (h - head) * key_dim * value_dim, 4 * (h - head) * value_dim
+                    slot = at - first_guess
+                    if is_passing and t + c >= 0 and slot < max_guesses:
+                        for each in range(h, num_gates, num_values):
+                            guess_gates_of[index, target_place, slot, each] = gate[each]
+                behind, beside = (h - head) * size, 4 * (h - head) * value_dim
                 for first in range(0, value_dim, COLUMNS):
                     columns, offset = min(COLUMNS, value_dim - first), beside + 4 * first
-                    seen, at = state + behind + 4 * first, target + behind + 4 * first
+                    seen, to = state + behind + 4 * first, left + behind + 4 * first
                     if mamba and columns == COLUMNS:
                         here = (at_k, at_q, at_v + offset, at_found + offset, line_k, line_v)
-                        _mamba_columns(seen, at, 4 * value_dim, key_dim, count, here, kept.ctypes.data, beta.ctypes.data, past)
+                        _mamba_columns(seen, to, 4 * value_dim, key_dim, chunk, here, kept.ctypes.data, beta.ctypes.data, past)
                         continue
-                    for c in range(count):
+                    for c in range(chunk):
                         q, k = at_q + c * line_k, at_k + c * line_k
                         v, found = at_v + c * line_v + offset, at_found + c * line_v + offset
-                        gate = kept[c], taken[c], beta[c], alike[c]
+                        weights = kept[c], taken[c], beta[c], alike[c]
                         if past and columns == COLUMNS:
-                            delta_step_past(seen, at, 4 * value_dim, key_dim, k, q, v, found, *gate)
+                            delta_step_past(seen, to, 4 * value_dim, key_dim, k, q, v, found, *weights)
                         elif columns == COLUMNS:
-                            delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, *gate)
+                            delta_step(seen, to, 4 * value_dim, key_dim, k, q, v, found, *weights)
                         else:
-                            _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, *gate)
-                        seen = at
-                for c in range(count):
+                            _step(seen, to, 4 * value_dim, key_dim, columns, k, q, v, found, *weights)
+                        seen = to
+                for c in range(max(0, -t), chunk):
+                    token = begin + t + c
                     found, first = floats_at(at_found + c * line_v + beside, (value_dim,)), h * value_dim
                     if mamba:
                         v = floats_at(at_v + c * line_v + beside, (value_dim,))
-                        _finish_mamba(found, v, skip_of[h], source[t + c], channels + first, result[t + c], first)
+                        _finish_mamba(found, v, skip_of[h], source[token], channels + first, result[token], first)
                     else:
-                        _finish(found, gains, eps, source[t + c], channels + first, result[t + c], first)
-            state = target
-            t += count
-            position += count
-            if position % block_size == 0 or t == end:
+                        _finish(found, gains, eps, source[token], channels + first, result[token], first)
+            state = left
+            t += chunk
+            if t == known and known > 0:
                 for back in range(1, width):
-                    line = inputs_of[block, target_place, width - 1 - back]
-                    _scatter(ring[(position - back) % width], firsts, sizes, keeps_keys, line)
+                    line = inputs_of[index, target_place, width - 1 - back]
+                    _scatter(ring[(position + t - back) % width], firsts, sizes, keeps_keys, line)
                 for h in range(head, head + together):
-                    if block != read_block:
-                        stamp_of[block, 1, h] = 0
-                    stamp_of[block, target_place, h] = position
+                    stamp_of[index, target_place, h] = position + known
+                    if position == 0:  # what another sequence may have left there
+                        stamp_of[index, place, h] = 0
+        for h in range(head, head + together):
+            reach_of[index, target_place, h] = min(position + count, first_guess + max_guesses)
     settle()
     keep(memory)

@@ -1,10 +1,6 @@
 """The gated delta rule, and Mamba-2's, on the CPU: tensors in, checks, addresses to the compiled kernel (cpu_delta.py).
 
-What a token needs of those before it is a state of each value head and the last inputs of a convolution. They lie in blocks, as
-they are behind the last of a block's tokens that was computed: the engine has one such block for a whole sequence. A block has
-two places for them. A step reads the one whose stamp says how many tokens went into it, and writes the other: it can be repeated.
-
-Legend: T tokens, B sequences, K key heads of E dims, V value heads of D dims, N blocks, P blocks in a table.
+Legend: T tokens, B sequences, K key heads of E dims, V value heads of D dims, N states.
 """
 
 from __future__ import annotations
@@ -12,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import cpu, cpu_delta
+from nanovllm_cli.kernels.states import States
 
 MOST_TOGETHER = 8
 TASKS_A_THREAD = 3
@@ -28,42 +25,43 @@ def gated_delta(
     skip: torch.Tensor | None,
     taps_bias: torch.Tensor | None,
     tiled: bool,
-    states: torch.Tensor,
-    inputs: torch.Tensor,
-    stamps: torch.Tensor,
+    states: States,
     query_starts: torch.Tensor,
     kv_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_size: int,
+    known_lens: torch.Tensor,
+    state_of: torch.Tensor,
 ) -> torch.Tensor:
     """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `reference.gated_delta`, of each sequence behind
-    what the cache has of it; NaN where it has nothing. With skip [V] fp32 see `reference.state_space`: gates are [T, V], and norm
+    what its state has of it; NaN where it has nothing. With skip [V] fp32 see `reference.state_space`: gates are [T, V], and norm
     is not read.
 
-    taps [width, channels], taps_bias [channels]; decay, decay_bias [V], norm [D] fp32. states [N, 2, V, E, D] fp32, inputs
-    [N, 2, width - 1, channels], stamps [N, 2, V] int32: what was behind so many tokens, in two places of a block. query_starts
-    [B + 1], kv_lens [B], block_tables [B, P] int32: see `Batch`, of blocks of block_size tokens.
+    taps [width, channels], taps_bias [channels]; decay, decay_bias [V], norm [D] fp32. query_starts [B + 1], kv_lens, known_lens
+    [B] int32: see `Batch`. state_of [B] int32: which of the states is a sequence's.
     """
     (tokens, _), dtype, (width, channels) = projected.shape, projected.dtype, taps.shape
-    num_blocks, _, num_values, key_dim, value_dim = states.shape
+    num_states, _, num_values, key_dim, value_dim = states.matrices.shape
     num_keys = (channels - num_values * value_dim) // (2 * key_dim)
-    num_sequences, table_width = block_tables.shape
+    num_sequences, num_gates, max_guesses = len(kv_lens), (1 if skip is not None else 2) * num_values, states.guesses.shape[2]
     f32, i32 = torch.float32, torch.int32
     out = cpu.new_tensor((tokens, num_values * value_dim), dtype)
     ints = (
         cpu.address_of(projected, dtype, tokens, channels + num_values * value_dim),
-        cpu.address_of(gates, f32, tokens, (1 if skip is not None else 2) * num_values), tokens,
+        cpu.address_of(gates, f32, tokens, num_gates), tokens,
         cpu.address_of(taps, dtype, width, channels), width,
         cpu.address_of(decay, f32, num_values), cpu.address_of(decay_bias, f32, num_values),
         *((cpu.address_of(norm, f32, value_dim), 0) if skip is None else (0, cpu.address_of(skip, f32, num_values))),
         0 if taps_bias is None else cpu.address_of(taps_bias, dtype, channels),
         num_keys, key_dim, num_values, value_dim,
         1 if tiled else _together(num_values // num_keys, num_sequences * num_values), int(tiled),
-        cpu.address_of(states, f32, num_blocks, 2, num_values, key_dim, value_dim),
-        cpu.address_of(inputs, dtype, num_blocks, 2, width - 1, channels),
-        cpu.address_of(stamps, i32, num_blocks, 2, num_values), num_blocks, block_size,
+        cpu.address_of(states.matrices, f32, num_states, 2, num_values, key_dim, value_dim),
+        cpu.address_of(states.inputs, dtype, num_states, 2, width - 1, channels),
+        cpu.address_of(states.guesses, dtype, num_states, 2, max_guesses, channels),
+        cpu.address_of(states.guess_gates, f32, num_states, 2, max_guesses, num_gates),
+        cpu.address_of(states.stamps, i32, num_states, 2, num_values),
+        cpu.address_of(states.reaches, i32, num_states, 2, num_values), num_states, max_guesses,
         cpu.address_of(query_starts, i32, num_sequences + 1), cpu.address_of(kv_lens, i32, num_sequences),
-        cpu.address_of(block_tables, i32, num_sequences, table_width), num_sequences, table_width, out.data_ptr(),
+        cpu.address_of(known_lens, i32, num_sequences), cpu.address_of(state_of, i32, num_sequences), num_sequences,
+        out.data_ptr(),
     )  # fmt: skip
     work = tokens * num_values * key_dim * value_dim * 4
     cpu.launch(cpu_delta.gated_delta, work, cpu.tags_of(dtype), ints, (eps,))

@@ -3,16 +3,17 @@
 //
 //   projected [T, channels + V * VALUE_DIM] DTYPE: channels, which are q and k [K, KEY_DIM] and v [V, VALUE_DIM], and z like v
 //   gates [T, 2, V], decay, decay_bias [V], norm [VALUE_DIM] fp32: gates are b and a.  taps [WIDTH, channels] DTYPE, the own last
-//   states [blocks, 2, V, KEY_DIM, VALUE_DIM] fp32, inputs [blocks, 2, WIDTH - 1, channels] DTYPE, stamps [blocks, 2, V] int32:
-//   a block's two places. What lies in the one whose stamp is n is what there was behind n tokens of the sequence.
-//   starts, lens, tables: as in gated_conv.cu
+//   Of a state, two places (states.py): matrices [states, 2, V, KEY_DIM, VALUE_DIM] fp32, inputs [states, 2, WIDTH - 1, channels]
+//   DTYPE, guesses [states, 2, G, channels] DTYPE, guess_gates [states, 2, G, gates] fp32, stamps and reaches [states, 2, V] int32
+//   starts [B + 1], lens, known_lens [B] int32: as in Batch; a length of 0 is a row of padding.  state_of [B]: a sequence's state
 //
 // MAMBA: the rule of Mamba-2 instead (reference.state_space), whose norm is a kernel of its own, behind it. gates [T, V] are
 // a alone, and norm is not read. In this rule only: skip [V] fp32, and taps_bias [channels] DTYPE, or null.
 //
-// A step reads the place that has what was behind the token before its first, and writes the block's other one, or place 0 of
-// blocks that it enters: done again, it finds what it found. State and inputs are written at ends of blocks and of the step, the
-// inputs of a key head by the first of the value heads that share it.
+// A step goes on from the later place that is not behind its first token: over the guesses that held there, then over its own
+// tokens. What is behind its last known token is written to the other place, with the guesses behind that; done again, it finds
+// what it found. The inputs of a key head are written by the first of the value heads that share it. A step without known tokens,
+// as a model has that drafts, writes its guesses behind those that are there.
 //
 // A block takes a value head of a sequence, grid (B, V). Its state stays in registers: a warp has WARP_COLUMNS columns, of which
 // a lane has VECTOR, and of the rows every eighth group of four. So sums over rows are a lane's own and seven shuffles, and warps
@@ -20,35 +21,6 @@
 // their order, while the rows of the next ones are under way to a ring in shared memory; then a warp norms an output. What a
 // token is computed from, and in which order, does not depend on those beside it.
 #include "gated_delta.cuh"
-
-// What a block works on: a value head of a sequence, and where in the cache its step begins and its tokens are kept.
-struct Work {
-  const int* table;
-  int head, num_values, q_channel, k_channel, v_channel, channels;
-  bool keeps_keys;
-  // own_end: the last token in the block that the state is read from, or -1.  place: that is read, of all blocks' places.
-  int count, position, block_size, own_end, place;
-
-  // In a row of the projection, of a piece of what a block needs of it.
-  DEVICE int channel_of(int part) const {
-    if (part < KEY_DIM) return q_channel + part;
-    if (part < 2 * KEY_DIM) return k_channel + part - KEY_DIM;
-    if (part < PARTS) return v_channel + part - 2 * KEY_DIM;
-    return v_channel + num_values * VALUE_DIM + part - PARTS;
-  }
-  DEVICE bool is_kept(int token) const { return token + 1 == count || (position + token + 1) % block_size == 0; }
-  // Where what is behind a token is written.
-  DEVICE int place_of(int token) const {
-    int other = place ^ 1;
-#ifdef BUG_SAME_PLACE
-    other = place;
-#endif
-    return token <= own_end ? other : table[(position + token) / block_size] * 2;
-  }
-  DEVICE Index state_at(int place) const { return stamp_at(place) * (KEY_DIM * VALUE_DIM); }
-  DEVICE Index stamp_at(int place) const { return (Index)place * num_values + head; }
-  DEVICE Index inputs_at(int place) const { return (Index)place * BEFORE * channels; }
-};
 
 // silu of a lane's part of a convolution; zeros beyond the head. part: where the head begins in a row.
 template <int DIM>
@@ -72,15 +44,27 @@ DEVICE Floats mixed(Shared& shared, int token, int part, int unit) {
   return sums;
 }
 
-// A warp writes a head's last inputs to where the cache keeps them behind a token. Rolled up: registers are short.
+// A warp writes a head's inputs of COUNT tokens up to this one to where the cache keeps them. Rolled up: registers are short.
+template <int COUNT>
 DEVICE void keep_inputs(Shared& shared, int token, int part, int dim, DTYPE* target, int channels) {
 #pragma unroll 1
   for (int unit = 0; column_of(unit) < dim; ++unit)
 #pragma unroll 1
-    for (int k = 1; k < WIDTH; ++k) {
-      const Elements input = Elements::load(shared.row_of(token - BEFORE + k) + part + column_of(unit));
-      store_whole(target + (k - 1) * channels + column_of(unit), input);
+    for (int k = 0; k < COUNT; ++k) {
+      const Elements input = Elements::load(shared.row_of(token + 1 - COUNT + k) + part + column_of(unit));
+      store_whole(target + k * channels + column_of(unit), input);
     }
+}
+
+// Those that a value head is to keep, of keys and queries (part 0) or of values.
+template <int COUNT>
+DEVICE void keep_inputs(Shared& shared, const Work& work, int token, bool is_value, DTYPE* target) {
+  if (is_value) {
+    keep_inputs<COUNT>(shared, token, 2 * KEY_DIM, VALUE_DIM, target + work.v_channel, work.channels);
+  } else if (work.keeps_keys) {
+    keep_inputs<COUNT>(shared, token, 0, KEY_DIM, target + work.q_channel, work.channels);
+    keep_inputs<COUNT>(shared, token, KEY_DIM, KEY_DIM, target + work.k_channel, work.channels);
+  }
 }
 
 DEVICE void prepare_keys(Shared& shared, int token, Token& target) {
@@ -157,13 +141,13 @@ DEVICE void finish(const Token& token, float eps, DTYPE* out) {
 
 KERNEL __launch_bounds__(THREADS, WARPS_WANTED / WARPS)
 gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const float* decay, const float* decay_bias,
-            const float* norm, const float* skip, const DTYPE* taps_bias, float* states, DTYPE* inputs, int* stamps,
-            const int* starts, const int* lens, const int* tables, DTYPE* out, int num_keys, int table_width, int block_size,
-            int tiled, float eps) {
+            const float* norm, const float* skip, const DTYPE* taps_bias, float* matrices, DTYPE* inputs, DTYPE* guesses,
+            float* guess_gates, int* stamps, int* reaches, const int* starts, const int* lens, const int* known_lens,
+            const int* state_of, DTYPE* out, int num_keys, int max_guesses, int tiled, float eps) {
   __shared__ Shared shared;
   const int sequence = blockIdx.x, warp = threadIdx.x / WARP_SIZE;
   Work work;
-  work.head = blockIdx.y, work.num_values = gridDim.y;
+  work.head = blockIdx.y, work.num_values = gridDim.y, work.max_guesses = max_guesses;
   const int group = work.num_values / num_keys, key_head = tiled ? work.head % num_keys : work.head / group;
   work.keeps_keys = tiled ? work.head < num_keys : work.head % group == 0;
   work.q_channel = key_head * KEY_DIM, work.k_channel = num_keys * KEY_DIM + work.q_channel;
@@ -188,38 +172,36 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     }
   }
   const int begin = __ldcg(starts + sequence), len = __ldcg(lens + sequence);
-  work.count = __ldcg(starts + sequence + 1) - begin, work.position = len - work.count, work.block_size = block_size;
-  work.table = tables + (Index)sequence * table_width;
-  int newest = work.position - 1;
-#ifdef BUG_PAGE
-  ++newest;
-#endif
-  const int block = work.position > 0 ? __ldcg(work.table + newest / block_size) : 0;
-  const int first_end = block_size - 1 - work.position % block_size;
-  work.own_end = work.position % block_size ? first_end : -1;
+  const int num_own = __ldcg(starts + sequence + 1) - begin, position = len - num_own;
+  const int num_known = __ldcg(known_lens + sequence) - position;
+  work.place = __ldcg(state_of + sequence) * 2;
   const float own_decay = decay[work.head], own_bias = decay_bias[work.head];
   wait_for_previous_kernel();
 
   const int stride = work.channels + work.num_values * VALUE_DIM;
   projected += (Index)begin * stride, gates += (Index)begin * GATES * work.num_values + work.head;
   out += ((Index)begin * work.num_values + work.head) * VALUE_DIM;
-  if (len == 0) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < work.count * VALUE_DIM; i += THREADS) {
-      out[(Index)(i / VALUE_DIM) * work.num_values * VALUE_DIM + i % VALUE_DIM] = from_float<DTYPE>(0.0f);
-    }
-    work.count = 0;
+  work.count = len > 0 ? num_own : 0, work.own = 0, work.known = max(num_known, 0);
+  int stamp = 0, reach = 0, second = 0, second_reach = 0;
+  if (len > 0 && position > 0) {
+    stamp = stamps[work.stamp_at(work.place)], reach = reaches[work.stamp_at(work.place)];
+    second = stamps[work.stamp_at(work.place + 1)], second_reach = reaches[work.stamp_at(work.place + 1)];
   }
   // Rows of up to SLOTS tokens go on their way to the ring. Of their gates each of the first threads gets one.
-  const auto fetch = [&](int start) {
+  const auto fetch = [&](const Work& work, int start) {
     const int there = min(SLOTS, work.count - start);
 #pragma unroll 1
     for (int i = threadIdx.x; i < there * (ROW / PIECE); i += THREADS) {
       const int token = start + i / (ROW / PIECE), part = i % (ROW / PIECE) * PIECE;
-      copy_piece(shared.row_of(token) + part, projected + (Index)token * stride + work.channel_of(part));
+      const DTYPE* row = projected + (Index)(token - work.own) * stride;
+      if (token < work.own) row = guesses + work.guess_at(work.place, token) * work.channels;
+      const bool has_part = token >= work.own || part < PARTS;
+      copy_piece(shared.row_of(token) + part, row + (has_part ? work.channel_of(part) : 0), has_part);
     }
     const int token = start + threadIdx.x % SLOTS, which = threadIdx.x / SLOTS;
-    return which < GATES && token < work.count ? gates[((Index)token * GATES + which) * work.num_values] : 0.0f;
+    if (which >= GATES || token >= work.count) return 0.0f;
+    if (token >= work.own) return gates[((Index)(token - work.own) * GATES + which) * work.num_values];
+    return guess_gates[(work.guess_at(work.place, token) * GATES + which) * work.num_values + work.head];
   };
   const auto land = [&](float gate) {
     if (threadIdx.x < GATES * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
@@ -228,33 +210,48 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     __syncthreads();
   };
 
-  const float first_gate = fetch(0);
-  bool is_known = false;
-  work.place = block * 2;
-  if (len > 0 && work.position > 0) {
-    const bool is_first = stamps[work.stamp_at(work.place)] == work.position;
-    const bool is_second = stamps[work.stamp_at(work.place + 1)] == work.position;
-    is_known = is_first || is_second;
-    work.place += !is_first && is_second;
+  float first_gate = fetch(work, 0);
+  if (second <= position && (second > stamp || stamp > position)) stamp = second, reach = second_reach, ++work.place;
+  const bool is_there = stamp > 0 && stamp <= position && reach >= position;
+  if (is_there && stamp < position) {
+    wait_copies<0>();  // of the step's first tokens, which come after others
+    __syncthreads();
+#ifndef BUG_NOTHING_HELD
+    work.own = position - stamp;
+#endif
+    work.count += work.own, work.known += work.known ? work.own : 0;
+    first_gate = fetch(work, 0);
+  } else if (!is_there && position != 0) {
+    const float filling = len > 0 ? __uint_as_float(0x7fc00000u) : 0.0f;  // NaN for what is not there, zeros for padding
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_own * VALUE_DIM; i += THREADS) {
+      out[(Index)(i / VALUE_DIM) * work.num_values * VALUE_DIM + i % VALUE_DIM] = from_float<DTYPE>(filling);
+    }
+    work.count = 0;
   }
   for (int i = threadIdx.x; i < BEFORE * (PARTS / PIECE); i += THREADS) {
     const int row = i / (PARTS / PIECE), part = i % (PARTS / PIECE) * PIECE;
     const DTYPE* source = inputs + work.inputs_at(work.place) + row * work.channels + work.channel_of(part);
-    copy_piece(shared.rows[row] + part, source, is_known);
+    copy_piece(shared.rows[row] + part, source, is_there);
   }
   State state;
-  if (is_known) {
-    state.load(states + work.state_at(work.place));
+  if (is_there) {
+    state.load(matrices + work.matrix_at(work.place));
   } else {
-    state.fill(work.position == 0 ? 0.0f : __uint_as_float(0x7fc00000u));
+    state.fill(0.0f);
+  }
+  if (threadIdx.x == 0) {
+    work.stamp = position + num_known;
+    work.reach = min(len, position + (num_known > 0 ? num_known : -work.own) + max_guesses);
+    if (position == 0 && len > 0) stamps[work.stamp_at(work.place)] = 0;  // what another sequence may have left there
+    shared.work = work;
   }
   let_next_kernel_start();
   land(first_gate);
 
-  int next_end = first_end;
 #pragma unroll 1
-  for (int start = 0; start < work.count; start += SLOTS) {
-    const int there = min(SLOTS, work.count - start);
+  for (int start = 0; start < shared.work.count; start += SLOTS) {
+    const int there = min(SLOTS, shared.work.count - start);
 #pragma unroll 1
     for (int task = warp; task < TASKS * there; task += WARPS) {
       const int token = start + task / TASKS;
@@ -267,22 +264,24 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
           if constexpr (!MAMBA) target.rate = __fdividef(1.0f, 1.0f + expf(-shared.gates[0][task / TASKS]));
           const float step = softplus(shared.gates[GATES - 1][task / TASKS] + own_bias);
           target.kept = expf(own_decay * step);
-          if constexpr (MAMBA) target.rate = step, target.overlap = skip[work.head];
+          if constexpr (MAMBA) target.rate = step, target.overlap = skip[shared.work.head];
         }
       }
-      if (!work.is_kept(token)) continue;
-      DTYPE* kept = inputs + work.inputs_at(work.place_of(token));
-      if (task % TASKS == 1) {
-        keep_inputs(shared, token, 2 * KEY_DIM, VALUE_DIM, kept + work.v_channel, work.channels);
-      } else if (work.keeps_keys) {
-        keep_inputs(shared, token, 0, KEY_DIM, kept + work.q_channel, work.channels);
-        keep_inputs(shared, token, KEY_DIM, KEY_DIM, kept + work.k_channel, work.channels);
+      if (shared.work.is_last_known(token)) {
+        keep_inputs<BEFORE>(shared, shared.work, token, task % TASKS, inputs + shared.work.inputs_at(shared.work.target()));
+      } else if (const int guess = shared.work.guess_of(token); guess >= 0 && guess < max_guesses) {
+        const Index kept = shared.work.guess_at(shared.work.target(), guess);
+        keep_inputs<1>(shared, shared.work, token, task % TASKS, guesses + kept * shared.work.channels);
+        if (threadIdx.x % WARP_SIZE < GATES && task % TASKS) {
+          const int which = threadIdx.x % WARP_SIZE;
+          guess_gates[(kept * GATES + which) * shared.work.num_values + shared.work.head] = shared.gates[which][task / TASKS];
+        }
       }
     }
 #ifndef BUG_NO_BARRIER
     __syncthreads();
 #endif
-    const float gate = fetch(start + SLOTS);
+    const float gate = fetch(shared.work, start + SLOTS);
 #pragma unroll 1
     for (int token = start; token < start + there; ++token) {
       if constexpr (MAMBA) {
@@ -290,21 +289,18 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
       } else {
         state.advance(shared.tokens[token - start]);
       }
-      if (token != next_end && token + 1 != work.count) continue;
-      if (token == next_end) next_end += block_size;
-      const int place = work.place_of(token);
-      state.store(states + work.state_at(place));
-      if (threadIdx.x == 0) {
-        stamps[work.stamp_at(place)] = work.position + token + 1;
-        if (token > work.own_end) stamps[work.stamp_at(place + 1)] = 0;
-      }
+      if (!shared.work.is_last_known(token)) continue;
+      state.store(matrices + shared.work.matrix_at(shared.work.target()));
+      if (threadIdx.x == 0) stamps[shared.work.stamp_at(shared.work.target())] = shared.work.stamp;
     }
     land(gate);
 #pragma unroll 1
     for (int task = warp; task < TASKS * there; task += WARPS) {
-      if (task % TASKS == 0) continue;
-      finish(shared.tokens[task / TASKS], eps, out + (Index)(start + task / TASKS) * work.num_values * VALUE_DIM);
+      const int token = start + task / TASKS - shared.work.own;
+      if (task % TASKS == 0 || token < 0) continue;
+      finish(shared.tokens[task / TASKS], eps, out + (Index)token * shared.work.num_values * VALUE_DIM);
     }
   }
+  if (threadIdx.x == 0 && shared.work.count) reaches[shared.work.stamp_at(shared.work.target())] = shared.work.reach;
 }
 EXPORT(gated_delta)

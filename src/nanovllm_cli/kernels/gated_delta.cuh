@@ -29,10 +29,42 @@ struct alignas(16) Token {
   float kept, rate, overlap;
 };
 
+// What a block works on: a value head of a sequence, and where in the cache its step begins and its tokens are kept.
+struct Work {
+  int head, num_values, q_channel, k_channel, v_channel, channels, max_guesses;
+  bool keeps_keys;
+  // Tokens are counted from the one behind the place that is read. count: guesses that held and the step's.  own: the step's
+  // first.  known: behind the last known one; 0 where the step has none.  place: that is read, of all states' places.
+  int count, own, known, place;
+  int stamp, reach;  // which the step leaves
+
+  // In a row of the projection, of a piece of what a block needs of it.
+  DEVICE int channel_of(int part) const {
+    if (part < KEY_DIM) return q_channel + part;
+    if (part < 2 * KEY_DIM) return k_channel + part - KEY_DIM;
+    if (part < PARTS) return v_channel + part - 2 * KEY_DIM;
+    return v_channel + num_values * VALUE_DIM + part - PARTS;
+  }
+  DEVICE bool is_last_known(int token) const { return token + 1 == known; }
+  // Which of the guesses that the step leaves a token is; negative or too large where it is none.
+  DEVICE int guess_of(int token) const { return token < own ? -1 : token - known; }
+  DEVICE int target() const {
+#ifdef BUG_SAME_PLACE
+    return place;
+#endif
+    return known ? place ^ 1 : place;
+  }
+  DEVICE Index matrix_at(int place) const { return stamp_at(place) * (KEY_DIM * VALUE_DIM); }
+  DEVICE Index stamp_at(int place) const { return (Index)place * num_values + head; }
+  DEVICE Index inputs_at(int place) const { return (Index)place * BEFORE * channels; }
+  DEVICE Index guess_at(int place, int guess) const { return (Index)place * max_guesses + guess; }
+};
+
 struct alignas(16) Shared {
   Token tokens[SLOTS];
   DTYPE rows[RING][ROW], taps[TAP_ROWS][PARTS];
   float gates[GATES][SLOTS];
+  Work work;  // that threads need not have in registers, which are short
 
   // Of a token of the step, or of one before it.
   DEVICE DTYPE* row_of(int token) { return rows[(token + BEFORE) % RING]; }

@@ -1,7 +1,7 @@
-"""The gated delta rule on a GPU (gated_delta.cu), with its convolution, gates and norm, behind what the paged cache has; and the
-rule of Mamba-2, whose norm is a kernel of its own.
+"""The gated delta rule on a GPU (gated_delta.cu), with its convolution, gates and norm; and the rule of Mamba-2, whose norm is a
+kernel of its own.
 
-Legend: T tokens, B sequences, K key heads of E dims, V value heads of D, N blocks, P blocks in a table.
+Legend: T tokens, B sequences, K key heads of E dims, V value heads of D, N states.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
+from nanovllm_cli.kernels.states import States
 
 MAX_WIDTH = 8
 """Taps: a lane has as many inputs of its channels in registers."""
@@ -34,28 +35,24 @@ def gated_delta(
     skip: torch.Tensor | None,
     taps_bias: torch.Tensor | None,
     tiled: bool,
-    states: torch.Tensor,
-    inputs: torch.Tensor,
-    stamps: torch.Tensor,
+    states: States,
     query_starts: torch.Tensor,
     kv_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_size: int,
+    known_lens: torch.Tensor,
+    state_of: torch.Tensor,
 ) -> torch.Tensor:
     """projected [T, 2 * K * E + 2 * V * D] -> [T, V * D]: see `reference.gated_delta`, of each sequence behind what the cache
     has of it. With skip [V] float32 see `reference.state_space`: gates are [T, V], norm is not read, and there may be a taps_bias
     [channels].
 
     gates [T, 2 * V], decay [V], decay_bias [V], norm [D] float32; taps [width, channels]: channels are projected's without its
-    last V * D. Of each block of the cache two places: states [N, 2, V, E, D] float32, inputs of the convolution [N, 2, width - 1,
-    channels], and stamps [N, 2, V] int32: behind how many tokens of the sequence that was, for each value head. The step reads
-    what was behind the token before its first (outputs are NaN where no stamp says so), and writes at the end of each block and
-    of its own; done again, it gives and leaves the same. query_starts [B + 1], kv_lens [B], block_tables [B, P] int32: see
-    `gated_conv`. UnsupportedError for more than MAX_WIDTH taps, or heads larger than the registers of a block of threads.
+    last V * D. Outputs are NaN where the state has nothing that ends at the step's first token. query_starts [B + 1], kv_lens,
+    known_lens [B] int32: see `Batch`; a length of 0 is a row of padding. state_of [B] int32: which state is a sequence's.
+    UnsupportedError for more than MAX_WIDTH taps, or heads larger than the registers of a block of threads.
     """
     (tokens, _), dtype, (width, channels), mamba = projected.shape, projected.dtype, taps.shape, skip is not None
-    num_blocks, _, num_values, key_dim, value_dim = states.shape
-    num_sequences, (_, table_width) = len(kv_lens), block_tables.shape
+    num_states, _, num_values, key_dim, value_dim = states.matrices.shape
+    num_sequences, max_guesses, num_gates = len(kv_lens), states.guesses.shape[2], num_values if mamba else 2 * num_values
     num_keys = (channels - num_values * value_dim) // (2 * key_dim)
     if width > MAX_WIDTH:
         found = f"a convolution over {width} tokens on a GPU"
@@ -68,7 +65,7 @@ def gated_delta(
     assert channels == 2 * num_keys * key_dim + num_values * value_dim > num_values * value_dim, (channels, num_keys)
     assert num_values % num_keys == 0, (num_keys, num_values)
     check(projected, launcher, dtype, tokens, channels + num_values * value_dim)
-    check(gates, launcher, torch.float32, tokens, num_values if mamba else 2 * num_values)
+    check(gates, launcher, torch.float32, tokens, num_gates)
     check(taps, launcher, dtype, width, channels)
     check(decay, launcher, torch.float32, num_values)
     check(decay_bias, launcher, torch.float32, num_values)
@@ -79,17 +76,20 @@ def gated_delta(
         check(skip, launcher, torch.float32, num_values)
     if taps_bias is not None:
         check(taps_bias, launcher, dtype, channels)
-    check(states, launcher, torch.float32, num_blocks, 2, num_values, key_dim, value_dim)
-    check(inputs, launcher, dtype, num_blocks, 2, width - 1, channels)
-    check(stamps, launcher, torch.int32, num_blocks, 2, num_values)
+    check(states.matrices, launcher, torch.float32, num_states, 2, num_values, key_dim, value_dim)
+    check(states.inputs, launcher, dtype, num_states, 2, width - 1, channels)
+    check(states.guesses, launcher, dtype, num_states, 2, max_guesses, channels)
+    check(states.guess_gates, launcher, torch.float32, num_states, 2, max_guesses, num_gates)
+    check(states.stamps, launcher, torch.int32, num_states, 2, num_values)
+    check(states.reaches, launcher, torch.int32, num_states, 2, num_values)
     check(query_starts, launcher, torch.int32, num_sequences + 1)
-    check(kv_lens, launcher, torch.int32, num_sequences)
-    check(block_tables, launcher, torch.int32, *block_tables.shape)
+    for lengths in (kv_lens, known_lens, state_of):
+        check(lengths, launcher, torch.int32, num_sequences)
     out = torch.empty((tokens, num_values * value_dim), dtype=dtype, device=projected.device)
     if tokens:
-        weights, cache = (taps, decay, decay_bias, None if mamba else norm, skip, taps_bias), (states, inputs, stamps)
-        tensors = (projected, gates, *weights, *cache, query_starts, kv_lens, block_tables, out)
-        sizes = (np.int32(num_keys), np.int32(table_width), np.int32(block_size), np.int32(tiled), np.float32(eps))
+        weights = taps, decay, decay_bias, None if mamba else norm, skip, taps_bias
+        tensors = (projected, gates, *weights, *states, query_starts, kv_lens, known_lens, state_of, out)
+        sizes = (np.int32(num_keys), np.int32(max_guesses), np.int32(tiled), np.float32(eps))
         kernel = variant(dtype, key_dim, value_dim, width, mamba)
         launcher.launch(kernel, (num_sequences, num_values, 1), (threads, 1, 1), (*tensors, *sizes))
     return out

@@ -32,6 +32,7 @@ from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
+from nanovllm_cli.kernels.states import States
 from nanovllm_cli.sampling_params import SamplingParams
 
 
@@ -129,11 +130,12 @@ def delta_is_compiled(dtype: torch.dtype) -> bool:
 def warm_up_delta(dtype: torch.dtype) -> None:
     """Run the kernels of the delta rule and of gates once on next to nothing."""
     one, f32 = torch.ones(1, dtype=torch.int32), torch.float32
+    stamps, rows, none = (torch.zeros(1, 2, 1, dtype=torch.int32) for _ in range(2)), *torch.zeros(2, 1, 2, 1, 12, dtype=dtype)
+    state = States(torch.zeros(1, 2, 1, 4, 4), rows, none, torch.zeros(1, 2, 1, 2), *stamps)
     delta.gated_delta(
         torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2), torch.zeros(2, 12, dtype=dtype), torch.zeros(1), torch.zeros(1),
-        torch.zeros(4), 1e-6, None, None, False, torch.zeros(1, 2, 1, 4, 4), torch.zeros(1, 2, 1, 12, dtype=dtype),
-        torch.zeros(1, 2, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), one,
-        torch.zeros(1, 1, dtype=torch.int32), cpu.BLOCK,
+        torch.zeros(4), 1e-6, None, None, False, state, torch.tensor([0, 1], dtype=torch.int32), one, one,
+        torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
     for gate in (torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 1, dtype=f32)):
         gates.sigmoid_gate(torch.zeros(1, 4, dtype=dtype), gate)
