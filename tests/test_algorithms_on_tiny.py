@@ -19,10 +19,10 @@ from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quant.statistics import InputStatistics
-from nanovllm_cli.quantization.calibration import INPUTS, Calibration
+from nanovllm_cli.quantization.calibration import Calibration
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.json_file import read_json_file
-from test_calibration import block_weights, set_weight
+from test_calibration import INPUTS, block_weights, set_weight
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tiny_corpus as corpus

@@ -13,8 +13,7 @@ from nanovllm_cli.quant import awq
 from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics
-from nanovllm_cli.quantization.calibration import INPUTS
-from test_calibration import FAMILIES, block_weights, set_weight, setting
+from test_calibration import FAMILIES, INPUTS, block_weights, set_weight, setting
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 HIDDEN, INNER, HEAD = 64, 128, 16

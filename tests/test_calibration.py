@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from engines import SMALL, random_model, save
 from nanovllm_cli.config import EngineConfig
@@ -23,12 +23,13 @@ from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quant.statistics import InputStatistics
 from nanovllm_cli.quantization import calibration as module
 from nanovllm_cli.quantization.calibrated import by_gptq
-from nanovllm_cli.quantization.calibration import INPUTS, Calibration
+from nanovllm_cli.quantization.calibration import Calibration, Routed
 from nanovllm_cli.quantization.original import Original, open_original
 from nanovllm_cli.quantization.walk import Walk
 
 FAMILIES = {"qwen3": (Qwen3Config, QWEN3), "qwen2": (Qwen2Config, QWEN2), "llama": (LlamaConfig, LLAMA)}
 LENGTHS = (17, 1, 33, 64, 5)
+INPUTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 HOOKED = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "mlp.gate_proj", "down": "mlp.down_proj"}
 PLACES = {
     **{name: f"self_attn.{name}_proj" for name in "qkvo"},
@@ -160,10 +161,45 @@ def test_a_walk_passes_blocks_as_they_are_or_as_they_were_changed(tmp_path: Path
         assert weights.keys() == block_weights(model, 1).keys()
         check(walk.calibration.observe(("down",))["down"], seen_by_hooks(model, sequences)[1, "down"])
         changed = weights["down.weight"] * -2
-        walk.leave({"down.weight": changed})
+        walk.calibration.load({"down.weight": changed})
         walk.enter(2)
         set_weight(model, 1, "down.weight", changed)
         check(walk.calibration.observe(("down",))["down"], seen_by_hooks(model, sequences)[2, "down"])
+
+
+def test_experts_see_the_tokens_that_take_them(tmp_path: Path) -> None:
+    """In the second of two blocks, by hooks in transformers; those whom few take see others beside them."""
+    config = Qwen3MoeConfig(**SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True)
+    model = random_model(config, dtype=torch.float32)
+    sequences = [[(7 * i + i * i + 13 * k) % config.vocab_size for i in range(n)] for k, n in enumerate(LENGTHS)]
+    mixture, seen = model.model.layers[1].mlp, []
+    mixture.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    for ids in sequences:
+        model(torch.tensor([ids]))
+    rows = torch.cat(seen)
+    chosen = mixture.gate(rows)[-1]
+    with open_original("m", save(model, tmp_path)) as original:
+        walk = Walk(original, sequences, NullProgress())
+        walk.enter(1)
+        routed = walk.calibration.routed()
+        assert torch.equal(routed.chosen.sort().values, chosen.sort().values)
+        for expert in range(6):
+            taken = (chosen == expert).any(1)
+            own = routed.of(expert)
+            assert len(own) == max(int(taken.sum()), min(config.hidden_size, len(rows)))
+            assert torch.allclose(own[: int(taken.sum())], rows[taken], rtol=1e-4, atol=1e-5)
+            gate, up = mixture.experts.gate_up_proj[expert].chunk(2)
+            inner = torch.nn.functional.silu(own @ gate.T) * (own @ up.T)
+            for source, expected in (("gate_up", own), ("down", inner)):
+                hessian = walk.calibration.observe_expert(expert, source, routed).hessian
+                assert torch.allclose(hessian, expected.T @ expected / len(own), rtol=1e-3, atol=1e-6)
+
+
+def test_an_expert_that_nobody_takes_sees_tokens_that_are_spread_over_all() -> None:
+    rows = torch.arange(100.0)[:, None].expand(-1, 8)
+    found = Routed(rows, torch.zeros(100, 1, dtype=torch.int64)).of(3)
+    assert found[:, 0].tolist() == [0, 12, 25, 37, 50, 62, 75, 87]
+    assert len(Routed(rows[:5], torch.zeros(5, 1, dtype=torch.int64)).of(3)) == 5
 
 
 @pytest.mark.parametrize("kept", [(), ("k", "o", "gate", "up")])
@@ -174,8 +210,10 @@ def test_gptq_goes_through_a_block_in_the_order_of_its_computation(kept: tuple[s
     form = Integer(4, 0)
     formats = {f"{part}.weight": None if part in kept else form for parts in INPUTS.values() for part in parts}
     calibration.load(weights)
-    walk = SimpleNamespace(calibration=calibration)
-    found = by_gptq(cast(Walk, walk), weights, formats, cast(Original, None))
+    walk = SimpleNamespace(
+        calibration=calibration, hessian=lambda source, _: calibration.observe((source,))[source].hessian
+    )
+    found = by_gptq(cast(Walk, walk), "blocks.0", weights, formats, cast(Original, None))
     assert found.keys() == {slot for slot, each in formats.items() if each is not None}
     for source, parts in INPUTS.items():  # the model's own rows, with what comes before in the computation rounded
         rows = seen_by_hooks(model, sequences)[0, source]

@@ -28,7 +28,6 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.weights.shapes import shape_config
 from quantizing import quantize
 from test_convert_families import fields, make_gguf, tensors
-from test_llm import write_byte_tokenizer
 from test_models import prompts, rope
 from test_quant_engine import difference, expected_logits, logits_of
 
@@ -419,13 +418,6 @@ def test_a_folder_is_quantized_to_a_file(tmp_path: Path) -> None:
     ids = prompts(4000)[:5]
     exact = expected_logits(model, ids)
     assert 1e-4 < difference(logits_of(worker_for(tmp_path / "q8_0.gguf", dtype="float32"), ids), exact) < 0.3  # experts change
-
-
-def test_it_is_not_calibrated(tmp_path: Path) -> None:
-    folder = save(random_model(CONFIGS["youtu"]), tmp_path / "plain")
-    write_byte_tokenizer(folder)
-    with pytest.raises(UnsupportedError, match="latent attention is not calibrated yet"):
-        quantize("int4:group=32", tmp_path / "out", folder, algorithm="gptq")
 
 
 @pytest.mark.parametrize(("keys", "values"), [(None, "int8"), ("int8", "fp8"), ("int8", "float32")])

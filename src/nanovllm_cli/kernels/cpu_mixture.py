@@ -34,7 +34,7 @@ class CpuMixture(Mixture):
             return super().__call__(x, logits, slots)
         if self._recorded is None:
             self._recorded = _Experts(self.experts, x.shape[1], x.dtype)
-        return self._recorded.record(x, *route(logits, self.num_chosen, self.norm_topk, self.scoring))
+        return self._recorded.record(x, *self.choose(logits))
 
 
 class _Place:

@@ -91,10 +91,14 @@ class Mixture:
         """Most tokens that the host does not have to read the choices of."""
         return 0
 
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [T, E] fp32 -> experts [T, k] int64, ascending, and their weights [T, k] fp32."""
+        return self._route(logits, self.num_chosen, self.norm_topk, self.scoring)
+
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, width], logits [T, E] fp32 of the router. The host reads who takes what. slots [T] int64: -1 for rows that nobody
         asks for, which a device may leave out."""
-        chosen, weights = self._route(logits, self.num_chosen, self.norm_topk, self.scoring)
+        chosen, weights = self.choose(logits)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e, tokens, own in _by_expert(chosen, weights, len(self.experts)):
             self._add_weighted_rows(out, self.experts[e](x[tokens]), tokens, own)

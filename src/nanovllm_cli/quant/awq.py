@@ -6,6 +6,8 @@ lowers the error. What comes out is floats, to be rounded to nearest in any form
 
     attention norm -> q, k, v      norm -> gate, up      v -> o      up -> down
     norm -> conv_in                the part of conv_in that multiplies the convolution -> conv_out
+    norm -> mamba_in               the state space's norm -> mamba_out
+    norm -> q or q_a, kv_a         the norm of q_a -> q_b
 
 Legend: n rows of a weight (outputs), K columns (inputs), G groups of c columns.
 """
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 
@@ -77,6 +79,14 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
     if isinstance(mixer, ConvSpec):
         middle = slice(mixer.channels, 2 * mixer.channels)
         return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
+    if isinstance(mixer, DeltaSpec) and mixer.mamba:
+        return [
+            _Fold("attention_norm", ("mamba_in",), "mamba_in"), _Fold("delta.norm", ("mamba_out",), "mamba_out"), *mlp,
+        ]  # fmt: skip
+    if isinstance(mixer, AttentionSpec) and (latent := mixer.latent) is not None:
+        queries = [] if latent.query_rank is None else [_Fold("q_a_norm", ("q_b",), "q_b")]
+        first = "q" if latent.query_rank is None else "q_a"
+        return [_Fold("attention_norm", (first, "kv_a"), "qkv"), *queries, *mlp]
     if isinstance(mixer, DeltaSpec):
         return [_Fold("attention_norm", ("delta_qkv", "delta_z", "delta_b", "delta_a"), "delta_qkv"), *mlp]
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))

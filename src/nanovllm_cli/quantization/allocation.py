@@ -28,6 +28,8 @@ FORMATS: dict[Kind, tuple[Format, ...]] = {
 
 def with_target(plan: Plan, bits_a_weight: float, walk: Walk, progress: LoadProgress) -> Plan:
     """The plan with other formats for the layers' weights that are not fixed. UsageError where the target can't be reached."""
+    if any(".experts." in item.weight.ours for item in plan.items):
+        raise UnsupportedError("--target-bpw of a model with experts is not measured yet", "leave it out")
     free = {item.weight.ours: item for item in plan.items if item.weight.ours.startswith("blocks.") and not item.fixed}
     if not free:
         raise UsageError("--target-bpw has nothing to choose", "leave out the --tensor-type that names all weights")

@@ -1,7 +1,8 @@
 """GPTQ and AWQ in a model: block by block, each seeing what the quantized ones before it give.
 
-GPTQ goes through a block in the order of its computation: what the MLP sees comes through the quantized attention. AWQ changes
-the floats of a block together, norms and biases among them, and rounds to nearest. Embedding and head are rounded to nearest.
+GPTQ goes through a block in the order of its computation: what the MLP sees comes through the quantized attention, and experts,
+one by one, see the tokens that take them then. AWQ changes the floats of a block together, norms and biases among them, and
+rounds to nearest. Embedding and head are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from nanovllm_cli.quantization.walk import Walk
 
 Block = Mapping[str, torch.Tensor]
 Formats = Mapping[str, Format | None]
-ChooseBlock = Callable[[Walk, Block, Formats, Original], dict[str, Rows]]
-"""A block's weights by slot and the formats of its matrices -> rows by slot, and other slots that have to change with them."""
+ChooseUnit = Callable[[Walk, str, Block, Formats, Original], dict[str, Rows]]
+"""A unit's name, its block's weights by slot and the formats of its matrices -> rows by slot, and other slots that have to change
+with them."""
 
 
 class Calibrated:
-    """An Algorithm over a walk: `choose` decides about the numbers of a block."""
+    """An Algorithm over a walk: `choose` decides about the numbers of a block, or of an expert."""
 
-    def __init__(self, original: Original, plan: Plan, walk: Walk, choose: ChooseBlock) -> None:
+    def __init__(self, original: Original, plan: Plan, walk: Walk, choose: ChooseUnit) -> None:
         self._original = original
         self._walk = walk
         self._choose = choose
@@ -41,16 +43,22 @@ class Calibrated:
         if not unit.startswith("blocks."):
             return self._nearest.quantize(unit, items)
         weights = self._walk.enter(_layer(unit))
-        formats = {slot: self._formats[f"{unit}.{slot}"] for slot in weights if f"{unit}.{slot}" in self._formats}
-        found = self._choose(self._walk, weights, formats, self._original)
-        self._walk.leave(_floats(found, formats))
-        return {f"{unit}.{slot}": rows for slot, rows in found.items()}
+        block, formats = _block(unit), self._formats_in(unit)
+        found = self._choose(self._walk, unit, weights, formats, self._original)
+        self._walk.calibration.load(_floats(found, formats))
+        return {f"{block}.{slot}": rows for slot, rows in found.items()}
 
     def resume(self, unit: str, rows: dict[str, Rows]) -> None:
         if unit.startswith("blocks."):
             self._walk.enter(_layer(unit))
-            found = {ours.removeprefix(f"{unit}."): value for ours, value in rows.items()}
-            self._walk.leave(_floats(found, {slot: self._formats.get(f"{unit}.{slot}") for slot in found}))
+            found = {ours.removeprefix(f"{_block(unit)}."): value for ours, value in rows.items()}
+            self._walk.calibration.load(_floats(found, self._formats_in(unit)))
+
+    def _formats_in(self, unit: str) -> dict[str, Format | None]:
+        """Of a unit's matrices, by slot of its block."""
+        block = _block(unit)
+        owns = {ours: form for ours, form in self._formats.items() if _unit(ours) == unit}
+        return {ours.removeprefix(f"{block}."): form for ours, form in owns.items()}
 
 
 def check_gptq(plan: Plan) -> None:
@@ -66,18 +74,25 @@ def check_gptq(plan: Plan) -> None:
 def check_awq(plan: Plan) -> None:
     """UnsupportedError for models whose matrices AWQ can't scale part by part."""
     for item in plan.items:
+        if ".experts." in item.weight.ours:
+            raise UnsupportedError(
+                "awq of a model with experts: what goes into them goes into their router, too", "use --algorithm gptq, or rtn"
+            )
         if item.weight.unit.startswith("blocks.") and item.weight.ours.split(".")[2] in ("qkv", "gate_up"):
             raise UnsupportedError(f"awq of {item.weight.source}, which is several matrices", "use --algorithm gptq, or rtn")
 
 
-def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
-    """A ChooseBlock, for a plan that `check_gptq` has passed."""
+def by_gptq(walk: Walk, unit: str, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
+    """A ChooseUnit, for a plan that `check_gptq` has passed."""
     found: dict[str, Rows] = {}
+    name = "".join(f"{part}." for part in unit.split(".")[2:])
+    expert = int(name.split(".")[1]) if name else None
     for source in EVERY_INPUT:
-        slots = [slot for part in parts_reading(source, weights) if formats[slot := f"{part}.weight"] is not None]
+        parts = parts_reading(source, weights, name)
+        slots = [slot for part in parts if formats.get(slot := f"{part}.weight") is not None]
         if not slots:
             continue
-        hessian = walk.calibration.observe((source,))[source].hessian
+        hessian = walk.hessian(source, expert)
         done: dict[str, Rows] = {}
         for slot in slots:
             form = formats[slot]
@@ -88,8 +103,8 @@ def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) ->
     return found
 
 
-def by_awq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
-    """A ChooseBlock."""
+def by_awq(walk: Walk, unit: str, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
+    """A ChooseUnit, for a plan that `check_awq` has passed."""
     block, norm = original.spec.blocks[walk.calibration.layer], original.spec.norm
     changed = scale_and_clip(weights, walk.calibration.observe(), block, norm.offset - norm.stored_offset, formats)
     found: dict[str, Rows] = {}
@@ -116,3 +131,11 @@ def _floats(rows: Mapping[str, Rows], formats: Formats) -> dict[str, torch.Tenso
 
 def _layer(unit: str) -> int:
     return int(unit.split(".")[1])
+
+
+def _block(unit: str) -> str:
+    return ".".join(unit.split(".")[:2])
+
+
+def _unit(ours: str) -> str:
+    return ours.rpartition(".")[0].rpartition(".")[0]

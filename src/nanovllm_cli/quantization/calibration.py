@@ -10,6 +10,8 @@ type. A block is the engine's own, with storages that look at what they multiply
         calibration.load(quantized_weights)          so that the next block sees what quantized ones give it
         calibration.advance()
 
+Experts see the tokens that take them: `routed` says which, and `observe_expert` what that makes of one expert's input.
+
 A run that is resumed loads what it has already quantized, and advances without observing.
 Not covered: reading weights and texts, choosing numbers (quant/gptq.py, quant/awq.py).
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -31,34 +34,54 @@ from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
-from nanovllm_cli.layers.delta import Delta
+from nanovllm_cli.layers.delta import Delta, Mamba
 from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.latent import LatentAttention
+from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
+from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics
+from nanovllm_cli.quant.storage import WeightStorage
 
-INPUTS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"),
-    "o": ("o",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-}
-"""What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows."""
-EVERY_INPUT = {
+EVERY_INPUT: dict[str, tuple[str, ...]] = {
     "conv_in": ("conv_in",), "conv_out": ("conv_out",),
-    "delta_qkv": ("delta_qkv", "delta_z"), "delta_out": ("delta_out",), **INPUTS,
+    "delta_qkv": ("delta_qkv", "delta_z"), "delta_out": ("delta_out",),
+    "mamba_in": ("mamba_in",), "mamba_out": ("mamba_out",),
+    "qkv": ("q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
+    "gate_up": ("gate", "up"), "down": ("down",),
 }  # fmt: skip
-"""Those of blocks with a convolution or the delta rule in place of attention, too; in the order of their computation."""
+"""What the linear layers of blocks read, and the weights ("<name>.weight") that share it, in the order of their rows; all in the
+order of their computation. An expert's are behind "experts.<number>."."""
 
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
 
 
-def parts_reading(source: str, slots: Collection[str]) -> list[str]:
-    """Of a block with these slots, the weights that read an input: EVERY_INPUT's, or the one that has their rows together."""
-    return [part for part in dict.fromkeys((*EVERY_INPUT[source], source)) if f"{part}.weight" in slots]
+def parts_reading(source: str, slots: Collection[str], expert: str = "") -> list[str]:
+    """Of a block with these slots, the weights that read an input: EVERY_INPUT's, or the one that has their rows together.
+    expert: what is before an expert's names, "experts.<number>."."""
+    parts = [f"{expert}{part}" for part in dict.fromkeys((*EVERY_INPUT[source], source))]
+    return [part for part in parts if f"{part}.weight" in slots]
+
+
+class Routed(NamedTuple):
+    """rows [T, K] that a mixture of experts reads; chosen [T, k]: the experts of each."""
+
+    rows: torch.Tensor
+    chosen: torch.Tensor
+
+    def of(self, expert: int) -> torch.Tensor:
+        """The rows of an expert. One with fewer than they are wide gets others beside them, evenly spread over all: what it is
+        asked about in other texts will be more like these than like nothing."""
+        own = (self.chosen == expert).any(1)
+        lacking = min(self.rows.shape[1] - int(own.sum()), int((~own).sum()))
+        if lacking <= 0:
+            return self.rows[own]
+        others = (~own).nonzero()[:, 0]
+        return torch.cat([self.rows[own], self.rows[others[torch.arange(lacking) * len(others) // lacking]]])
 
 
 class Calibration:
@@ -111,6 +134,31 @@ class Calibration:
                 watched[name].watch = None
         return {name: watch.statistics() for name, watch in seen.items()}
 
+    def routed(self) -> Routed:
+        """Of the current block's mixture, with the weights that are loaded. The stream stays where it is."""
+        moe = self._block.moe
+        router = moe.router
+        assert isinstance(router, _Watched)
+        router.watch = rows = _Rows()
+        try:
+            for batch, residual in zip(self._batches, self._residuals, strict=True):
+                self._run(batch, residual.clone())
+        finally:
+            router.watch = None
+        x = torch.cat(rows.seen)
+        with torch.inference_mode():
+            return Routed(x, moe.mixture.choose(router.matmul(x, moe.router_bias, torch.float32))[0])
+
+    def observe_expert(self, expert: int, source: str, routed: Routed) -> InputStatistics:
+        """What the expert's "gate_up" or "down" reads, with the weights that are loaded."""
+        self._platform.enter()
+        rows, own = routed.of(expert), self._block.moe.experts[expert]
+        with torch.inference_mode():
+            seen = rows if source == "gate_up" else own.gate_up.gated(rows, own.activation)
+            watch = _Watch(len(seen))
+            watch.add(seen)
+            return watch.statistics()
+
     def advance(self) -> None:
         """The stream goes through the current block, with the weights that are loaded, and to the next one."""
         self._residuals = [
@@ -151,30 +199,53 @@ class _Block:
 
     def storages(self) -> dict[str, _Watched]:
         """By the inputs that they read."""
-        mixer, mlp = self.model.blocks[0].mixer, self.model.blocks[0].mlp
-        assert isinstance(mlp, MLP), "Walk refuses experts"
-        if isinstance(mixer, ShortConv):
-            linears = {"conv_in": mixer.projection, "conv_out": mixer.out}
-        elif isinstance(mixer, Delta):
-            linears = {"delta_qkv": mixer.projection, "delta_out": mixer.out}
-        else:
-            assert isinstance(mixer, Attention)
-            linears = {"qkv": mixer.qkv, "o": mixer.out}
-        linears |= {"gate_up": mlp.gate_up, "down": mlp.down}
-        found = {name: linear.weight for name, linear in linears.items()}
-        return {name: storage for name, storage in found.items() if isinstance(storage, _Watched)}
+        found: dict[str, WeightStorage | Linear | None]
+        match self.model.blocks[0].mixer:
+            case ShortConv() as conv:
+                found = {"conv_in": conv.projection, "conv_out": conv.out}
+            case Delta() as delta:
+                found = {"delta_qkv": delta.projection, "delta_out": delta.out}
+            case Mamba() as mamba:
+                found = {"mamba_in": mamba.projection, "mamba_out": mamba.out}
+            case LatentAttention() as latent:
+                found = {"qkv": latent.q, "q_b": latent.q_b, "o": latent.out}
+            case Attention() as attention:
+                found = {"qkv": attention.qkv, "o": attention.out}
+            case other:
+                raise AssertionError(other)
+        mlp = self.model.blocks[0].mlp
+        if isinstance(mlp, MLP):
+            found |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        weights = {name: each.weight if isinstance(each, Linear) else each for name, each in found.items()}
+        return {name: storage for name, storage in weights.items() if isinstance(storage, _Watched)}
+
+    @property
+    def moe(self) -> MoE:
+        mlp = self.model.blocks[0].mlp
+        assert isinstance(mlp, MoE)
+        return mlp
 
 
 class _Watched(DenseStorage):
     """A weight that shows its inputs to whoever watches. All its matmuls come through this one."""
 
-    watch: _Watch | None = None
+    watch: _Watch | _Rows | None = None
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         if self.watch is not None:
             assert isinstance(x, torch.Tensor)
             self.watch.add(x)
         return super().matmul(x, bias, out_dtype)
+
+
+class _Rows:
+    """Keeps the inputs of a layer."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor) -> None:
+        self.seen.append(x.clone())
 
 
 class _Watch:

@@ -1,0 +1,98 @@
+"""GPTQ and AWQ in models whose layers are of other kinds: experts, state spaces, latent attention."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import GraniteMoeHybridConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from engines import random_model, save, worker_for
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quantization.original import open_original
+from nanovllm_cli.quantization.pipeline import Method, plan_with_target
+from nanovllm_cli.quantization.plan import Choices, make_plan
+from nanovllm_cli.quantization.texts import bundled_text
+from quantizing import TINY, digest_of, plan_of, quantize
+from test_convert import SETTINGS as SETTINGS_OF_TINY
+from test_experts import EXPERTS, SHAPE
+from test_latent import CONFIGS
+from test_llm import write_byte_tokenizer
+from test_models import GRANITE, GRANITE_4_H
+from test_quant_engine import difference, logits_of
+from test_quantize_model import StopAt
+
+EVEN = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+KINDS: dict[str, PreTrainedConfig] = {
+    "experts": Qwen3MoeConfig(**SHAPE | EXPERTS, mlp_only_layers=[1]),
+    "state spaces": GraniteMoeHybridConfig(
+        **GRANITE_4_H | EVEN | {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_state": 32,
+                                "shared_intermediate_size": 192, "vocab_size": 4096}, **GRANITE,
+    ),
+    "latent": CONFIGS["youtu"],
+    "latent, queries at once": CONFIGS["youtu, queries at once"],
+    "latent, softmaxed experts": CONFIGS["v2, weights scaled"],
+    "latent, experts": CONFIGS["v3, groups"],
+}  # fmt: skip
+FORM = "int4-weight-only:group=32"
+
+
+def source_of(kind: str, tmp_path: Path) -> Path:
+    folder = save(random_model(KINDS[kind]), tmp_path / "source")
+    if kind == "state spaces":
+        for name in SETTINGS_OF_TINY:
+            shutil.copy(TINY / name, folder / name)
+    else:
+        write_byte_tokenizer(folder)
+    return folder
+
+
+def lost(folder: Path, source: Path) -> float:
+    """Relative error of the logits of some of the text that it was calibrated with."""
+    with open_original("m", source) as original:
+        texts = list(Method("rtn", bundled_text("calibration"), 4).sequences(original))
+    tokens = [list(ids)[:60] for ids in texts]
+    return difference(*(logits_of(worker_for(each, dtype="float32"), tokens) for each in (folder, source)))
+
+
+CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
+    ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), CASES)
+def test_calibrated_weights_lose_less(kind: str, algorithm: str, tmp_path: Path) -> None:
+    """State spaces in block types: their folders have several matrices in one tensor."""
+    source, form, name = source_of(kind, tmp_path), *(("q4_0", "m.gguf") if kind == "state spaces" else (FORM, "m"))
+    losses = []
+    for each in ("rtn", algorithm):
+        (tmp_path / each).mkdir()
+        quantize(form, tmp_path / each / name, source, algorithm=each, num_samples=4)
+        losses.append(lost(tmp_path / each / name, source))
+    assert losses[1] < (0.7 if algorithm == "gptq" else 0.98) * losses[0]  # no columns of a random model are loud
+
+
+def test_a_run_that_is_resumed_among_experts_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = source_of("experts", tmp_path)
+    quantize(FORM, tmp_path / "whole", source, algorithm="gptq", num_samples=1)
+    first = list(plan_of(FORM, source).units().values())[:3]
+    stop = StopAt("quantizing", sum(item.weight.stored_bytes for unit in first for item in unit) - 1, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        quantize(FORM, tmp_path / "resumed", source, algorithm="gptq", num_samples=1, progress=stop)
+    done = {path.stem for path in (tmp_path / ".resumed.quantizing").glob("*.safetensors")}
+    assert done == {"blocks.0", "blocks.0.experts.0", "blocks.0.experts.1"}
+    quantize(FORM, tmp_path / "resumed", source, algorithm="gptq", num_samples=1)
+    assert digest_of(tmp_path / "resumed") == digest_of(tmp_path / "whole")
+
+
+def test_what_is_not_calibrated_is_refused(tmp_path: Path) -> None:
+    source = source_of("experts", tmp_path)
+    with pytest.raises(UnsupportedError, match="awq of a model with experts"):
+        quantize(FORM, tmp_path / "out", source, algorithm="awq", num_samples=1)
+    with open_original("m", source) as original:
+        plan = make_plan(original, Choices(FORM))
+        with pytest.raises(UnsupportedError, match="--target-bpw of a model with experts"):
+            plan_with_target(original, plan, 9.0, Method("rtn", bundled_text("calibration"), 1), NullProgress())
+    assert not (tmp_path / "out").exists()
