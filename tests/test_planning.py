@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from nanovllm_cli.planning import estimate, plan
 from nanovllm_cli.planning.estimate import Speed, WeightPlan
 from nanovllm_cli.planning.plan import Plan, make_plan
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.shapes import RANDOM
 from quantizing import TINY
 
 LAYERS, KV_HEADS, DIM, MOST = 4, 2, 64, 2048
@@ -51,6 +53,27 @@ def test_a_control_group_limits_what_is_free(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert memory.available_bytes() == (pytest.approx(before, rel=0.5) if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("inner", "names", "reason"),
+    [
+        (192, [None, "int8", "fp8", "int4:group=64", "nf4"], None),
+        (160, [None, "int8", "fp8", "int4:group=32", "nf4:group=32"], None),
+        (168, [None, "int8", "fp8"], "rows of 168 don't divide into groups of 32"),
+    ],
+)
+def test_formats_have_the_largest_groups_that_rows_divide_into(
+    inner: int, names: list[str | None], reason: str | None, tmp_path: Path
+) -> None:
+    """And where none divides them, it is said."""
+    config = json.loads((TINY / "config.json").read_text()) | {"intermediate_size": inner}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(f"{RANDOM}{tmp_path / 'config.json'}") as checkpoint:
+        made = make_plan(checkpoint, EngineConfig(device="cpu"), None, SPEED)
+    assert [row.quant for row in made.formats] == names
+    assert len(made.left_out) == len(made.as_json()["left_out"]) == (2 if reason else 0)
+    assert all(reason in line for line in made.left_out if reason)
 
 
 def test_keys_and_values_are_counted_in_the_types_that_were_asked_for() -> None:

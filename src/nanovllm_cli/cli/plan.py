@@ -209,6 +209,7 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
         for row in made.formats
     ]  # fmt: skip
     yield from aligned(rows, left=(0, 3))
+    yield from (f"left out: {reason}" for reason in made.left_out)
     if made.speed is not None:
         yield "speeds are the most that this machine allows, for one sequence"
     yield ""

@@ -6,7 +6,7 @@ with what happens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +28,10 @@ from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
-FORMATS = ("int8", "fp8", "int4", "nf4")
+FORMATS = {
+    "int8": ("int8",), "fp8": ("fp8",), "int4": ("int4", "int4:group=64", "int4:group=32"), "nf4": ("nf4", "nf4:group=32"),
+}  # fmt: skip
+"""By what they are called, and of each the first that a model's rows divide into."""
 CACHE_TYPES: tuple[KVCacheDType, ...] = ("auto", "int8", "fp8")
 
 
@@ -62,7 +65,7 @@ class CacheRow:
 class Plan:
     """answers, context: how many are to run at once, of how many tokens each. free_bytes: memory that can be had now, where
     `processor` computes. block_bytes: of a block of the KV cache, state_bytes: of a state. cache_room: what the cache gets beside
-    the first format's weights."""
+    the first format's weights. left_out: of usual formats that this model can't have, why not."""
 
     facts: Facts
     answers: int
@@ -77,6 +80,7 @@ class Plan:
     formats: tuple[FormatRow, ...]
     cache: tuple[CacheRow, ...]
     speed: Speed | None
+    left_out: tuple[str, ...] = ()
 
     @property
     def cache_bytes(self) -> int:
@@ -96,7 +100,7 @@ class Plan:
             "stored_bytes": self.facts.num_bytes, "context": spec.max_position, "layers": spec.num_layers,
             "processor": self.processor, "dtype": self.dtype, "free_bytes": self.free_bytes, "fits": self.fits,
             "planned_for": {"answers": self.answers, "context": self.context}, "kv_cache_room_bytes": self.cache_room,
-            "weights": [asdict(row) for row in self.formats],
+            "weights": [asdict(row) for row in self.formats], "left_out": list(self.left_out),
             "kv_cache": [asdict(row) | {"batches": list(self.batches)} for row in self.cache],
             "roofline": None if self.speed is None else {
                 "read_gb_s": self.speed.read_gb_s, "gflops": dict(self.speed.gflops)
@@ -132,15 +136,20 @@ def make_plan(
     context = config.max_model_len or lengths[0]
     cache_bytes = estimate.kv_bytes(facts.spec, layout, size, context, answers)
     cache_read = estimate.read_bytes(facts.spec, layout, size, estimate.PROMPT_LEN)
+
+    def weights_in(quant: str | None) -> estimate.WeightPlan:
+        wanted = _format(quant, platform, facts, dtype)
+        return estimate.plan_weights(facts, checkpoint, reader, dtype, wanted, platform.dense_bytes, config.activations)
+
+    found: list[tuple[str | None, estimate.WeightPlan]] = []
+    left_out: list[str] = []
+    if formats is None:
+        for names in _candidates(facts, platform):
+            _first_possible(names, weights_in, found, left_out)
+    else:
+        found = [(quant, weights_in(quant)) for quant in formats]
     rows, rooms = [], []
-    for quant in _candidates(facts, platform) if formats is None else formats:
-        try:
-            wanted = _format(quant, platform, facts, dtype)
-            weights = estimate.plan_weights(facts, checkpoint, reader, dtype, wanted, platform.dense_bytes, config.activations)
-        except UnsupportedError:
-            if formats is not None:
-                raise
-            continue  # rows of this model don't divide into groups, or the like
+    for quant, weights in found:
         total = estimate.total_bytes(weights.num_bytes, cache_bytes)
         room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
         context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
@@ -152,8 +161,9 @@ def make_plan(
     cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, batches, rooms[0]))
     name = str(dtype).removeprefix("torch.")
     return Plan(
-        facts, answers, context, batches, kind_of(platform), name, free, per_block, per_state, rooms[0], tuple(rows), cache, speed
-    )
+        facts, answers, context, batches, kind_of(platform), name, free, per_block, per_state, rooms[0], tuple(rows), cache,
+        speed, tuple(left_out),
+    )  # fmt: skip
 
 
 def device_of(config: EngineConfig) -> str:
@@ -173,10 +183,28 @@ def kind_of(platform: Platform) -> str:
     return platform.processor.split(" ")[0]
 
 
-def _candidates(facts: Facts, platform: Platform) -> list[str | None]:
+def _candidates(facts: Facts, platform: Platform) -> list[tuple[str | None, ...]]:
     """As they are stored; and rounded, where they are plain numbers and the device has something for that."""
     is_plain = facts.stored in ("F32", "F16", "BF16", "F64")
-    return [None, *FORMATS] if is_plain and kind_of(platform) == "cpu" else [None]
+    return [(None,), *FORMATS.values()] if is_plain and kind_of(platform) == "cpu" else [(None,)]
+
+
+def _first_possible(
+    names: Sequence[str | None],
+    weights_in: Callable[[str | None], estimate.WeightPlan],
+    found: list[tuple[str | None, estimate.WeightPlan]],
+    left_out: list[str],
+) -> None:
+    """Adds the first of these formats that the model can have to `found`, or why it can have none to `left_out`."""
+    reasons = []
+    for quant in names:
+        try:
+            found.append((quant, weights_in(quant)))
+        except UnsupportedError as error:
+            reasons.append(error.message)
+        else:
+            return
+    left_out.append(reasons[-1])
 
 
 def _format(quant: str | None, platform: Platform, facts: Facts, dtype: torch.dtype) -> Format | None:
