@@ -1,4 +1,5 @@
-"""GPTQ and AWQ in models whose layers are of other kinds: experts, state spaces, latent attention."""
+"""GPTQ and AWQ in models whose layers are of other kinds: experts, state spaces, latent attention, and what layers of Gemma 4 have
+of each other and of each token."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import GraniteMoeHybridConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, GraniteMoeHybridConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from engines import random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
@@ -25,12 +26,21 @@ from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
 
 EVEN = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+GEMMA = EVEN | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 64,
+    "sliding_window": 20, "final_logit_softcapping": 30.0, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0,
+}
 KINDS: dict[str, PreTrainedConfig] = {
     "experts": Qwen3MoeConfig(**SHAPE | EXPERTS, mlp_only_layers=[1]),
     "state spaces": GraniteMoeHybridConfig(
         **GRANITE_4_H | EVEN | {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_state": 32,
                                 "shared_intermediate_size": 192, "vocab_size": 4096}, **GRANITE,
     ),
+    "keys of other layers, numbers a layer": Gemma4TextConfig(**GEMMA | {
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": EVEN["vocab_size"], "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    }),
+    "keys are values": Gemma4TextConfig(**GEMMA, attention_k_eq_v=True, num_global_key_value_heads=1),
     "latent": CONFIGS["youtu"],
     "latent, queries at once": CONFIGS["youtu, queries at once"],
     "latent, softmaxed experts": CONFIGS["v2, weights scaled"],
@@ -58,7 +68,8 @@ def lost(folder: Path, source: Path) -> float:
 
 
 CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
-    ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"),
+    ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"), ("keys are values", "awq"),
+    ("keys of other layers, numbers a layer", "awq"),
 ]  # fmt: skip
 
 

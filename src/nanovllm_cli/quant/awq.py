@@ -89,6 +89,9 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         return [_Fold("attention_norm", (first, "kv_a"), "qkv"), *queries, *mlp]
     if isinstance(mixer, DeltaSpec):
         return [_Fold("attention_norm", ("delta_qkv", "delta_z", "delta_b", "delta_a"), "delta_qkv"), *mlp]
+    if mixer.value_norm:  # which takes a scale of values off again
+        kept = () if mixer.reads is not None else ("k",) if mixer.keys_are_values else ("k", "v")
+        return [_Fold("attention_norm", ("q", *kept), "qkv"), *mlp]
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
     if spec.order == "parallel":
         return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]

@@ -3,7 +3,7 @@
 One block's weights are in memory at a time; between blocks the residual stream of all tokens is kept, [T, hidden] in the compute
 type. A block is the engine's own, with storages that look at what they multiply. The caller brings the weights:
 
-    calibration = Calibration(spec, sequences, embedding, platform, dtype)
+    calibration = Calibration(spec, sequences, embedding, platform, dtype)  # and what makes the numbers of `PerLayer`, if any
     for i in range(spec.num_layers):
         calibration.load(weights_of_block)           slot names without "blocks.i."
         seen = calibration.observe()                 "qkv", "o", "gate_up", "down" -> InputStatistics
@@ -20,13 +20,13 @@ Legend: T tokens, K columns (inputs) of a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.plan import Scheduled
@@ -40,7 +40,7 @@ from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics
@@ -52,10 +52,13 @@ EVERY_INPUT: dict[str, tuple[str, ...]] = {
     "mamba_in": ("mamba_in",), "mamba_out": ("mamba_out",),
     "qkv": ("q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
     "gate_up": ("gate", "up"), "down": ("down",),
+    "per_layer_gate": ("per_layer_gate",), "per_layer_out": ("per_layer_out",),
 }  # fmt: skip
 """What the linear layers of blocks read, and the weights ("<name>.weight") that share it, in the order of their rows; all in the
 order of their computation. An expert's are behind "experts.<number>."."""
 
+PerLayerRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""See `PerLayerInputs`: token ids [T] and what the first layer reads [T, hidden] -> [T, layers * width]."""
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
 
@@ -88,6 +91,7 @@ class Calibration:
     """The residual stream of the calibration tokens, somewhere in a model; at first before block 0.
 
     sequences: token ids, none empty. embedding [vocab, hidden]: as the quantized model will have it. dtype: to compute in.
+    per_layer: of a model whose layers get numbers of each token. Keys and values that later layers read are kept until the end.
     """
 
     def __init__(
@@ -97,9 +101,12 @@ class Calibration:
         embedding: torch.Tensor,
         platform: CpuPlatform,
         dtype: torch.dtype,
+        per_layer: PerLayerRows | None = None,
     ) -> None:
         self.spec = spec
         self.layer = 0
+        self._read = {attention.reads for attention in spec.attentions} - {None}
+        self._kept: dict[int, list[LayerCache]] = {}
         self._platform = platform
         self._dtype = dtype
         self._batches = [_batch_of(part, platform.config.block_size) for part in _parts(sequences)]
@@ -107,6 +114,10 @@ class Calibration:
         self._num_blocks = max(int(batch.slots.max()) for batch in self._batches) // platform.config.block_size + 1
         platform.enter()
         self._residuals = [_embed(batch.token_ids, embedding, spec, dtype) for batch in self._batches]
+        self._own: list[torch.Tensor] | None = None
+        if per_layer is not None:
+            pairs = zip(self._batches, self._residuals, strict=True)
+            self._own = [per_layer(batch.token_ids, residual) for batch, residual in pairs]
         self._block = self._build()
 
     def slots(self) -> list[str]:
@@ -127,8 +138,7 @@ class Calibration:
         for name, watch in seen.items():
             watched[name].watch = watch
         try:
-            for batch, residual in zip(self._batches, self._residuals, strict=True):
-                self._run(batch, residual.clone())
+            self._run_all()
         finally:
             for name in seen:
                 watched[name].watch = None
@@ -141,8 +151,7 @@ class Calibration:
         assert isinstance(router, _Watched)
         router.watch = rows = _Rows()
         try:
-            for batch, residual in zip(self._batches, self._residuals, strict=True):
-                self._run(batch, residual.clone())
+            self._run_all()
         finally:
             router.watch = None
         x = torch.cat(rows.seen)
@@ -161,9 +170,11 @@ class Calibration:
 
     def advance(self) -> None:
         """The stream goes through the current block, with the weights that are loaded, and to the next one."""
-        self._residuals = [
-            self._run(batch, residual) for batch, residual in zip(self._batches, self._residuals, strict=True)
-        ]
+        kept = self._kept[self.layer] = []
+        for number, residual in enumerate(self._residuals):
+            self._run(number, residual)
+            if self.layer in self._read:
+                kept.append(tuple(each.clone() for each in self._block.own_cache))
         self.layer += 1
         if self.layer < self.spec.num_layers:
             self._block = self._build()
@@ -172,10 +183,19 @@ class Calibration:
         spec = replace(self.spec, blocks=(self.spec.blocks[self.layer],))
         return _Block(spec, self._platform, self._dtype, self._num_blocks, max(batch.num_seqs for batch in self._batches))
 
+    def _run_all(self) -> None:
+        """The stream stays where it is."""
+        for number, residual in enumerate(self._residuals):
+            self._run(number, residual.clone())
+
     @torch.inference_mode()
-    def _run(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
+    def _run(self, number: int, residual: torch.Tensor) -> None:
+        """A batch's residual stream [T, hidden] goes through the block, in place."""
         self._platform.enter()
-        return self._block.run(batch, residual)
+        mixer, width = self.spec.blocks[self.layer].mixer, self.spec.per_layer_width
+        reads = mixer.reads if isinstance(mixer, AttentionSpec) else None
+        own = None if self._own is None else self._own[number][:, self.layer * width : (self.layer + 1) * width]
+        self._block.run(self._batches[number], residual, own, None if reads is None else self._kept[reads][number])
 
 
 class _Block:
@@ -187,15 +207,17 @@ class _Block:
 
         backend = platform.backend(spec, dtype)
         self.model = Decoder(spec, Kit(dtype, make, platform.ops, backend))
-        self.cache = KVCache(num_blocks, spec.mixers, backend, num_states)
+        (mixer,) = spec.mixers
+        reads = isinstance(mixer, AttentionSpec) and mixer.reads is not None
+        self.own_cache: LayerCache = () if reads else KVCache(num_blocks, spec.mixers, backend, num_states).layers[0]
 
-    def run(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
-        """The residual stream [T, hidden] behind the layer; the one before it is overwritten."""
+    def run(self, batch: Batch, residual: torch.Tensor, own: torch.Tensor | None, cache: LayerCache | None) -> None:
+        """The residual stream [T, hidden] goes through the layer, in place. own: see `PerLayer`. cache: another layer's, which
+        this one reads; None where it has its own."""
         inputs = self.model.prepare(batch)
-        x = self.model.blocks[0](None, residual, inputs, self.cache.layers[0])
+        x = self.model.blocks[0](None, residual, inputs, self.own_cache if cache is None else cache, own)
         if x is not None:
             self.model.ops.join(x, residual)
-        return residual
 
     def storages(self) -> dict[str, _Watched]:
         """By the inputs that they read."""
@@ -216,6 +238,8 @@ class _Block:
         mlp = self.model.blocks[0].mlp
         if isinstance(mlp, MLP):
             found |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        if (per_layer := self.model.blocks[0].per_layer) is not None:
+            found |= {"per_layer_gate": per_layer.gate, "per_layer_out": per_layer.out}
         weights = {name: each.weight if isinstance(each, Linear) else each for name, each in found.items()}
         return {name: storage for name, storage in weights.items() if isinstance(storage, _Watched)}
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.per_layer import PerLayerInputs
+from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quantization.calibration import Calibration, Routed
+from nanovllm_cli.quant.dense import DenseStorage
+from nanovllm_cli.quantization.calibration import Calibration, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 
@@ -19,10 +24,10 @@ class Walk:
     """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for some kinds of them."""
 
     def __init__(self, original: Original, sequences: Sequence[Sequence[int]], progress: LoadProgress) -> None:
-        if any(attention.value_norm for attention in original.spec.attentions):
+        if any(isinstance(block.mlp, MoESpec) and block.mlp.apart for block in original.spec.blocks):
             name = original.spec.architecture
             raise UnsupportedError(
-                f"a {name} model is not calibrated yet: its layers read what others have", "use --algorithm rtn"
+                f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
             )
         self._original = original
         self._weights: dict[str, torch.Tensor] = {}
@@ -34,7 +39,8 @@ class Walk:
         platform.enter()
         platform.compile(dtype)
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])
-        self.calibration = Calibration(original.spec, sequences, embedding, platform, dtype)
+        per_layer = self._per_layer_rows(sequences, platform, dtype) if original.spec.per_layer_width else None
+        self.calibration = Calibration(original.spec, sequences, embedding, platform, dtype, per_layer)
 
     def enter(self, layer: int) -> dict[str, torch.Tensor]:
         """The original floats of a block by slot ("q.weight"), loaded when it is entered first. The stream has come through the
@@ -57,7 +63,38 @@ class Walk:
         self._routed = self._routed or self.calibration.routed()
         return self.calibration.observe_expert(expert, source, self._routed).hessian
 
+    def _per_layer_rows(
+        self, sequences: Sequence[Sequence[int]], platform: CpuPlatform, dtype: torch.dtype
+    ) -> PerLayerRows:
+        """Of the table, which is as large as the rest of the model, only rows of tokens that occur are kept."""
+        tokens = torch.tensor(sorted({token for sequence in sequences for token in sequence}))
+        spec = replace(self._original.spec, vocab_size=len(tokens))
+
+        def make(parts: dict[str, int], width: int) -> DenseStorage:
+            return DenseStorage(sum(parts.values()), width, dtype)
+
+        inputs = PerLayerInputs(spec, Kit(dtype, make, platform.ops, platform.backend(spec, dtype)))
+        for slot, target in inputs.slots().items():
+            slices = self._original.rows(self._names[slot])
+            target.load(_chosen(slices, tokens) if slot == "per_layer_embedding.weight" else torch.cat(list(slices)), 0)
+
+        @torch.inference_mode()
+        def rows(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return inputs(torch.searchsorted(tokens, ids), None, x)
+
+        return rows
+
     def _floats(self, layer: int) -> dict[str, torch.Tensor]:
         there = self._original.reader.names()
         names = {slot: checkpoint_name(f"blocks.{layer}.{slot}", self._names) for slot in self.calibration.slots()}
         return {slot: torch.cat(list(self._original.rows(name))) for slot, name in names.items() if name in there}
+
+
+def _chosen(slices: Iterable[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """These of a matrix's rows, which comes in slices. rows: ascending."""
+    found, first = [], 0
+    for part in slices:
+        own = rows[(rows >= first) & (rows < first + len(part))]
+        found.append(part[own - first].clone())
+        first += len(part)
+    return torch.cat(found)
