@@ -1,5 +1,5 @@
-"""GPTQ and AWQ in models whose layers are of other kinds: experts, state spaces, latent attention, and what layers of Gemma 4 have
-of each other and of each token."""
+"""GPTQ and AWQ in models whose layers are of other kinds: experts, state spaces, latent attention, and what layers of Gemma 4
+have of each other and of each token."""
 
 from __future__ import annotations
 
