@@ -183,9 +183,7 @@ class Scheduler:
                 continue
             first = _sound(by_id.get(sequence.seq_id), sequence)
             others = [_sound(by_id.get(each.seq_id), each) for each in sequence.pending]
-            num_valid = self._strategy.num_valid(sequence, _fed(share, output), first.token_ids)
-            sequence.num_held = max(0, num_valid - len(share.known))
-            sequence.num_computed += num_valid
+            sequence.advance(self._strategy.num_valid(sequence, _fed(share, output), first.token_ids), len(share.known))
             sequence.token_ids.extend(first.token_ids)
             if first.error is None and all(each.error is None for each in others):
                 self._blocks.register(sequence)

@@ -132,6 +132,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.rank = (*self.request.rank, self.index)
 
+    def advance(self, num_tokens: int, num_known: int) -> None:
+        """So many tokens more are computed, of which the first were no guesses."""
+        self.num_computed += num_tokens
+        self.num_held = max(0, num_tokens - num_known)
+
     @property
     def salt(self) -> str | None:
         return self.request.cache_salt
