@@ -12,6 +12,9 @@ from transformers import Gemma4TextConfig, GraniteMoeHybridConfig, PreTrainedCon
 from engines import random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quant.format import Integer
+from nanovllm_cli.quant.sensitivity import Candidate
+from nanovllm_cli.quantization.allocation import _together
 from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.quantization.pipeline import Method, plan_with_target
 from nanovllm_cli.quantization.plan import Choices, make_plan
@@ -102,8 +105,27 @@ def test_what_is_not_calibrated_is_refused(tmp_path: Path) -> None:
     source = source_of("experts", tmp_path)
     with pytest.raises(UnsupportedError, match="awq of a model with experts"):
         quantize(FORM, tmp_path / "out", source, algorithm="awq", num_samples=1)
-    with open_original("m", source) as original:
-        plan = make_plan(original, Choices(FORM))
-        with pytest.raises(UnsupportedError, match="--target-bpw of a model with experts"):
-            plan_with_target(original, plan, 9.0, Method("rtn", bundled_text("calibration"), 1), NullProgress())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["experts", "latent, experts"])
+def test_target_bpw_is_kept_and_a_layers_experts_share_a_format(kind: str, tmp_path: Path) -> None:
+    with open_original("m", source_of(kind, tmp_path)) as original:
+        plan = make_plan(original, Choices("int4:group=32"))
+        chosen = plan_with_target(original, plan, 14.0, Method("rtn", bundled_text("calibration"), 2), NullProgress())
+        assert 13.5 < chosen.bits_a_weight <= 14.0
+        formats = {item.weight.ours: item.format for item in chosen.items if ".experts." in item.weight.ours}
+        by_layer: dict[tuple[str, bool], set[str]] = {}
+        for ours, form in formats.items():
+            assert form is not None
+            by_layer.setdefault((ours.split(".")[1], ours.endswith("down.weight")), set()).add(form.name)
+        assert by_layer
+        assert all(len(names) == 1 for names in by_layer.values())
+        assert len(set(formats.values())) > 1
+
+
+def test_experts_that_nobody_takes_do_not_count() -> None:
+    forms = Integer(4, 32), Integer(8)
+    made = [(count, [Candidate(form, bits, error) for form, bits, error in zip(forms, (4.0, 8.0), errors, strict=True)])
+            for count, errors in ((3, (0.4, 0.1)), (1, (0.8, 0.3)), (0, (9.0, 9.0)))]  # fmt: skip
+    assert _together(made) == [Candidate(forms[0], 12.0, 0.5), Candidate(forms[1], 24.0, pytest.approx(0.15))]

@@ -40,7 +40,7 @@ from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics
@@ -65,7 +65,7 @@ SAMPLE_ROWS = 1024
 
 def parts_reading(source: str, slots: Collection[str], expert: str = "") -> list[str]:
     """Of a block with these slots, the weights that read an input: EVERY_INPUT's, or the one that has their rows together.
-    expert: what is before an expert's names, "experts.<number>."."""
+    expert: what is before an expert's names, "experts.<number>." or "shared."."""
     parts = [f"{expert}{part}" for part in dict.fromkeys((*EVERY_INPUT[source], source))]
     return [part for part in parts if f"{part}.weight" in slots]
 
@@ -75,6 +75,10 @@ class Routed(NamedTuple):
 
     rows: torch.Tensor
     chosen: torch.Tensor
+
+    def num_taken_by(self, expert: int) -> int:
+        """Rows that take an expert."""
+        return int((self.chosen == expert).sum())
 
     def of(self, expert: int) -> torch.Tensor:
         """The rows of an expert. One with fewer than they are wide gets others beside them, evenly spread over all: what it is
@@ -158,10 +162,18 @@ class Calibration:
         with torch.inference_mode():
             return Routed(x, moe.mixture.choose(router.matmul(x, moe.router_bias, torch.float32))[0])
 
-    def observe_expert(self, expert: int, source: str, routed: Routed) -> InputStatistics:
-        """What the expert's "gate_up" or "down" reads, with the weights that are loaded."""
+    @property
+    def num_experts(self) -> int:
+        """Of the current block."""
+        mlp = self.spec.blocks[self.layer].mlp
+        return mlp.num_experts if isinstance(mlp, MoESpec) else 0
+
+    def observe_expert(self, expert: int | None, source: str, routed: Routed) -> InputStatistics:
+        """What "gate_up" or "down" of an expert, or of the one that all tokens take, reads with the weights that are loaded."""
         self._platform.enter()
-        rows, own = routed.of(expert), self._block.moe.experts[expert]
+        moe = self._block.moe
+        rows, own = (routed.rows, moe.shared) if expert is None else (routed.of(expert), moe.experts[expert])
+        assert own is not None
         with torch.inference_mode():
             seen = rows if source == "gate_up" else own.gate_up.gated(rows, own.activation)
             watch = _Watch(len(seen))

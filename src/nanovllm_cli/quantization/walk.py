@@ -60,8 +60,13 @@ class Walk:
         block: when all before its mixture is loaded."""
         if expert is None:
             return self.calibration.observe((source,))[source].hessian
+        return self.calibration.observe_expert(expert, source, self.routed).hessian
+
+    @property
+    def routed(self) -> Routed:
+        """Who takes which of the current block's experts."""
         self._routed = self._routed or self.calibration.routed()
-        return self.calibration.observe_expert(expert, source, self._routed).hessian
+        return self._routed
 
     def _per_layer_rows(
         self, sequences: Sequence[Sequence[int]], platform: CpuPlatform, dtype: torch.dtype
