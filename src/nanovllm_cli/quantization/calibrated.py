@@ -15,6 +15,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.gptq import quantize_gptq
+from nanovllm_cli.quant.rows import take_rows
 from nanovllm_cli.quantization.algorithms import RoundToNearest
 from nanovllm_cli.quantization.calibration import EVERY_INPUT, parts_reading
 from nanovllm_cli.quantization.original import Original
@@ -94,13 +95,25 @@ def by_gptq(walk: Walk, unit: str, weights: Block, formats: Formats, original: O
             continue
         hessian = walk.hessian(source, expert)
         done: dict[str, Rows] = {}
-        for slot in slots:
-            form = formats[slot]
+        for together in _alike(slots, formats):
+            form, first = formats[together[0]], 0
             assert isinstance(form, Integer | Fp8)
-            done[slot] = quantize_gptq(weights[slot], hessian, form)
+            rows = quantize_gptq(torch.cat([weights[slot] for slot in together]), hessian, form)
+            for slot in together:
+                done[slot] = take_rows(rows, slice(first, first + len(weights[slot])))
+                first += len(weights[slot])
         walk.calibration.load(_floats(done, formats))
         found |= done
     return found
+
+
+def _alike(slots: list[str], formats: Formats) -> list[list[str]]:
+    """Those that one pass over their columns does for: of one format, whose scales are rows' own."""
+    found: dict[object, list[str]] = {}
+    for slot in slots:
+        form = formats[slot]
+        found.setdefault(slot if isinstance(form, Fp8) and form.block else form, []).append(slot)
+    return list(found.values())
 
 
 def by_awq(walk: Walk, unit: str, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:

@@ -20,6 +20,7 @@ Legend: T tokens, K columns (inputs) of a linear layer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -136,9 +137,9 @@ class Calibration:
 
     def observe(self, inputs: Collection[str] = ()) -> dict[str, InputStatistics]:
         """What those inputs of the current block look like, all where none is named, with the weights that are loaded. The stream
-        stays where it is."""
+        stays where it is. What comes behind an input that is named alone is not computed."""
         watched = self._block.storages()
-        seen = {name: _Watch(self.num_tokens) for name in inputs or watched}
+        seen = {name: _Watch(self.num_tokens, is_last=len(inputs) == 1) for name in inputs or watched}
         for name, watch in seen.items():
             watched[name].watch = watch
         try:
@@ -198,7 +199,8 @@ class Calibration:
     def _run_all(self) -> None:
         """The stream stays where it is."""
         for number, residual in enumerate(self._residuals):
-            self._run(number, residual.clone())
+            with contextlib.suppress(_Seen):
+                self._run(number, residual.clone())
 
     @torch.inference_mode()
     def _run(self, number: int, residual: torch.Tensor) -> None:
@@ -271,11 +273,19 @@ class _Watched(DenseStorage):
         if self.watch is not None:
             assert isinstance(x, torch.Tensor)
             self.watch.add(x)
+            if self.watch.is_last:
+                raise _Seen
         return super().matmul(x, bias, out_dtype)
+
+
+class _Seen(Exception):
+    """Nothing behind this is asked for."""
 
 
 class _Rows:
     """Keeps the inputs of a layer."""
+
+    is_last = True
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -285,10 +295,11 @@ class _Rows:
 
 
 class _Watch:
-    """Adds up the inputs of a layer over all batches; num_tokens of them will come."""
+    """Adds up the inputs of a layer over all batches; num_tokens of them will come. is_last: nothing else is watched."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, is_last: bool = False) -> None:
         self.num_tokens = num_tokens
+        self.is_last = is_last
         self._every = -(-num_tokens // SAMPLE_ROWS)
         self._seen = 0
         self._products = torch.empty(0)
