@@ -38,6 +38,31 @@ def test_without_a_residual_x_itself_is_normalised_and_kept(width: int) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), [(3, 1), (2, 17), (5, 100), (4, 4096), (1, 33000)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_without_its_mean_a_row_has_a_layer_norm(
+    with_residual: bool, tokens: int, width: int, dtype: torch.dtype, order: int
+) -> None:
+    x, residual, weight = random(tokens, width, dtype=dtype) + 2, random(tokens, width, dtype=dtype), random(width, dtype=dtype)
+    total = (x.double() + residual.double()).to(dtype) if with_residual else x.clone()
+    expected = torch.nn.functional.layer_norm(total.double(), (width,), weight.double(), eps=1e-5)
+    got = norm.add_rms_norm(Emulator(order), x, residual if with_residual else None, weight, 1e-5, 0.0, centered=True)
+    assert torch.equal(residual if with_residual else x, total)
+    assert float((got.double() - expected).abs().max()) < (4e-2 if dtype == torch.bfloat16 else 5e-3)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("first", "width", "row"), [(64, 128, 320), (33, 17, 100), (8, 9000, 9032)])
+def test_columns_have_the_bits_of_rows_and_nothing_else_is_touched(first: int, width: int, row: int, order: int) -> None:
+    whole, weight = random(3, row, dtype=torch.bfloat16), random(width, dtype=torch.bfloat16)
+    columns, expected = whole[:, first : first + width], whole.clone()
+    expected[:, first : first + width] = norm.add_rms_norm(Emulator(), columns.contiguous(), None, weight, 1e-6, 0.0)
+    norm.norm_columns(Emulator(order), columns, weight, 1e-6, 0.0)
+    assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "width"), SHAPES)
 def test_two_norms_and_a_sum_have_the_bits_of_their_kernels(tokens: int, width: int, dtype: torch.dtype, order: int) -> None:
     x, residual = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)

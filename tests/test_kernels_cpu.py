@@ -70,16 +70,29 @@ def test_packed_rows_come_back_and_can_be_packed_in_parts(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [17, 64, 1000])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_add_rms_norm_equals_reference(width: int, with_residual: bool, dtype: torch.dtype) -> None:
-    x, weight = randn(9, width, dtype=dtype), randn(width, dtype=dtype)
+@pytest.mark.parametrize(("with_residual", "centered"), [(False, False), (True, False), (True, True)])
+def test_add_rms_norm_equals_reference(width: int, with_residual: bool, centered: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(9, width, dtype=dtype) + 2, randn(width, dtype=dtype)
     residual = randn(9, width, dtype=dtype) if with_residual else None
     expected_residual = residual.clone() if residual is not None else None
-    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-6, 1.0)
-    actual = cpu.add_rms_norm(x, residual, weight, 1e-6, 1.0)
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-6, 1.0, centered)
+    actual = norms.add_rms_norm(x, residual, weight, 1e-6, 1.0, centered)
     assert error(actual, expected) < TOLERANCE[dtype]
     if residual is not None and expected_residual is not None:
         assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [17, 64])
+def test_columns_are_normed_in_their_place(width: int, dtype: torch.dtype) -> None:
+    whole, weight = randn(5, 3 * width + 1, dtype=dtype), randn(width, dtype=dtype)
+    columns = slice(width + 1, 2 * width + 1)
+    expected = whole.clone()
+    expected[:, columns] = reference.add_rms_norm(whole[:, columns], None, weight, 1e-6, 0.0)
+    norms.norm_columns(whole[:, columns], weight, 1e-6, 0.0)
+    assert error(whole, expected) < TOLERANCE[dtype]
+    expected[:, columns] = whole[:, columns]
+    assert torch.equal(whole, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,7 +192,7 @@ class Paged:
         q = cpu.rope_and_cache(
             qkv, heads, self.kv_heads, self.dim, *norms, 1e-6, float(options.get("norm_offset", 0)),  # type: ignore[arg-type]
             angles.cos(), angles.sin(), bool(options.get("interleaved", False)), slots, run, self.k, self.v,
-            bool(options.get("reads", False)),
+            bool(options.get("reads", False)), bool(options.get("norm_last", False)),
         )  # fmt: skip
         tiles = cpu.attention_tiles(starts, torch.tensor(kv_lens, dtype=torch.int32), heads // self.kv_heads)
         out = cpu.paged_attention(
@@ -206,6 +219,7 @@ CASES = [
     (3, 1, 32, [65, 3], {"sinks": True, "window": 64}),
     (8, 2, 512, [19, 70], {"v_norm": True}),
     (4, 1, 24, [33], {"v_norm": True, "half": 6, "window": 10}),
+    (4, 2, 24, [33, 2], {"norm_last": True, "v_norm": True, "half": 10}),
 ]
 
 
@@ -235,7 +249,10 @@ def test_rope_cache_and_attention_equal_reference(
             return reference.add_rms_norm(part.reshape(-1, dim).float(), None, gains, 1e-6, 0.5).reshape(part.shape)
 
         def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
-            return reference.rope(normed(part, norm), angles.cos(), angles.sin(), bool(options.get("interleaved")))
+            interleaved = bool(options.get("interleaved"))
+            if options.get("norm_last"):
+                return normed(reference.rope(part.float(), angles.cos(), angles.sin(), interleaved), norm)
+            return reference.rope(normed(part, norm), angles.cos(), angles.sin(), interleaved)
 
         k, v = paged.history(seq, length)
         assert error(q[rows], turned(split[:, :heads], "q_norm")) < TOLERANCE[dtype]
@@ -312,11 +329,11 @@ def test_long_sequences_have_the_same_bits_in_parts_side_by_side(
 
 CROSSING = """
 import hashlib, sys, torch
-from nanovllm_cli.kernels import cpu, gates
+from nanovllm_cli.kernels import cpu, gates, norms
 cpu.set_num_threads(2)
 g = torch.Generator().manual_seed(0)
 x, weight = torch.randn(50, 144, generator=g), torch.randn(72, generator=g)
-made = [cpu.add_rms_norm(x[:, :72].contiguous(), None, weight, 1e-6, 0.0), gates.gated_activation(x, "silu")]
+made = [norms.add_rms_norm(x[:, :72].contiguous(), None, weight, 1e-6, 0.0), gates.gated_activation(x, "silu")]
 tensors = [t for part in made for t in (part if isinstance(part, tuple) else (part,)) if t is not None]
 print(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
 """

@@ -292,20 +292,6 @@ def matmul(
 # ---- rows ----
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
-) -> torch.Tensor:
-    """See `reference.add_rms_norm`; residual is changed in place."""
-    tokens, width = x.shape
-    out = new_tensor((tokens, width), x.dtype)
-    ints = (
-        address_of(x, x.dtype, tokens, width), 0 if residual is None else address_of(residual, x.dtype, tokens, width),
-        address_of(weight, x.dtype, width), out.data_ptr(), tokens, width,
-    )  # fmt: skip
-    launch(cpu_fused.add_rms_norm, 4 * tokens * width, tags_of(x.dtype), ints, (eps, offset))
-    return out
-
-
 def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     """See `reference.scale`; x [T, width] is changed in place."""
     ints = (address_of(x, x.dtype, *x.shape), x.numel())
@@ -375,9 +361,10 @@ def rope_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
     reads: bool = False,
+    norm_last: bool = False,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. Without v_cache qkv has no v, and K is V as
-    well; reads: it has q alone. See `cpu_fused.rope_and_cache`."""
+    """Norm and rotate q and k, with norm_last the other way round; write k and v to the cache, return q [T, heads, dim]. Without
+    v_cache qkv has no v, and K is V as well; reads: it has q alone. See `cpu_fused.rope_and_cache`."""
     tokens, dtype, half = qkv.shape[0], qkv.dtype, cos.shape[1]
     cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, dtype)
     keys = 0 if reads else 1 if v_cache is None else 2
@@ -388,7 +375,7 @@ def rope_and_cache(
         _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, _padded(dim), keys, *norms,
         address_of(cos, torch.float32, tokens, half), address_of(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
-        *cache, out.data_ptr(),
+        *cache, out.data_ptr(), int(norm_last),
     )  # fmt: skip
     launch(cpu_fused.rope_and_cache, 8 * qkv.numel(), tags_of(dtype, *kept), ints, (eps, norm_offset))
     return out

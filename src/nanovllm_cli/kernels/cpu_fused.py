@@ -22,12 +22,13 @@ CHUNK = 4096  # numbers of a task that is not a row
 
 @kernel(fastmath=FAST)
 def add_rms_norm(arguments, thread, team):
-    """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row.
+    """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row; with centered
+    of what the row is without its mean. Rows lie row_stride numbers apart; out may be x.
 
     The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
     """
-    tag, x, residual, weight, out, num_rows, width, eps, offset = fields(arguments)
-    shape = (num_rows, width)
+    tag, x, residual, weight, out, num_rows, width, row_stride, centered, eps, offset = fields(arguments)
+    shape = (num_rows, row_stride)
     added, result = carray(typed_pointer(x, tag), shape), carray(typed_pointer(out, tag), shape)
     stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
     scale = carray(typed_pointer(weight, tag), (width,))
@@ -36,10 +37,19 @@ def add_rms_norm(arguments, thread, team):
         if residual != 0:
             for i in range(width):
                 store(line, i, load(line, i) + load(plus, i))
-        total = sum_of_squares(tag, line.ctypes.data, width)
+        mean = np.float32(0.0)
+        if centered != 0:
+            for i in range(width):
+                mean += load(line, i)
+            mean /= np.float32(width)
+            total = np.float32(0.0)
+            for i in range(width):
+                total += (load(line, i) - mean) * (load(line, i) - mean)
+        else:
+            total = sum_of_squares(tag, line.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         for i in range(width):
-            store(target, i, load(line, i) * inverse * (np.float32(offset) + load(scale, i)))
+            store(target, i, (load(line, i) - mean) * inverse * (np.float32(offset) + load(scale, i)))
 
 
 @kernel(fastmath=FAST)
@@ -153,14 +163,16 @@ def _erf(x):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, norm_offset, cos, sin, rotary, interleaved):
-    """One head: buffer = rope(rms_norm(source) * (norm_offset + weight)). Dimensions past `rotary` are not rotated."""
+def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, norm_offset, norm_last, cos, sin, rotary, interleaved):
+    """One head: buffer = rope(rms_norm(source) * (norm_offset + weight)), or with norm_last the norm of what rope makes of it,
+    whose root mean square is the same. Dimensions past `rotary` are not rotated."""
     width = buffer.size
     if has_norm:
         total = sum_of_squares(tag, source.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         for i in range(width):
-            buffer[i] = load(source, i) * inverse * (np.float32(norm_offset) + load(weight, i))
+            gain = np.float32(1.0) if norm_last else np.float32(norm_offset) + load(weight, i)
+            buffer[i] = load(source, i) * inverse * gain
     else:
         for i in range(width):
             buffer[i] = load(source, i)
@@ -175,6 +187,9 @@ def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, norm_offset, co
             a, b = buffer[i], buffer[half + i]
             buffer[i] = a * cos[i] - b * sin[i]
             buffer[half + i] = b * cos[i] + a * sin[i]
+    if has_norm and norm_last:
+        for i in range(width):
+            buffer[i] *= np.float32(norm_offset) + load(weight, i)
 
 
 @kernel()
@@ -183,14 +198,15 @@ def rope_and_cache(arguments, thread, team):
     kinds: cpu_cache).
 
     qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. With keys 1 it has no v: K is V as well, and
-    there is no v_cache. With keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm: addresses of [dim], or 0.
+    there is no v_cache. With keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm: addresses of [dim], or 0;
+    with norm_last q and k are normed behind their rotation.
     cos, sin: [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one
     to the end of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention
     multiplies a masked value by 0, and stale memory may hold a NaN.
     """
     (
         tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, keys, q_norm, k_norm, v_norm,
-        cos, sin, rotary, interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
+        cos, sin, rotary, interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, norm_last, eps, norm_offset,
     ) = fields(arguments)  # fmt: skip
     rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
@@ -201,7 +217,7 @@ def rope_and_cache(arguments, thread, team):
     angle_sin = carray(typed_pointer(sin, np.float32(0)), (num_tokens, rotary // 2))
     slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
     run_of = carray(typed_pointer(run, np.int32(0)), (num_tokens,))
-    group = heads // kv_heads
+    group, last = heads // kv_heads, norm_last != 0
     memory = scratch(12 * dim)
     buffer = floats_at(memory.ctypes.data, (dim,))
     k_codes = carray(typed_pointer(memory.ctypes.data + 4 * dim, k_kind), (dim,))
@@ -212,7 +228,7 @@ def rope_and_cache(arguments, thread, team):
         source = rows[t, : parts * dim].reshape((parts, dim))
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
-            _norm_and_rotate(tag, source[i], buffer, q_weight, q_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
+            _norm_and_rotate(tag, source[i], buffer, q_weight, q_norm != 0, eps, norm_offset, last, c, s, rotary, interleaved)
             target = queries[t, i]
             for d in range(dim):
                 store(target, d, buffer[d])
@@ -221,7 +237,8 @@ def rope_and_cache(arguments, thread, team):
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
-        _norm_and_rotate(tag, source[heads + h], buffer, k_weight, k_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
+        part = source[heads + h]
+        _norm_and_rotate(tag, part, buffer, k_weight, k_norm != 0, eps, norm_offset, last, c, s, rotary, interleaved)
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
             key[d // pair, offset, d % pair] = k_codes[d]
@@ -235,7 +252,7 @@ def rope_and_cache(arguments, thread, team):
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
         row, column = source[heads + kv_heads + h], values[offset // pair, :, offset % pair]
-        _norm_and_rotate(tag, row, buffer, v_weight, v_norm != 0, eps, norm_offset, c, s, 0, interleaved)
+        _norm_and_rotate(tag, row, buffer, v_weight, v_norm != 0, eps, norm_offset, False, c, s, 0, interleaved)
         put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))
         for d in range(dim):
             column[d] = v_codes[d]

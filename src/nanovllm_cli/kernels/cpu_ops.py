@@ -19,16 +19,18 @@ class CpuOps:
     head_matrices = CpuHeadMatrices
     add = staticmethod(add_onto)
     gated = staticmethod(gates.gated)
+    norm_columns = staticmethod(norms.norm_columns)
 
     def add_rms_norm(
-        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
     ) -> torch.Tensor:
         if x is None:
-            return cpu.add_rms_norm(residual, None, weight, eps, offset)
+            return norms.add_rms_norm(residual, None, weight, eps, offset, centered)
         if isinstance(x.rows, Normed):
+            assert not centered, "no model centers behind a norm of what joins"
             return norms.join_and_norm(x.rows, residual, x.factor, weight, eps, offset)
         assert x.factor == 1.0, "no model has a factor without a norm"
-        return cpu.add_rms_norm(x.rows, residual, weight, eps, offset)
+        return norms.add_rms_norm(x.rows, residual, weight, eps, offset, centered)
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         if isinstance(x.rows, Normed):
@@ -37,7 +39,7 @@ class CpuOps:
             add_onto(residual, x.rows, x.factor)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        return cpu.add_rms_norm(x, None, weight, eps, offset)
+        return norms.add_rms_norm(x, None, weight, eps, offset)
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gates.sigmoid_gate(x, gate)

@@ -26,16 +26,17 @@ class CudaOps:
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
 
     def add_rms_norm(
-        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
     ) -> Hidden:
         if x is not None:
             if isinstance(x.rows, Normed):
+                assert not centered, "no model centers behind a norm of what joins"
                 return join_norm.join_and_norm(self.launcher, x.rows, residual, x.factor, weight, eps, offset)
             assert x.factor == 1.0, "no model has a factor without a norm"
-            return norm.add_rms_norm(self.launcher, x.rows, residual, weight, eps, offset)
-        if residual.shape[0] <= gemv.MAX_ROWS and not self.deterministic:
+            return norm.add_rms_norm(self.launcher, x.rows, residual, weight, eps, offset, centered)
+        if residual.shape[0] <= gemv.MAX_ROWS and not self.deterministic and not centered:
             return Normed(residual, weight, eps, offset)
-        return norm.add_rms_norm(self.launcher, residual, None, weight, eps, offset)
+        return norm.add_rms_norm(self.launcher, residual, None, weight, eps, offset, centered)
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         if isinstance(x.rows, Normed):
@@ -45,6 +46,9 @@ class CudaOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
+
+    def norm_columns(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        return norm.norm_columns(self.launcher, x, weight, eps, offset)
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return sigmoid_gate.sigmoid_gate(self.launcher, x, gate)

@@ -3,21 +3,26 @@
 //   residual[t] += x[t]                      in place, rounded to DTYPE; without a residual, x itself is normalised
 //   out[t] = residual[t] / rms(residual[t]) * (offset + weight)
 //
-// x, residual, out [T, width] DTYPE, weight [width] DTYPE; width a multiple of VECTOR, the elements of one load (a macro).
+// With CENTERED (a macro, as VECTOR and DTYPE) it is the norm of what the row is without its mean: layer norm without a bias.
+//
+// x, residual, out [T, width] DTYPE, whose rows lie row_stride elements apart; out may be x. weight [width] DTYPE. width and
+// row_stride are multiples of VECTOR, the elements of one load.
 // One block a row; each thread keeps its elements in registers if they are at most KEEP loads, and reads them again if not.
 #include "common.cuh"
 
 constexpr int KEEP = 4;
 
 KERNEL __launch_bounds__(1024)
-add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, DTYPE* out, int width, float eps, float offset) {
+add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, DTYPE* out, int width, int row_stride, float eps,
+             float offset) {
   typedef Vector<DTYPE, VECTOR> Elements;
   __shared__ float scratch[WARP_SIZE];
-  const int64_t row = (int64_t)blockIdx.x * width;
+  const int64_t row = (int64_t)blockIdx.x * row_stride;
   const int first = threadIdx.x * VECTOR, stride = blockDim.x * VECTOR;
   const DTYPE* source = residual ? residual : x;
   Elements kept[KEEP];
-  float squares = 0.0f;
+  const auto counted = [](float value) { return CENTERED ? value : value * value; };
+  float total = 0.0f, mean = 0.0f;
   wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
@@ -30,7 +35,7 @@ add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, DTYPE* out, i
         kept[i].at[j] = from_float<DTYPE>(to_float(kept[i].at[j]) + to_float(added.at[j]));
       kept[i].store(residual + row + column);
     }
-    for (int j = 0; j < VECTOR; ++j) squares += to_float(kept[i].at[j]) * to_float(kept[i].at[j]);
+    for (int j = 0; j < VECTOR; ++j) total += counted(to_float(kept[i].at[j]));
   }
   for (int column = first + KEEP * stride; column < width; column += stride) {
     Elements elements = Elements::load(source + row + column);
@@ -40,9 +45,20 @@ add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, DTYPE* out, i
         elements.at[j] = from_float<DTYPE>(to_float(elements.at[j]) + to_float(added.at[j]));
       elements.store(residual + row + column);
     }
-    for (int j = 0; j < VECTOR; ++j) squares += to_float(elements.at[j]) * to_float(elements.at[j]);
+    for (int j = 0; j < VECTOR; ++j) total += counted(to_float(elements.at[j]));
   }
-  const float scale = rsqrtf(block_sum(squares, scratch) / width + eps);
+#if CENTERED
+  mean = block_sum(total, scratch) / width;
+  total = 0.0f;
+  const auto beside = [&](const Elements& elements) {
+    for (int j = 0; j < VECTOR; ++j) total += (to_float(elements.at[j]) - mean) * (to_float(elements.at[j]) - mean);
+  };
+#pragma unroll
+  for (int i = 0; i < KEEP; ++i)
+    if (first + i * stride < width) beside(kept[i]);
+  for (int column = first + KEEP * stride; column < width; column += stride) beside(Elements::load(source + row + column));
+#endif
+  const float scale = rsqrtf(block_sum(total, scratch) / width + eps);
   let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
@@ -50,14 +66,14 @@ add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, DTYPE* out, i
     if (column >= width) break;
     const Elements gains = Elements::load(weight + column);
     for (int j = 0; j < VECTOR; ++j)
-      kept[i].at[j] = from_float<DTYPE>(to_float(kept[i].at[j]) * scale * (offset + to_float(gains.at[j])));
+      kept[i].at[j] = from_float<DTYPE>((to_float(kept[i].at[j]) - mean) * scale * (offset + to_float(gains.at[j])));
     kept[i].store(out + row + column);
   }
   for (int column = first + KEEP * stride; column < width; column += stride) {
     Elements elements = Elements::load(source + row + column);
     const Elements gains = Elements::load(weight + column);
     for (int j = 0; j < VECTOR; ++j)
-      elements.at[j] = from_float<DTYPE>(to_float(elements.at[j]) * scale * (offset + to_float(gains.at[j])));
+      elements.at[j] = from_float<DTYPE>((to_float(elements.at[j]) - mean) * scale * (offset + to_float(gains.at[j])));
     elements.store(out + row + column);
   }
 }

@@ -1,6 +1,8 @@
-"""RMS norm on a GPU (norm.cu)."""
+"""RMS norm on a GPU (norm.cu), and layer norm without a bias."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -9,7 +11,13 @@ from nanovllm_cli.kernels.kernel import MAX_THREADS, WARP, Kernel, Launcher, che
 
 
 def add_rms_norm(
-    launcher: Launcher, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
+    launcher: Launcher,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    centered: bool = False,
 ) -> torch.Tensor:
     """See `reference.add_rms_norm`; residual [T, width] is changed in place."""
     tokens, width = x.shape
@@ -18,18 +26,46 @@ def add_rms_norm(
     if residual is not None:
         check(residual, launcher, x.dtype, tokens, width)
     out = torch.empty_like(x)
-    if tokens:
-        vector = widest(width, x.dtype)
-        threads = min(MAX_THREADS, -(-width // (vector * WARP)) * WARP)
-        args = (x, residual, weight, out, np.int32(width), np.float32(eps), np.float32(offset))
-        launcher.launch(variant(x.dtype, vector), (tokens, 1, 1), (threads, 1, 1), args)
+    _launch(launcher, x, residual, weight, out, (eps, offset), centered)
     return out
 
 
-def variant(dtype: torch.dtype, vector: int) -> Kernel:
-    return Kernel("norm", "add_rms_norm", (("DTYPE", type_name(dtype)), ("VECTOR", vector)))
+def norm_columns(launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """The norm of x [T, width], which may be columns of a wider tensor, in its place."""
+    assert x.stride(1) == 1
+    assert x.device == launcher.device
+    check(weight, launcher, x.dtype, x.shape[1])
+    _launch(launcher, x, None, weight, x, (eps, offset), False)
+    return x
+
+
+def _launch(
+    launcher: Launcher,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    numbers: tuple[float, float],
+    centered: bool,
+) -> None:
+    tokens, width = x.shape
+    if tokens:
+        vector = widest(math.gcd(width, x.stride(0), x.storage_offset()), x.dtype)  # no load straddles a boundary of its own
+        threads = min(MAX_THREADS, -(-width // (vector * WARP)) * WARP)
+        sizes, floats = map(np.int32, (width, x.stride(0))), map(np.float32, numbers)
+        kernel = variant(x.dtype, vector, centered)
+        launcher.launch(kernel, (tokens, 1, 1), (threads, 1, 1), (x, residual, weight, out, *sizes, *floats))
+
+
+def variant(dtype: torch.dtype, vector: int, centered: bool) -> Kernel:
+    return Kernel("norm", "add_rms_norm", (("DTYPE", type_name(dtype)), ("VECTOR", vector), ("CENTERED", int(centered))))
 
 
 def variants() -> list[Kernel]:
     """What the compile gate builds."""
-    return [variant(dtype, vector) for dtype in (torch.bfloat16, torch.float16) for vector in (8, 1)]
+    return [
+        variant(dtype, vector, centered)
+        for dtype in (torch.bfloat16, torch.float16)
+        for vector in (8, 1)
+        for centered in (False, True)
+    ]

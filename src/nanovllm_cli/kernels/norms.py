@@ -1,4 +1,4 @@
-"""Norms on either side of the residual stream on the CPU: tensors in, checks, addresses to the compiled kernel (cpu_fused.py)."""
+"""Norms of rows on the CPU: tensors in, checks, addresses to the compiled kernels (cpu_fused.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import torch
 
 from nanovllm_cli.kernels import cpu, cpu_fused
 from nanovllm_cli.kernels.ops import Normed
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
+) -> torch.Tensor:
+    """See `reference.add_rms_norm`; residual is changed in place."""
+    tokens, width = x.shape
+    out = cpu.new_tensor((tokens, width), x.dtype)
+    ints = (
+        cpu.address_of(x, x.dtype, tokens, width), 0 if residual is None else cpu.address_of(residual, x.dtype, tokens, width),
+        cpu.address_of(weight, x.dtype, width), out.data_ptr(), tokens, width, width, int(centered),
+    )  # fmt: skip
+    cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
+    return out
+
+
+def norm_columns(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """The norm of x [T, width], which may be columns of a wider tensor, in its place."""
+    tokens, width = x.shape
+    address, stride = cpu.rows_of(x, x.dtype, tokens, width)
+    ints = (address, 0, cpu.address_of(weight, x.dtype, width), address, tokens, width, stride, 0)
+    cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
+    return x
 
 
 def join_and_norm(

@@ -62,9 +62,10 @@ class Ops(Protocol):
     def device(self) -> torch.device: ...
 
     def add_rms_norm(
-        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
     ) -> Hidden:
-        """x joins residual in place where there is one; then the norm of residual (see `reference.add_rms_norm`)."""
+        """x joins residual in place where there is one; then the norm of residual (see `reference.add_rms_norm`). centered: of
+        what it is without its mean; x is then no `Normed`."""
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         """The same without a norm behind it."""
@@ -83,6 +84,9 @@ class Ops(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """The norm of x, as a tensor."""
+
+    def norm_columns(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        """x [T, n] itself, which may be columns of a wider tensor, normed in place."""
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""

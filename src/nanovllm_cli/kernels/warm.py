@@ -54,7 +54,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     tiles = torch.tensor([[0, 0, 1, 0]])
 
     def step() -> torch.Tensor:
-        x = cpu.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
+        x = norms.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
         x = norms.join_and_norm(Normed(x, zeros[0], 1e-6, 0.0), weight.rows(ids), 1.0, zeros[0], 1e-6, 0.0)
         qkv = weight.matmul(x, None, dtype)[:, :48].contiguous()
         q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
@@ -98,7 +98,7 @@ def warm_up_experts(dtype: torch.dtype) -> None:
     """Run the kernels beside the matmuls of experts once on next to nothing, and once from a recording."""
 
     def expert(x: torch.Tensor) -> torch.Tensor:
-        return cpu.add_rms_norm(x, None, x[0], 1e-6, 0.0)
+        return norms.add_rms_norm(x, None, x[0], 1e-6, 0.0)
 
     mixture = CpuMixture([expert, expert], 1, True, Scoring(bias=torch.zeros(2)))
     x, logits = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2)
