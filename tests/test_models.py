@@ -20,6 +20,7 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -34,6 +35,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
@@ -42,6 +44,8 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -194,6 +198,25 @@ CASES: dict[str, Any] = {
     "lfm2 moe, weights as they are, none preferred": Lfm2MoeConfig(
         **SMALL, layer_types=LFM2_LAYERS, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=34, num_dense_layers=0,
         norm_topk_prob=False, use_expert_bias=False, routed_scaling_factor=1.5,
+    ),
+    "exaone 4, a window in most layers, the first without": Exaone4Config(
+        **SMALL | {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL),
+    ),
+    "exaone 4, no window, tied": Exaone4Config(
+        **SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}
+    ),
+    "hunyuan": HunYuanDenseV1Config(**SMALL),
+    "hunyuan, another base": HunYuanDenseV1Config(
+        **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
+    ),
+    "olmo2, group 1": Olmo2Config(**SMALL | {"head_dim": 8, "num_key_value_heads": 6}),
+    "olmo3": Olmo3Config(
+        **SMALL | {"head_dim": 12, "num_attention_heads": 4, "num_hidden_layers": 5, "sliding_window": 20},
+        rope_parameters={
+            "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
     "phi3, window": Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}),
     "phi3, longrope of a part": Phi3Config(
@@ -378,7 +401,7 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
-    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h",
+    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -555,7 +578,10 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
-    "GraniteMoeForCausalLM": GraniteMoeConfig, "Ernie4_5ForCausalLM": Ernie4_5Config,
+    "GraniteMoeForCausalLM": GraniteMoeConfig,
+    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
+    "Exaone4ForCausalLM": Exaone4Config, "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
+    "Ernie4_5ForCausalLM": Ernie4_5Config,
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
     "SeedOssForCausalLM": SeedOssConfig, "Lfm2ForCausalLM": Lfm2Config, "Lfm2MoeForCausalLM": Lfm2MoeConfig,
     "GraniteMoeHybridForCausalLM":
@@ -609,6 +635,15 @@ def test_caps_and_windows_of_none_are_none() -> None:
     spec = spec_from_hf(config | none, hf_family(config))
     assert spec.logit_softcap is None
     assert {(block.mixer.softcap, block.mixer.window) for block in spec.blocks} == {(None, None)}
+
+
+def test_positions_of_an_olmo3_described_the_old_way_are_stretched_where_there_is_no_window() -> None:
+    """As allenai/Olmo-3-7B-Instruct has them; whoever reads its files of today gets a section for each kind."""
+    config = CASES["olmo3"].to_dict() | {"architectures": ["Olmo3ForCausalLM"]}
+    whole = dict(config.pop("rope_parameters")["full_attention"])
+    theta, before = whole.pop("rope_theta"), spec_from_hf(CASES["olmo3"].to_dict() | config, hf_family(config))
+    assert spec_from_hf(config | {"rope_scaling": whole, "rope_theta": theta}, hf_family(config)) == before
+    assert {(a.window, a.rope.scaling) for a in before.attentions if a.rope} == {(20, "none"), (None, "yarn")}
 
 
 def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
@@ -696,6 +731,21 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "biases behind gates": ("qwen3.5", {"attention_bias": True}, UnsupportedError, "gated attention with biases"),
     "the delta rule behind another activation": ("qwen3.5", {"hidden_act": "gelu"}, UnsupportedError, "another activation than"),
     "states without heads": ("qwen3.5", {"linear_num_key_heads": 0}, CheckpointError, "'linear_num_key_heads' must be"),
+    "a rope for no kind of layer": (
+        "olmo3", {"rope_parameters": {"rope_type": "default"}}, CheckpointError, "says nothing of full_attention",
+    ),
+    "a base that is no number": (
+        "hunyuan, another base", {"rope_parameters": {"type": "dynamic", "factor": 1.0, "alpha": "x"}}, CheckpointError,
+        "'alpha' must be a number",
+    ),
+    "a base past what is believed": (
+        "hunyuan, another base", {"rope_parameters": {"type": "dynamic", "factor": 1.0, "alpha": 1e-9}}, CheckpointError,
+        "the rotary base must be above 1",
+    ),
+    "windows by letters": (
+        "exaone 4, no window, tied", {"layer_types": None, "sliding_window": 20, "sliding_window_pattern": "LLLG"},
+        CheckpointError, "'sliding_window_pattern' must be a whole number",
+    ),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
 }  # fmt: skip
 

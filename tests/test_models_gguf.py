@@ -13,13 +13,16 @@ import pytest
 import torch
 from transformers import (
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    HunYuanDenseV1Config,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -144,6 +147,21 @@ def of_mamba(key: str, numbers: np.ndarray, flat: bool) -> np.ndarray:
     return numbers[None] if key.endswith("mamba.norm.weight") and not flat else numbers
 
 
+def hybrid(writer: Writer, config: Any) -> None:
+    window(writer, config)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def olmo3(writer: Writer, config: Any) -> None:
+    hybrid(writer, config)
+    whole, local = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_rope_freq_base(whole["rope_theta"])
+    writer.add_rope_freq_base_swa(local["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(whole["factor"])
+    writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+
+
 def taps(writer: Writer, config: Any) -> None:
     theta(writer, config)
     writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -219,9 +237,13 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     ),
     "gemma4, keys of other layers": ("gemma4", TEXTS["gemma4, keys of other layers"], gemma4),
     "gemma4, keys are values": ("gemma4", TEXTS["gemma4, keys are values"], gemma4),
+    "exaone 4": (
+        "exaone4", Exaone4Config(**SMALL | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}), hybrid,
+    ),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
     "granite": ("granite", TEXTS["granite"], granite),
     "granite 4 h": ("granitehybrid", TEXTS["granite 4 h"], granite_h),
+    "hunyuan": ("hunyuan-dense", HunYuanDenseV1Config(**SMALL | TIED), nothing),
     "lfm2": ("lfm2", Lfm2Config(**SMALL | {"head_dim": 8}, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
     "lfm2, four taps": (
         "lfm2",
@@ -232,6 +254,8 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         taps,
     ),
     "mistral3": ("mistral3", TEXTS["ministral3, before its scores grow"], ministral),
+    "olmo2": ("olmo2", Olmo2Config(**SMALL), nothing),
+    "olmo3": ("olmo2", TEXTS["olmo3"], olmo3),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
     "phi3, longrope of a part": (
         "phi3",

@@ -71,13 +71,14 @@ class LatentSpec:
 class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
-    scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks:
-    a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k.
-    value_norm: every head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in
-    this order. keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having
-    none of its own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has
-    behind each head's query. latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and head_dim
-    what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
+    scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks: a
+    learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k;
+    qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k, together (OLMo 2). value_norm: every
+    head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
+    keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having none of its
+    own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has behind each
+    head's query. latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and head_dim what is kept of
+    a token: a head's query is turned into what its key is made of, and rotates its first numbers.
     """
 
     num_heads: int
@@ -87,6 +88,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_of: Literal["head", "turned head", "all heads"] = "head"
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
@@ -105,6 +107,13 @@ class AttentionSpec:
     @property
     def interleaved(self) -> bool:
         return self.rope is not None and self.rope.interleaved
+
+    @property
+    def qk_norm_sizes(self) -> dict[str, int]:
+        """Gains of its norms of q and k, by part; of k none where another layer's are read."""
+        parts = {"q": self.num_heads, "k": self.num_kv_heads} if self.reads is None else {"q": self.num_heads}
+        whole = self.qk_norm_of == "all heads"
+        return {part: heads * self.head_dim if whole else self.head_dim for part, heads in parts.items() if self.qk_norm}
 
     @property
     def queries_a_key(self) -> int:
@@ -252,12 +261,22 @@ class NormSpec:
     stored_offset: float = 0.0
 
 
+BlockOrder = Literal["pre", "sandwich", "post", "parallel"]
+_NORMS: dict[BlockOrder, tuple[str, ...]] = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "sandwich": ("attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
+    "post": ("after_attention_norm", "after_mlp_norm"),
+    "parallel": ("attention_norm",),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
     """One layer. order:
 
     pre       x += mixer(norm(x)); x += mlp(norm(x))
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
+    post      x += norm(mixer(x)); x += norm(mlp(x))                      (OLMo 2)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
 
     scaled: at its end x is multiplied with a number of the checkpoint's.
@@ -265,8 +284,13 @@ class BlockSpec:
 
     mixer: MixerSpec
     mlp: MLPSpec | MoESpec
-    order: Literal["pre", "sandwich", "parallel"] = "pre"
+    order: BlockOrder = "pre"
     scaled: bool = False
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Those of its order, by name."""
+        return _NORMS[self.order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +312,10 @@ class ModelSpec:
     logit_softcap: float | None = None
     per_layer_width: int = 0
     dtype: str = field(default="bfloat16", compare=False)
+
+    def in_order(self, order: BlockOrder) -> ModelSpec:
+        """The same with all blocks in this order."""
+        return replace(self, blocks=tuple(replace(block, order=order) for block in self.blocks))
 
     def with_attention(self, **changes: Any) -> ModelSpec:
         """The same with these values in every AttentionSpec."""

@@ -106,7 +106,7 @@ class CpuAttention:
         k, v = cache
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
-            spec.reads is not None,
+            spec.reads is not None, spec.qk_norm_of == "turned head",
         )  # fmt: skip
         tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(

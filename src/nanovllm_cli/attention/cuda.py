@@ -28,7 +28,7 @@ from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, Late
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
@@ -125,6 +125,8 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
+        if any(spec.qk_norm and spec.qk_norm_of == "turned head" for spec in specs):
+            raise UnsupportedError("norms of heads behind their rotation on a GPU", "take another model, or the CPU")
         latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
         self.shapes = list(dict.fromkeys(_shape(spec) for spec in specs if not _is_wide(spec)))
         self._needs_rows = bool(latent) or any(map(_is_wide, specs))

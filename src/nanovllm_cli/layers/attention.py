@@ -40,7 +40,12 @@ class Attention(Mixer):
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
         values = v_gains if spec.value_norm else None
-        self.norm = HeadNorms(q_gains, k_gains, values, norm.eps, norm.offset) if spec.qk_norm else HeadNorms()
+        whole = spec.qk_norm_of == "all heads"
+        self.norm = HeadNorms(q_gains, k_gains, values, norm.eps, norm.offset) if spec.qk_norm and not whole else HeadNorms()
+        assert not (whole and (values is not None or spec.gated or spec.reads is not None)), "no model has these there"
+        sizes = spec.qk_norm_sizes if whole else {}
+        self.whole_norms = {part: kit.zeros(size).fill_(1 - norm.offset) for part, size in sizes.items()}
+        self.eps, self.offset = norm.eps, norm.offset
         self.stored_offset = norm.stored_offset
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
@@ -48,6 +53,10 @@ class Attention(Mixer):
         angles, projected = inputs.angles[self.spec.rope], self.qkv(x)
         width = self._gate_rows
         qkv = projected[:, width:] if width else projected
+        first = 0
+        for gains in self.whole_norms.values():
+            self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
+            first += len(gains)
         found = self.backend.attend(self.spec, qkv, self.norm, angles, self.sinks, cache, inputs.step)
         return self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
 
@@ -58,10 +67,10 @@ class Attention(Mixer):
             slots["k.weight"] = WeightSlot((rows // 2, width), self._load_twice)
         if self.spec.gated:
             slots["q.weight"] = WeightSlot(slots["q.weight"].shape, self._load_gated)
-        norms = {"q_norm.weight": self.norm.q}
-        if self.spec.reads is None:
-            norms["k_norm.weight"] = self.norm.k
-        slots |= {name: table_slot(weight, self.stored_offset) for name, weight in norms.items() if weight is not None}
+        for part in self.spec.qk_norm_sizes:
+            gains = self.whole_norms.get(part, self.norm.q if part == "q" else self.norm.k)
+            assert gains is not None
+            slots[f"{part}_norm.weight"] = table_slot(gains, self.stored_offset)
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
         return slots

@@ -43,18 +43,14 @@ class Block:
     def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
         width = model.hidden_size
 
-        def norm() -> RMSNorm:
-            return RMSNorm(model.norm, width, kit)
-
         self.order = spec.order
         self.ops = kit.ops
         self.scale = model.residual_scale
         self.mixer = _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = MoE(spec.mlp, model.norm, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
-        self.attention_norm = norm()
-        self.mlp_norm = norm() if spec.order != "parallel" else None
-        self.after_attention = norm() if spec.order == "sandwich" else None
-        self.after_mlp = norm() if spec.order == "sandwich" else None
+        self.norms = {name: RMSNorm(model.norm, width, kit) for name in spec.norms}
+        self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
+        self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.is_scaled, self.factor = spec.scaled, 1.0
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled), "no model has these elsewhere"
@@ -68,7 +64,10 @@ class Block:
         own: torch.Tensor | None = None,
     ) -> Addend | None:
         """own: see `PerLayer`."""
-        h, slots = self.attention_norm(x, residual), inputs.batch.slots
+        slots = inputs.batch.slots
+        if self.attention_norm is None:
+            return self._behind(x, residual, inputs, cache)
+        h = self.attention_norm(x, residual)
         if self.mlp_norm is None:
             return Addend(self.mixer(h, inputs, cache) + self._mlp(h, slots))
         if self.after_attention is not None and self.after_mlp is not None:
@@ -89,17 +88,20 @@ class Block:
         added = self.mlp.onto(residual, h, slots) if isinstance(self.mlp, MoE) else self.mlp.onto(residual, h)
         return None if added is None else Addend(added)
 
+    def _behind(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend:
+        """Of a block that reads the residual stream as it is: norms are of what joins it."""
+        assert self.after_attention is not None
+        assert self.after_mlp is not None
+        if x is not None:
+            self.ops.join(x, residual)
+        self.ops.join(self.after_attention.before_joining(self.mixer(residual, inputs, cache)), residual)
+        return self.after_mlp.before_joining(self._mlp(residual, inputs.batch.slots))
+
     def _mlp(self, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
         return self.mlp(h, slots) if isinstance(self.mlp, MoE) else self.mlp(h)
 
     def slots(self) -> Slots:
-        norms = {
-            "attention_norm": self.attention_norm,
-            "mlp_norm": self.mlp_norm,
-            "after_attention_norm": self.after_attention,
-            "after_mlp_norm": self.after_mlp,
-        }
-        named = {f"{name}.weight": norm.slots()["weight"] for name, norm in norms.items() if norm is not None}
+        named = {f"{name}.weight": norm.slots()["weight"] for name, norm in self.norms.items()}
         slots = self.mixer.slots() | self.mlp.slots() | named
         if self.per_layer is not None:
             slots |= self.per_layer.slots()

@@ -13,12 +13,10 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
-SANDWICH_HF_NAMES = {
-    "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+SANDWICH_HF_NAMES = POST_HF_NAMES | {
     "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
-    "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
 }
 
 
@@ -32,8 +30,7 @@ def _gemma(spec: ModelSpec, stored_offset: float) -> ModelSpec:
 
 def _sandwich(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: float | None) -> ModelSpec:
     """Gemma 2 and 3. scale: of scores; the caps: of scores and logits."""
-    blocks = tuple(replace(block, order="sandwich") for block in spec.blocks)
-    return replace(spec, blocks=blocks, logit_softcap=logit_cap).with_attention(scale=scale, softcap=score_cap)
+    return replace(spec.in_order("sandwich"), logit_softcap=logit_cap).with_attention(scale=scale, softcap=score_cap)
 
 
 def _cap(read: ConfigReader, key: str) -> float | None:

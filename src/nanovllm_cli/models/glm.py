@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
@@ -15,8 +14,7 @@ from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
 
 def _sandwich(spec: ModelSpec) -> ModelSpec:
-    blocks = (replace(block, order="sandwich") for block in spec.blocks)
-    return replace(spec, blocks=tuple(blocks)).with_attention(out_bias=False)
+    return spec.in_order("sandwich").with_attention(out_bias=False)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:

@@ -44,6 +44,11 @@ GGUF_NAMES = {
     "head.weight": "output.weight",
 }
 
+POST_HF_NAMES = {
+    "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+}
+
 SANDWICH_GGUF_NAMES = {
     "blocks.{i}.after_attention_norm.weight": "blk.{i}.post_attention_norm.weight",
     "blocks.{i}.after_mlp_norm.weight": "blk.{i}.post_ffw_norm.weight",

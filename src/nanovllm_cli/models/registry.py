@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
+from nanovllm_cli.models.exaone import EXAONE4
 from nanovllm_cli.models.families import (
     LLAMA,
     MISTRAL,
@@ -26,8 +27,10 @@ from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_STATES
+from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
+from nanovllm_cli.models.olmo import OLMO2, OLMO3
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -54,6 +57,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "Ernie4_5ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
+    "Exaone4ForCausalLM": EXAONE4,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -69,11 +73,14 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm2VlForConditionalGeneration": LFM2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,
     "SeedOssForCausalLM": SEED_OSS,
     "SmolLM3ForCausalLM": SMOLLM3,
@@ -97,6 +104,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "qwen3vlmoe": QWEN3_MOE,
     "ernie4_5": ERNIE4_5,
     "ernie4_5-moe": ERNIE4_5_MOE,
+    "exaone4": EXAONE4,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -107,9 +115,11 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "granite": GRANITE,
     "granitehybrid": GRANITE_STATES,
     "granitemoe": GRANITE_MOE,
+    "hunyuan-dense": HUNYUAN_DENSE,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
     "mistral3": MINISTRAL3,
+    "olmo2": OLMO2,
     "phi3": PHI3,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,

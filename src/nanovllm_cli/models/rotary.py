@@ -34,7 +34,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
     )
     whole = kind == "proportional"  # its frequencies are those of the whole head, and 0 beyond the share
     base = RopeSpec(dim=head_dim if whole else int(head_dim * share), theta=theta, original_len=original)
-    _check_rope(base, head_dim, read)
+    checked_rope(base, head_dim, read)
     if rope.has("attention_factor"):
         base = replace(base, attention_factor=rope.number("attention_factor"))
     match kind:
@@ -95,7 +95,7 @@ def rope_from_gguf(
         interleaved=interleaved,
         original_len=original,
     )
-    _check_rope(base, head_dim, read)
+    checked_rope(base, head_dim, read)
     divisors, short, long = (values(f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long"))
     for name, found in (("freqs", divisors), ("factors_short", short), ("factors_long", long)):
         if found is not None and (len(found) != base.dim // 2 or not all(0 < v < math.inf for v in found)):
@@ -128,9 +128,10 @@ def rope_from_gguf(
     )
 
 
-def _check_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> None:
-    """What the kernels and the formulas of layers/rope.py take for granted."""
+def checked_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> RopeSpec:
+    """It, if it has what the kernels and the formulas of layers/rope.py take for granted."""
     if not 2 <= rope.dim <= head_dim or rope.dim % 2:
         raise CheckpointError(f"{read.where}: {rope.dim} rotary dims do not fit heads of {head_dim}", BROKEN)
     if rope.theta <= 1:
         raise CheckpointError(f"{read.where}: the rotary base must be above 1, not {rope.theta:g}", BROKEN)
+    return rope

@@ -100,13 +100,12 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
         if isinstance(block.mixer, DeltaSpec):
             found["norms"] += block.mixer.values if block.mixer.mamba else block.mixer.value_dim
         found["mlp"] += block.mlp.num_weights(hidden)
-        found["norms"] += (4 if block.order == "sandwich" else 2) * hidden
+        found["norms"] += len(block.norms) * hidden
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:
             found["norms"] += 3 * hidden
             found["mlp"] += hidden  # the router's norm, which has a name of its own
         found["other"] += block.scaled
-    normed = [(1 if attention.reads is not None else 2, attention) for attention in spec.attentions if attention.qk_norm]
-    found["norms"] += sum(count * attention.head_dim for count, attention in normed)
+    found["norms"] += sum(sum(attention.qk_norm_sizes.values()) for attention in spec.attentions)
     for latent in (attention.latent for attention in spec.attentions):
         found["norms"] += 0 if latent is None else latent.rank + (latent.query_rank or 0)
     if spec.per_layer_width:

@@ -35,7 +35,8 @@ _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
     """The attention that all layers have, but for windows, and what those with one or without positions have of their own."""
-    return next((each for each in spec.attentions if each.window is None and each.rope is not None), spec.attention)
+    turned = [each for each in spec.attentions if each.rope is not None]
+    return next((each for each in turned if each.window is None), turned[0] if turned else spec.attention)
 
 
 def activation_of(spec: ModelSpec) -> str:
@@ -165,9 +166,7 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
             shapes |= _linear("shared.gate_row", 1, hidden, False)
         for e in range(mlp.num_experts):
             shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
-    shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
-    if block.order == "sandwich":
-        shapes |= {"after_attention_norm.weight": (hidden,), "after_mlp_norm.weight": (hidden,)}
+    shapes |= {f"{norm}.weight": (hidden,) for norm in block.norms}
     if block.scaled:
         shapes["scale"] = (1,)
     return shapes
@@ -194,9 +193,7 @@ def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[
         shapes |= _linear(name, rows, hidden, attention.qkv_bias)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)
-    if attention.qk_norm:
-        shapes |= {f"{part}_norm.weight": (attention.head_dim,) for part in ("q" if attention.reads is not None else "qk")}
-    return shapes
+    return shapes | {f"{part}_norm.weight": (size,) for part, size in attention.qk_norm_sizes.items()}
 
 
 def _latent_shapes(heads: int, latent: LatentSpec, hidden: int) -> dict[str, tuple[int, ...]]:
