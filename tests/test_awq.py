@@ -79,6 +79,14 @@ def test_scales_leave_the_logits_of_a_model_as_they_are(family: str, monkeypatch
     assert float((after_logits - before).abs().max()) < 1e-5 * max(1.0, float(before.abs().max()))
 
 
+def test_what_reads_the_residual_stream_as_it_is_keeps_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    spec, weights, seen = block(order="post")
+    after = scale_and_clip(weights, seen, spec, 0.0, formats(Integer(3, 32)))
+    changed = {name for name in weights if not torch.equal(after[name], weights[name])}
+    assert {"v.weight", "o.weight"} <= changed <= {"v.weight", "v.bias", "o.weight", "up.weight", "up.bias", "down.weight"}
+
+
 @pytest.mark.parametrize("order", ["pre", "sandwich", "parallel"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

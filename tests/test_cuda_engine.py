@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -124,6 +125,10 @@ OTHERS: dict[str, Any] = {
     "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
     "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
     "olmo2": Olmo2Config(**SHAPE),
+    "cohere2": Cohere2Config(
+        **SHAPE | {"hidden_size": 64, "head_dim": 16, "tie_word_embeddings": True}, sliding_window=10,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "exaone4": Exaone4Config(**SHAPE, sliding_window=10, layer_types=["sliding_attention", "full_attention"]),
     "smollm3": SmolLM3Config(**SHAPE | {"no_rope_layers": [0, 1]}),
 }  # fmt: skip

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
@@ -198,6 +200,10 @@ CASES: dict[str, Any] = {
     "lfm2 moe, weights as they are, none preferred": Lfm2MoeConfig(
         **SMALL, layer_types=LFM2_LAYERS, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=34, num_dense_layers=0,
         norm_topk_prob=False, use_expert_bias=False, routed_scaling_factor=1.5,
+    ),
+    "command r": CohereConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}, logit_scale=0.25, attention_bias=True),
+    "command r7b": Cohere2Config(
+        **SMALL | {"head_dim": 8, "num_hidden_layers": 5, "tie_word_embeddings": True, "sliding_window": 20}, logit_scale=0.7,
     ),
     "exaone 4, a window in most layers, the first without": Exaone4Config(
         **SMALL | {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
@@ -402,6 +408,7 @@ COUNTED = [
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
+    "command r7b",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -580,7 +587,8 @@ DEFAULTS = {
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
-    "Exaone4ForCausalLM": Exaone4Config, "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
+    "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
+    "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
     "SeedOssForCausalLM": SeedOssConfig, "Lfm2ForCausalLM": Lfm2Config, "Lfm2MoeForCausalLM": Lfm2MoeConfig,
@@ -734,6 +742,8 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "a rope for no kind of layer": (
         "olmo3", {"rope_parameters": {"rope_type": "default"}}, CheckpointError, "says nothing of full_attention",
     ),
+    "norms of heads with gains of their own": ("command r", {"use_qk_norm": True}, UnsupportedError, "layer norms of heads"),
+    "heads that are not as wide as the model": ("command r7b", {"head_dim": 12}, UnsupportedError, "12 dims don't make 48"),
     "a base that is no number": (
         "hunyuan, another base", {"rope_parameters": {"type": "dynamic", "factor": 1.0, "alpha": "x"}}, CheckpointError,
         "'alpha' must be a number",

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -152,6 +154,14 @@ def hybrid(writer: Writer, config: Any) -> None:
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
+def cohere(writer: Writer, config: Any) -> None:
+    if writer.arch == "cohere2":
+        window(writer, config)
+    theta(writer, config)
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
 def olmo3(writer: Writer, config: Any) -> None:
     hybrid(writer, config)
     whole, local = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
@@ -237,6 +247,12 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     ),
     "gemma4, keys of other layers": ("gemma4", TEXTS["gemma4, keys of other layers"], gemma4),
     "gemma4, keys are values": ("gemma4", TEXTS["gemma4, keys are values"], gemma4),
+    "command r": ("command-r", CohereConfig(**SMALL | TIED | {"head_dim": 8}, logit_scale=0.25), cohere),
+    "command r7b": (
+        "cohere2",
+        Cohere2Config(**SMALL | TIED | {"head_dim": 8, "num_hidden_layers": 5, "sliding_window": 20}, logit_scale=0.7),
+        cohere,
+    ),
     "exaone 4": (
         "exaone4", Exaone4Config(**SMALL | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}), hybrid,
     ),

@@ -254,11 +254,13 @@ class MoESpec:
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
-    of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits."""
+    of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
+    mean, which is layer norm without a bias; those of heads are not."""
 
     eps: float
     offset: float = 0.0
     stored_offset: float = 0.0
+    centered: bool = False
 
 
 BlockOrder = Literal["pre", "sandwich", "post", "parallel"]

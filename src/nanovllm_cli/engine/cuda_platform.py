@@ -143,7 +143,7 @@ class CudaPlatform:
         assert isinstance(backend, CudaAttention)
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
         reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
-        recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
+        recordable = recordable and not reads_lengths and not self.config.eager
         guesses = self.config.max_guesses > 0
         decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, model.most_unread if recordable else 0)
         vocab_size, most_rows = model.spec.vocab_size, MOST_ROWS if guesses else 0

@@ -48,7 +48,7 @@ class GraphCache:
     """The graphs of one model, least recently used out first. recordable: whether its weights' formats allow it."""
 
     def __init__(self, model: Decoder, cache: KVCache, recordable: bool) -> None:
-        self._recordable = recordable and model.recordable
+        self._recordable = recordable
         self._pool = MemoryPool()
         self._model = model
         self._cache = cache

@@ -19,14 +19,16 @@ class RMSNorm:
         self.weight = kit.zeros(width).fill_(1 - spec.offset)
 
     def __call__(self, x: Addend | None, residual: torch.Tensor) -> Hidden:
-        return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset, self.spec.centered)
 
     def before_joining(self, x: torch.Tensor, factor: float = 1.0) -> Addend:
         """The norm of x, which whoever reads the residual stream next has to take and to add."""
+        assert not self.spec.centered, "no model centers what joins"
         return Addend(Normed(x, self.weight, self.spec.eps, self.spec.offset), factor)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x, which joins no residual stream yet."""
+        assert not self.spec.centered, "nor what does not"
         return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
 
     def slots(self) -> Slots:

@@ -69,7 +69,7 @@ class Block:
             return self._behind(x, residual, inputs, cache)
         h = self.attention_norm(x, residual)
         if self.mlp_norm is None:
-            return Addend(self.mixer(h, inputs, cache) + self._mlp(h, slots))
+            return Addend(self.ops.add(self.mixer(h, inputs, cache), self._mlp(h, slots)))
         if self.after_attention is not None and self.after_mlp is not None:
             h = self.mlp_norm(self.after_attention.before_joining(self.mixer(h, inputs, cache)), residual)
             if isinstance(self.mlp, MoE) and self.mlp.apart is not None:
@@ -153,11 +153,6 @@ class Decoder:
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
         slots |= {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
-
-    @property
-    def recordable(self) -> bool:
-        """True if everything in `run` and `head` is kernels, none of it plain torch."""
-        return all(block.order != "parallel" for block in self.spec.blocks)
 
     @property
     def has_experts(self) -> bool:

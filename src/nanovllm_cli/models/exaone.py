@@ -13,11 +13,14 @@ from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
+def turned_in_windows(spec: ModelSpec) -> ModelSpec:
+    """The same with positions in layers with a window alone."""
+    return spec.each_attention(lambda layer, a: a if a.window is not None else replace(a, rope=None))
+
+
 def _exaone(spec: ModelSpec, is_hybrid: bool) -> ModelSpec:
     spec = spec.in_order("post")
-    if not is_hybrid:
-        return spec
-    return spec.each_attention(lambda layer, a: a if a.window is not None else replace(a, rope=None))
+    return turned_in_windows(spec) if is_hybrid else spec
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:

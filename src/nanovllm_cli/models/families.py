@@ -100,7 +100,7 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
         blocks=tuple(blocks),
-        norm=NormSpec(read.number("rms_norm_eps", 1e-6)),
+        norm=NormSpec(read.number("layer_norm_eps" if family.layer_norm else "rms_norm_eps", 1e-6), centered=family.layer_norm),
         max_position=stretched(ropes[FULL], max_position),
         tied_head=read.flag("tie_word_embeddings", family.tied_by_default),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -245,12 +245,13 @@ def spec_from_gguf(
         own = replace(own, keys_are_values=family.varied and f"blk.{i}.attn_v.weight" not in names)
         rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every
         blocks.append(BlockSpec(own if rotates else replace(own, rope=None), mlps[i]))
+    eps = key("attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon")
     spec = ModelSpec(
         architecture=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden,
         blocks=tuple(blocks),
-        norm=NormSpec(read.number(key("attention.layer_norm_rms_epsilon"))),
+        norm=NormSpec(read.number(eps), centered=family.layer_norm),
         max_position=max_position,
         tied_head="output.weight" not in names,
     )

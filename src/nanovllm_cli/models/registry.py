@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.exaone import EXAONE4
@@ -49,6 +50,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE2,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
@@ -91,6 +94,8 @@ TEXT_MODELS = {"ministral3": MINISTRAL3}
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "cohere2": COHERE2,
+    "command-r": COHERE,
     "deepseek2": DEEPSEEK2,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

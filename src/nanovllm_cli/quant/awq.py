@@ -95,6 +95,8 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
     if spec.order == "parallel":
         return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]
+    if spec.order == "post":  # what reads the residual stream as it is has nothing before it to take scales
+        return [inner, *mlp[1:]]
     return [_Fold("attention_norm", ("q", "k", "v"), "qkv"), inner, *mlp]
 
 

@@ -52,7 +52,7 @@ _CARRIED = {
     "shared_intermediate_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "position_embedding_type", "swiglu_limit", "swiglu_alpha",
     "conv_L_cache", "norm_eps", "qkv_bias", "moe_norm_min", "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of",
-    "block_ffn_dim_multiplier", "time_step_limit",
+    "block_ffn_dim_multiplier", "time_step_limit", "layer_norm_eps", "logit_scale",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
@@ -162,10 +162,11 @@ def _add_model(
     builder.add_head_count(attention.num_heads)
     builder.add_key_length(attention.head_dim)
     builder.add_value_length(attention.head_dim if attention.latent is None else attention.latent.rank)
-    builder.add_layer_norm_rms_eps(spec.norm.eps)
+    (builder.add_layer_norm_eps if spec.norm.centered else builder.add_layer_norm_rms_eps)(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)
-    add = {float: builder.add_float32, int: builder.add_uint32, bool: builder.add_bool, list: builder.add_array}
+    add = {float: builder.add_float32, int: builder.add_uint32, bool: builder.add_bool, list: builder.add_array,
+           str: builder.add_string}  # fmt: skip
     for key, value in keys.items():
         add[type(value)](f"{builder.arch}.{key}", value)
 

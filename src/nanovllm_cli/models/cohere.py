@@ -1,0 +1,74 @@
+"""Cohere's Command R and Command R7B: attention and MLP side by side behind one layer norm, scaled logits, rotary pairs side by
+side. The second (Cohere 2) has a window in most layers, and positions in those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+
+_DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192}
+
+
+def _cohere(spec: ModelSpec, logit_scale: float, has_norms: bool) -> ModelSpec:
+    if has_norms:  # as Command R+ does, with gains of each head's own
+        raise UnsupportedError("layer norms of heads of q and k are not supported", ANOTHER)
+    return replace(spec.in_order("parallel"), logit_scale=logit_scale)
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    spec = replace(spec, max_position=read.integer("model_max_length", spec.max_position))
+    return _cohere(spec, read.number("logit_scale"), read.flag("use_qk_norm", False))
+
+
+def _second_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    attention = spec.attention
+    if attention.head_dim * attention.num_heads != spec.hidden_size:
+        raise UnsupportedError(f"a Cohere 2 whose heads of {attention.head_dim} dims don't make {spec.hidden_size}", ANOTHER)
+    return turned_in_windows(_from_hf(spec, read))
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    scale = read.number(key("logit_scale"), 0.0, positive=False) or 1.0
+    return _cohere(spec, scale, spec.attention.qk_norm)
+
+
+def _second_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    return turned_in_windows(_from_gguf(spec, read, key))
+
+
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    if not spec.tied_head:  # llama.cpp takes the embedding whatever the file has
+        raise UnsupportedError("GGUF cannot say this of a Cohere model: a head of its own", "keep the model as a folder")
+    stretched = any(rope.scaling != "none" for rope in spec.ropes)
+    return {"logit_scale": spec.logit_scale, **({} if stretched else {"rope.scaling.type": "none"}), **window_pattern(spec)}
+
+
+COHERE = Family(
+    "cohere",
+    gguf_name="command-r",
+    layer_norm=True,
+    interleaved=True,
+    interleaved_gguf=True,
+    tied_by_default=True,
+    defaults=_DEFAULTS | {"rope_theta": 5e5},
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_keys=_keys,
+)
+COHERE2 = replace(
+    COHERE,
+    name="cohere2",
+    gguf_name="",
+    has_window=True,
+    full_every=4,
+    defaults=_DEFAULTS | {"sliding_window": 4096},
+    hf=_second_from_hf,
+    gguf=_second_from_gguf,
+)
