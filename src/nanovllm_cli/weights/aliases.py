@@ -1,8 +1,9 @@
 """Short names for models: `qwen3:4b` instead of `Qwen/Qwen3-4B`.
 
 The part before the colon is the family, the part after it the size; the bare family is its smallest member.
-Only families that this package runs, and only the publishers' own repositories (those of Llama and Gemma ask for a licence to
-be accepted first). `tiny` is the model that comes with the package. Nothing is imported here: shell completion reads it.
+Only families that this package runs, and only the publishers' own repositories (those of Llama, Gemma and Cohere ask for a
+licence to be accepted first). `tiny` is the model that comes with the package. Nothing is imported here: shell completion reads
+it.
 """
 
 from __future__ import annotations
@@ -120,6 +121,26 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "3b": "ibm-granite/granite-3.1-3b-a800m-instruct",
     },
     "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
+    "olmo2": {
+        "1b": "allenai/OLMo-2-0425-1B-Instruct",
+        "7b": "allenai/OLMo-2-1124-7B-Instruct",
+        "13b": "allenai/OLMo-2-1124-13B-Instruct",
+        "32b": "allenai/OLMo-2-0325-32B-Instruct",
+    },
+    "olmo3": {
+        "7b": "allenai/Olmo-3-7B-Instruct",
+        "7b-think": "allenai/Olmo-3-7B-Think",
+        "32b-think": "allenai/Olmo-3-32B-Think",
+    },
+    "exaone4": {"1.2b": "LGAI-EXAONE/EXAONE-4.0-1.2B", "32b": "LGAI-EXAONE/EXAONE-4.0-32B"},
+    "hunyuan": {
+        "0.5b": "tencent/Hunyuan-0.5B-Instruct",
+        "1.8b": "tencent/Hunyuan-1.8B-Instruct",
+        "4b": "tencent/Hunyuan-4B-Instruct",
+        "7b": "tencent/Hunyuan-7B-Instruct",
+    },
+    "command-r": {"35b": "CohereLabs/c4ai-command-r-v01"},
+    "command-r7b": {"7b": "CohereLabs/c4ai-command-r7b-12-2024"},
     "glm4": {"9b": "zai-org/GLM-4-9B-0414", "32b": "zai-org/GLM-4-32B-0414"},
     "glm4.7-flash": {"30b": "zai-org/GLM-4.7-Flash"},
     "deepseek-v2-lite": {"16b": "deepseek-ai/DeepSeek-V2-Lite-Chat"},

@@ -88,6 +88,28 @@ def _latent(
     return _config(family, layers, hidden, inner, heads, heads, vocab, **own | more)
 
 
+def _olmo(generation: int, layers: int, hidden: int, inner: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    own: dict[str, Any] = {"rope_theta": 5e5, "max_position_embeddings": 4096}
+    if generation == 3:
+        own = {
+            "rope_theta": 5e5, "max_position_embeddings": 65536, "sliding_window": 4096,
+            "layer_types": ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)],
+            "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32,
+                             "beta_slow": 1, "attention_factor": 1.2079441541679836},
+        }  # fmt: skip
+    vocab = 100278 if generation == 3 else 100352
+    return _config(f"Olmo{generation}", layers, hidden, inner, heads, kv_heads, vocab, tied=False, **own)
+
+
+def _exaone4(layers: int, hidden: int, inner: int, heads: int, *, tied: bool, window: int | None) -> dict[str, Any]:
+    types = ["sliding_attention" if window and (i + 1) % 4 else "full_attention" for i in range(layers)]
+    scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    own = {"sliding_window": window, "layer_types": types, "rope_theta": 1e6, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
+    most = 131072 if window else 65536
+    return _config("Exaone4", layers, hidden, inner, heads, 8, 102400, tied=tied, max_position_embeddings=most, **own)
+
+
 _GEMMA4_SMALL: dict[str, Any] = {
     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512,
     "max_position_embeddings": 131072,
@@ -159,6 +181,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "granite-4.0-h-micro": _granite_h(2048, 8192, 8192, 32, 8),
     "granite-4.0-h-tiny": _granite_h(1536, 512, 1024, 12, 4, num_local_experts=64, num_experts_per_tok=6),
     "granite-4.0-h-small": _granite_h(4096, 768, 1536, 32, 8, num_local_experts=72, num_experts_per_tok=10),
+    "olmo-2-1b": _olmo(2, 16, 2048, 8192, 16, 16),
+    "olmo-2-7b": _olmo(2, 32, 4096, 11008, 32, 32),
+    "olmo-2-13b": _olmo(2, 40, 5120, 13824, 40, 40),
+    "olmo-2-32b": _olmo(2, 64, 5120, 27648, 40, 8),
+    "olmo-3-7b": _olmo(3, 32, 4096, 11008, 32, 32),
+    "olmo-3-32b": _olmo(3, 64, 5120, 27648, 40, 8),
+    "exaone-4.0-1.2b": _exaone4(30, 2048, 4096, 32, tied=True, window=None),
+    "exaone-4.0-32b": _exaone4(64, 5120, 27392, 40, tied=False, window=4096),
+    "hunyuan-1.8b": _config(
+        "HunYuanDenseV1", 32, 2048, 6144, 16, 4, 120818, tied=True, rms_norm_eps=1e-5, max_position_embeddings=262144,
+        rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    ),
+    "command-r-35b": _config(
+        "Cohere", 40, 8192, 22528, 64, 64, 256000, tied=True, layer_norm_eps=1e-5, logit_scale=0.0625, rope_theta=8e6,
+        max_position_embeddings=8192, model_max_length=131072,
+    ),
+    "command-r7b": _config(
+        "Cohere2", 32, 4096, 14336, 32, 8, 256000, tied=True, layer_norm_eps=1e-5, logit_scale=0.25, rope_theta=5e4,
+        max_position_embeddings=132096, sliding_window=4096,
+    ),
     "llama-3.2-1b": _config("Llama", 16, 2048, 8192, 32, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.2-3b": _config("Llama", 28, 3072, 8192, 24, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),
