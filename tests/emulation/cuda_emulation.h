@@ -42,7 +42,7 @@ extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __stop_cuda
 
 namespace emulation {
 
-constexpr int WARP = 32, SLOT_BYTES = 64;
+constexpr int WARP = 32, SLOT_BYTES = 64, RESULT_BYTES = 16;
 constexpr unsigned FULL_MASK = ~0u;
 constexpr unsigned char POISON = 0xff;
 
@@ -51,6 +51,7 @@ struct Thread {
   int lane, warp;
 };
 typedef const unsigned char (*Slots)[SLOT_BYTES];
+typedef unsigned char (*Results)[RESULT_BYTES];
 
 extern Thread* current;
 extern unsigned char* dynamic_shared;
@@ -87,6 +88,10 @@ Slots put_down(unsigned mask, const T& value) {
   static_assert(sizeof(T) <= SLOT_BYTES);
   return put_down(mask, &value, sizeof value);
 }
+
+// Every lane of mask puts a value down, of which `together` makes all lanes' results, once, before any of them goes on; returns the
+// lane's own.
+const void* compute(unsigned mask, const void* value, size_t bytes, void (*together)(Slots slots, Results results));
 
 template <class T>
 T take(Slots slots, int lane) {

@@ -35,6 +35,7 @@ struct Lane {
 };
 
 std::vector<Lane> lanes;
+bool products_began;  // since lanes were made new
 std::vector<std::vector<uint64_t>> issued;  // by warpgroup: descriptors, in order
 std::vector<size_t> counts;                 // by warp
 std::vector<int> writers;                   // by chunk of shared memory: thread + 1 whose copy is not fenced; UNDER_WAY
@@ -97,7 +98,9 @@ float number(const void* at) {
 
 void start_products() {
   const int threads = block_dim.x * block_dim.y * block_dim.z, warps = (threads + WARP - 1) / WARP;
-  lanes.assign(threads, Lane());
+  if (std::exchange(products_began, false)) lanes.clear();
+  if ((int)lanes.size() < threads) lanes.resize(threads);
+  for (Lane& lane : lanes) lane.written.clear();
   issued.assign((warps + WARPGROUP - 1) / WARPGROUP, {});
   counts.assign(warps, 0);
   writers.assign((dynamic_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES, 0);
@@ -133,10 +136,12 @@ void begin_product(float* d, const uint32_t* a, uint64_t b, int columns, bool in
 }
 
 void fence_registers(const uint32_t* a, int count) {
+  products_began = true;
   for (; count; --count, a += 4) memcpy(mine().fenced[a].data(), a, sizeof mine().fenced[a]);
 }
 
 void commit_products() {
+  products_began = true;
   mine().groups.push_back(std::move(mine().open));
   mine().open.clear();
   mine().fenced.clear();

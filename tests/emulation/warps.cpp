@@ -24,16 +24,9 @@ T emulated_warp_reduce(unsigned mask, T value, Combine combine) {
 
 struct MmaOperands {
   uint32_t a[4], b[2];
-  float c[4];
 };
 
-template <class T>
-float half_word(uint32_t pair, int index) {
-  T value;
-  const uint16_t bits = index ? pair >> 16 : pair & 0xffff;
-  memcpy(&value, &bits, sizeof value);
-  return (float)value;
-}
+typedef float Columns __attribute__((vector_size(32)));
 
 // Of 8-bit numbers, four a word: lane l owns columns 4 * (l % 4) … of each sixteen (PTX ISA, mma.m16n8k32 and m16n8k16).
 template <class T, int DEPTH, class Sum>
@@ -56,18 +49,47 @@ void emulated_mma_bytes(Sum* d, const uint32_t* a, const uint32_t* b) {
 }
 
 template <bool TRANSPOSED>
+void emulated_load_matrices(emulation::Slots slots, emulation::Results results) {
+  for (int i = 0; i < 4; ++i) {
+    const uint16_t* rows[8];
+    for (int row = 0; row < 8; ++row) rows[row] = (const uint16_t*)emulation::take<const void*>(slots, 8 * i + row);
+    for (int lane = 0; lane < 32; ++lane) {
+      const int a = lane / 4, b = 2 * (lane % 4);
+      ((uint32_t*)results[lane])[i] =
+          TRANSPOSED ? rows[b][a] | (uint32_t)rows[b + 1][a] << 16 : rows[a][b] | (uint32_t)rows[a][b + 1] << 16;
+    }
+  }
+}
+
+template <bool TRANSPOSED>
 void emulated_load_matrix(uint32_t* words, const void* row) {
   if ((uintptr_t)row % 16) emulation::fail("ldmatrix: a row that is not on a 16-byte boundary");
-  auto slots = emulation::put_down(emulation::FULL_MASK, row);
-  const int lane = emulation::current->lane;
-  for (int i = 0; i < 4; ++i) {
-    auto element = [&](int row, int column) {
-      return (uint32_t)((const uint16_t*)emulation::take<const void*>(slots, 8 * i + row))[column];
-    };
-    const int a = lane / 4, b = 2 * (lane % 4);
-    words[i] = TRANSPOSED ? element(b, a) | element(b + 1, a) << 16 : element(a, b) | element(a, b + 1) << 16;
+  memcpy(words, emulation::compute(emulation::FULL_MASK, &row, sizeof row, emulated_load_matrices<TRANSPOSED>), 16);
+}
+
+// What a lane has of the operands, as floats.
+struct MmaNumbers {
+  float a[8], b[4], c[4];
+};
+
+// Lane l owns rows l / 4 and l / 4 + 8 and columns 2 * (l % 4) and one more (PTX ISA, mma.m16n8k16).
+void emulated_mma(emulation::Slots slots, emulation::Results results) {
+  float a[16][16];
+  Columns b[16], sums[16];
+  for (int lane = 0; lane < 32; ++lane) {
+    const MmaNumbers& its = *(const MmaNumbers*)slots[lane];
+    const int place = lane / 4, pair = 2 * (lane % 4);
+    for (int i = 0; i < 8; ++i) a[place + i / 2 % 2 * 8][pair + i / 4 * 8 + i % 2] = its.a[i];
+    for (int i = 0; i < 4; ++i) b[pair + i / 2 * 8 + i % 2][place] = its.b[i];
+    for (int i = 0; i < 4; ++i) sums[place + i / 2 * 8][pair + i % 2] = its.c[i];
   }
-  __syncwarp();  // a row may be overwritten as soon as the instruction is done
+  for (int row = 0; row < 16; ++row) {
+    Columns sum = sums[row];
+    for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
+    sums[row] = sum;
+  }
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) ((float*)results[lane])[i] = sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
 }
 
 }  // namespace
@@ -90,26 +112,13 @@ EMULATED_REDUCE(__reduce_and_sync, unsigned, a& b)
 
 // ---- matrices ----
 
-// Lane l owns rows l / 4 and l / 4 + 8 and columns 2 * (l % 4) and one more (PTX ISA, mma.m16n8k16).
 template <class T>
 void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b) {
-  MmaOperands mine;
-  memcpy(mine.a, a, sizeof mine.a);
-  memcpy(mine.b, b, sizeof mine.b);
+  MmaNumbers mine;
+  for (int i = 0; i < 8; ++i) mine.a[i] = (float)((const T*)a)[i];
+  for (int i = 0; i < 4; ++i) mine.b[i] = (float)((const T*)b)[i];
   memcpy(mine.c, d, sizeof mine.c);
-  auto slots = emulation::put_down(emulation::FULL_MASK, mine);
-  auto operands = [&](int lane) { return (const MmaOperands*)slots[lane]; };
-  const int lane = emulation::current->lane;
-  for (int r = 0; r < 4; ++r) {
-    const int row = lane / 4 + 8 * (r / 2), column = 2 * (lane % 4) + r % 2;
-    float sum = mine.c[r];
-    for (int k = 0; k < 16; ++k) {
-      const int part = k % 8 / 2, high = k / 8;
-      sum += half_word<T>(operands(row % 8 * 4 + part)->a[row / 8 + 2 * high], k % 2) *
-             half_word<T>(operands(column * 4 + part)->b[high], k % 2);
-    }
-    d[r] = sum;
-  }
+  memcpy(d, emulation::compute(emulation::FULL_MASK, &mine, sizeof mine, emulated_mma), sizeof mine.c);
 }
 template void mma_m16n8k16<__nv_bfloat16>(float* d, const uint32_t* a, const uint32_t* b);
 template void mma_m16n8k16<__half>(float* d, const uint32_t* a, const uint32_t* b);
