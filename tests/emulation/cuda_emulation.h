@@ -58,6 +58,7 @@ extern unsigned char* dynamic_shared;
 extern size_t dynamic_bytes;
 extern dim3 grid_dim, block_dim;
 extern uint3 block_index;
+extern bool with_products;  // of warpgroups: where a kernel has none, nothing is kept for them
 
 [[noreturn]] void fail(const char* what);  // ends the launch with a message
 void give_way();  // the other threads have their turn
@@ -66,7 +67,7 @@ void block_barrier();
 int block_reduce(int value, int (*combine)(int, int));
 void warp_barrier(unsigned mask);
 unsigned live_lanes();  // of the current thread's warp
-void copy_async(void* target, const void* source, int bytes, int source_bytes);  // zeros where source_bytes is 0
+void copy_async_16(void* target, const void* source, bool in_range);  // zeros where it is not
 void commit_copies();
 void wait_copies(int left);
 

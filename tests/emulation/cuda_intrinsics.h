@@ -159,7 +159,7 @@ inline uint4 load_streaming(const void* source) {
 
 inline void copy_async_16(void* target, const void* source, bool in_range = true) {
   if ((uintptr_t)target % 16 || (in_range && (uintptr_t)source % 16)) emulation::fail("cp.async: not on a 16-byte boundary");
-  emulation::copy_async(target, source, 16, in_range ? 16 : 0);
+  emulation::copy_async_16(target, source, in_range);
 }
 inline void commit_copies() { emulation::commit_copies(); }
 template <int LEFT>

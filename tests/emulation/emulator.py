@@ -145,6 +145,7 @@ class Emulator:
             return
         library = load(kernel, self.bugs)
         library.emulation_set_order(self.order)
+        library.emulation_set_with_products(_has_products(kernel))
         library.emulation_set_only_block(ctypes.c_long(-1 if self.only_block is None else self.only_block))
         dims = (ctypes.c_uint * 6)(*grid, *block)
         values = [_value(arg) for arg in args]
@@ -173,6 +174,12 @@ def _value(arg: Arg) -> np.ndarray:
         return np.array([arg.data_ptr()], np.uint64)
     assert isinstance(arg, np.generic), f"{arg!r} has no C type"
     return np.array([arg])
+
+
+@functools.cache
+def _has_products(kernel: Kernel) -> bool:
+    """Of warpgroups."""
+    return "wgmma.cuh" in read_sources(SOURCES / f"{kernel.stem}.cu", SOURCES)
 
 
 _libraries: dict[tuple[Kernel, tuple[str, ...]], ctypes.CDLL] = {}

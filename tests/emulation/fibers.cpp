@@ -44,6 +44,7 @@ unsigned char* dynamic_shared;
 size_t dynamic_bytes;
 dim3 grid_dim, block_dim;
 uint3 block_index;
+bool with_products;
 
 namespace {
 
@@ -54,7 +55,7 @@ constexpr size_t STACK_SHIFT = 448, STACK_SHIFTS = 64, ALLOCATED_BYTES = STACK_B
 struct AsyncCopy {
   void* target;
   const void* source;
-  int bytes, source_bytes;
+  bool in_range;
 };
 
 struct Fiber : Thread {
@@ -89,13 +90,13 @@ struct Positions {
   }
   // The first behind `position`, or, behind the last, the first of all; -1 where there is none.
   int next(int position) const {
-    const int count = words.size(), from = (position + 1) / 64;
-    for (int i = 0; i <= count; ++i) {
-      const int word = (from + i) % count;
-      uint64_t bits = words[word];
-      if (i == 0 && from < count) bits &= ~0ull << (position + 1) % 64;
-      if (bits) return word * 64 + __builtin_ctzll(bits);
-    }
+    const int count = words.size(), first = (position + 1) / 64;
+    if (first < count)
+      if (const uint64_t bits = words[first] & ~0ull << (position + 1) % 64) return first * 64 + __builtin_ctzll(bits);
+    for (int word = first + 1; word < count; ++word)
+      if (words[word]) return word * 64 + __builtin_ctzll(words[word]);
+    for (int word = 0; word < count; ++word)
+      if (words[word]) return word * 64 + __builtin_ctzll(words[word]);
     return -1;
   }
 };
@@ -202,7 +203,7 @@ void run_fiber() {
   launched->run(launched->context);
   Fiber& fiber = running();
   if (!fiber.copies.empty() || !fiber.copy_groups.empty()) fail("a thread ends with cp.async copies not waited for");
-  end_products();
+  if (with_products) end_products();
   fiber.done = true;
   ready.remove(fiber.position);
   --live_threads;
@@ -249,7 +250,7 @@ void run_block() {
   at_block_barrier.reset(threads);
   num_at_block_barrier = 0;
   live_threads = threads;
-  start_products();
+  if (with_products) start_products();
   for (int i = 0; i < threads; ++i) start_fiber(i);
   for (int i = 0; i < threads; ++i) {
     fibers[thread_order[i]].position = i;
@@ -317,7 +318,11 @@ unsigned live_lanes() { return warps[current->warp].live; }
 Slots put_down(unsigned mask, const void* value, size_t bytes) {
   Meeting& meeting = meeting_of(mask);
   auto slots = meeting.slots[meeting.round & 1];
-  memcpy(slots[current->lane], value, bytes);
+  if (bytes == sizeof(int)) {  // most are
+    memcpy(slots[current->lane], value, sizeof(int));
+  } else {
+    memcpy(slots[current->lane], value, bytes);
+  }
   meet(meeting);
   return slots;
 }
@@ -332,10 +337,10 @@ const void* compute(unsigned mask, const void* value, size_t bytes, void (*toget
 }
 
 // The copy happens at the wait; until then its target is poison.
-void copy_async(void* target, const void* source, int bytes, int source_bytes) {
-  running().copies.push_back({target, source, bytes, source_bytes});
-  memset(target, POISON, bytes);
-  note_copy(target, false);
+void copy_async_16(void* target, const void* source, bool in_range) {
+  running().copies.push_back({target, source, in_range});
+  memset(target, POISON, 16);
+  if (with_products) note_copy(target, false);
 }
 
 void commit_copies() { running().copy_groups.push_back(running().copies.size()); }
@@ -347,12 +352,12 @@ void wait_copies(int left) {
   const size_t finished = groups.size() - left, count = groups[finished - 1];
   for (size_t i = 0; i < count; ++i) {
     const AsyncCopy& copy = copies[i];
-    if (copy.source_bytes) {
-      memcpy(copy.target, copy.source, copy.source_bytes);
+    if (copy.in_range) {
+      memcpy(copy.target, copy.source, 16);
     } else {
-      memset(copy.target, 0, copy.bytes);
+      memset(copy.target, 0, 16);
     }
-    note_copy(copy.target, true);
+    if (with_products) note_copy(copy.target, true);
   }
   copies.erase(copies.begin(), copies.begin() + count);
   groups.erase(groups.begin(), groups.begin() + finished);
@@ -387,6 +392,7 @@ int run_grid(const Call& call, const unsigned* dims, size_t shared_bytes) {
 
 extern "C" {
 void emulation_set_order(unsigned seed) { emulation::order_seed = seed; }
+void emulation_set_with_products(bool has) { emulation::with_products = has; }
 void emulation_set_only_block(long block) { emulation::only_block = block; }
 const char* emulation_failure() { return emulation::failure; }
 }

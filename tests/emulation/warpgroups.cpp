@@ -136,6 +136,7 @@ void begin_product(float* d, const uint32_t* a, uint64_t b, int columns, bool in
 }
 
 void fence_registers(const uint32_t* a, int count) {
+  if (!with_products) fail("wgmma: in a kernel that was said to have none");
   products_began = true;
   for (; count; --count, a += 4) memcpy(mine().fenced[a].data(), a, sizeof mine().fenced[a]);
 }
