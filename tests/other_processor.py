@@ -1,4 +1,4 @@
-"""Run by test_kernels_generic.py in a process of its own: kernels as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES have them compiled.
+"""Run by test_kernels_generic.py and test_kernels_arm.py in a process of its own: kernels as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES have them compiled.
 
 Prints a digest of what integer matmuls give, which are whole numbers times scales and so the same bits on any processor, and the
 largest relative errors of the others; with the argument `integers` those are left out.
@@ -9,15 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from pathlib import Path
 
+import llvmlite
+import numba
+import numpy as np
 import torch
 
+from nanovllm_cli.folders import cache_folder
 from nanovllm_cli.kernels import cpu, integer, reference, simd, simd_compact, simd_products
 from nanovllm_cli.kernels.compact import Compact
 from nanovllm_cli.kernels.record_kinds import F16, NO_LOW, RecordLayout
 from nanovllm_cli.quant.cpu_records import pack_rows
 from test_cpu_records import CODEBOOKS, KINDS, codebook_layout, random_rows
 from test_kernels_cpu import Paged
+
+
+def kept(settings: dict[str, str], *sources: Path) -> dict[str, str]:
+    """The settings, and the folder of what was compiled with them of the same sources, by the same versions: it takes half a
+    minute. sources: besides the package's kernels."""
+    digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, np.__version__, sorted(settings.items()))).encode())
+    for source in (*sorted(Path(cpu.__file__).parent.glob("*.py")), *sources):
+        digest.update(source.read_bytes())
+    return settings | {"NUMBA_CACHE_DIR": str(cache_folder() / "other_processors" / digest.hexdigest()[:16])}
 
 
 def integers() -> str:

@@ -119,10 +119,12 @@ def added_up(products: simd_products.Products) -> Iterator[Callable[[int, int, i
         yield ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(engine.get_function_address("add"))
 
 
-def test_kernels_for_arm_compute_what_they_compute_here(tmp_path: Path) -> None:
+def test_kernels_for_arm_compute_what_they_compute_here() -> None:
     """All of them, with codes - 128 where there is but `sdot`."""
-    settings = {"NUMBA_CPU_FEATURES": "+neon,+dotprod", "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(arm_intrinsics.__file__).with_name("arm_cpu.py")), other_processor.__file__]
+    instructions = Path(arm_intrinsics.__file__)
+    program = instructions.with_name("arm_cpu.py")
+    settings = other_processor.kept({"NUMBA_CPU_FEATURES": "+neon,+dotprod"}, instructions, program)
+    command = [sys.executable, str(program), other_processor.__file__]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

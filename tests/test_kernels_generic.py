@@ -24,14 +24,12 @@ PROCESSORS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for another x86-64")
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_kernels_of_another_processor(tmp_path: Path, name: str) -> None:
+def test_kernels_of_another_processor(name: str) -> None:
     processor, features = PROCESSORS[name]
     if not all(llvm.get_host_cpu_features().get(feature) for feature in features.split(",")):
         pytest.skip("this processor has no such instructions")
-    settings = {
-        "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split(",")),
-        "NUMBA_CACHE_DIR": str(tmp_path),
-    }  # fmt: skip
+    numbas = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split(","))}
+    settings = other_processor.kept(numbas)
     # AVX-VNNI has products of bytes, and everything else as AVX2 has it.
     command = [sys.executable, str(Path(other_processor.__file__)), *(["integers"] if name == "avx-vnni" else [])]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
