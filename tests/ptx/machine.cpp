@@ -35,6 +35,7 @@ std::vector<Thread> threads;
 std::vector<std::vector<uint64_t>> register_files;
 std::vector<std::vector<unsigned char>> locals;
 int live;
+int missing;  // whom the last one waited for that did not meet all others
 char failure[1024];
 const Op* running;
 
@@ -46,25 +47,33 @@ uint64_t special(const Thread& t, int which) {
   return which == 12 ? t.lane : t.warp;
 }
 
-// All that must meet at the instruction where `t` waits: nullptr among them if one is not there yet.
-std::vector<Thread*> partners_of(Thread& t) {
+// All that must meet at the instruction where `t` waits; none if one is not there yet.
+std::vector<Thread*>& partners_of(Thread& t) {
+  static std::vector<Thread*> partners;
+  partners.clear();
   const Kind kind = t.at->meaning.kind;
   const int lanes = kind == Kind::BLOCK ? (int)threads.size() : kind == Kind::WARPGROUP ? WARPGROUP * WARP : WARP;
   const int first = t.id / lanes * lanes, last = std::min<int>(first + lanes, threads.size());
   const uint32_t mask = kind == Kind::LANES ? t.get<uint32_t>(*t.at, t.at->count - 1) : ~0u;  // the last operand
   if (!(mask >> t.lane & 1)) fail("a lane takes part with a mask that leaves it out");
-  std::vector<Thread*> partners;
+  if (first <= missing && missing < last && threads[missing].state == State::READY && mask >> threads[missing].lane & 1)
+    return partners;
+  const auto not_yet = [&](const Thread& other) -> std::vector<Thread*>& {
+    missing = other.id;
+    partners.clear();
+    return partners;
+  };
   for (int i = first; i < last; ++i) {
     Thread& other = threads[i];
     if (other.state == State::DONE || !(mask >> other.lane & 1)) continue;
-    if (other.state != State::MEETING) return {nullptr};
+    if (other.state != State::MEETING) return not_yet(other);
     // Lanes of a warp meet at one instruction, the warps of a block at any barrier of the same kind.
     const Op* at = t.at;
     if (kind == Kind::BLOCK && other.warp != t.warp) {
       const bool is_first = partners.empty() || partners.back()->warp != other.warp;
       at = is_first ? other.at : partners.back()->at;
     }
-    if (other.at != at || at->meaning.meet != t.at->meaning.meet) return {nullptr};
+    if (other.at != at || at->meaning.meet != t.at->meaning.meet) return not_yet(other);
     if (kind == Kind::LANES && other.get<uint32_t>(*at, at->count - 1) != mask) fail("lanes meet with other masks");
     partners.push_back(&other);
   }
@@ -72,8 +81,8 @@ std::vector<Thread*> partners_of(Thread& t) {
 }
 
 void try_to_meet(Thread& t) {
-  std::vector<Thread*> partners = partners_of(t);
-  if (!partners[0]) return;
+  std::vector<Thread*>& partners = partners_of(t);
+  if (partners.empty()) return;
   running = t.at;
   t.at->meaning.meet(partners, *t.at);
   for (Thread* partner : partners) partner->state = State::READY;
@@ -122,7 +131,7 @@ void start(Thread& t, int id) {
 
 void run_block(const std::vector<long>& order) {
   begin_block_memory();
-  live = order.size();
+  live = order.size(), missing = 0;
   for (int i = 0; i < live; ++i) start(threads[i], i);
   while (live) {
     bool moved = false;

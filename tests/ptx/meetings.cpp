@@ -8,12 +8,6 @@ namespace {
 
 using Threads = std::vector<Thread*>;
 
-Thread* lane_of(Threads& threads, int lane) {
-  for (Thread* t : threads)
-    if (t->lane == lane) return t;
-  return nullptr;
-}
-
 // Of the lanes that a shuffle reaches: a clamp, applied within segments of the warp.
 struct Limits {
   int most, least, segment;
@@ -27,16 +21,16 @@ bool at_index(int, int by, const Limits& limits, int& from) {
 // SOURCE: the lane to read, and whether it is in the segment (PTX ISA, shfl.sync).
 template <auto SOURCE>
 void shuffle(Threads& threads, const Op& op) {
-  std::vector<uint32_t> values;
-  for (Thread* t : threads) values.push_back(t->get<uint32_t>(op, 2));
+  uint32_t values[WARP], there = 0;
+  for (Thread* t : threads) values[t->lane] = t->get<uint32_t>(op, 2), there |= 1u << t->lane;
   for (Thread* t : threads) {
     const int by = t->get<uint32_t>(op, 3) & 31, clamp = t->get<uint32_t>(op, 4) & 31, segment = t->get<uint32_t>(op, 4) >> 8 & 31;
     int source;
     const bool is_inside = SOURCE(t->lane, by, {(t->lane & segment) | (clamp & ~segment), t->lane & segment, segment}, source);
     if (!is_inside) source = t->lane;
-    Thread* from = lane_of(threads, source);
-    if (!from) fail("shfl.sync from lane " + std::to_string(source) + ", which takes no part");
-    t->set<uint32_t>(op, 0, values[std::find(threads.begin(), threads.end(), from) - threads.begin()]);
+    const bool takes_part = 0 <= source && source < WARP && there >> source & 1;
+    if (!takes_part) fail("shfl.sync from lane " + std::to_string(source) + ", which takes no part");
+    t->set<uint32_t>(op, 0, values[source]);
     t->set<uint64_t>(op, 1, is_inside);
   }
 }
