@@ -15,12 +15,15 @@ for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a shell, under nohup: commands would inherit it
         signal.signal(number, default)
 
-LONGEST = (
-    "test_examples", "test_ptx", "test_sanitizers", "test_chat_loop", "test_kv_file", "test_quantize_model", "test_verify",
-    "test_cuda_engine", "test_kernels_generic", "test_cli_real", "test_pipes", "test_hub", "test_quantize_algorithms",
-    "test_cpu_integer", "test_models_command", "test_url", "test_cli_terminal", "test_convert_command", "test_kv_quant",
-    "test_quant_engine", "test_kernel_sampling", "test_bench_roofline", "test_bench_serve", "test_compile_gate", "test_convert",
-    "test_kernel_prefill_attention", "test_chat_prompt",
+LONGEST = (  # those that compile for other processors: where nothing is kept of it
+    "test_kernels_generic", "test_kernels_arm", "test_ptx", "test_examples", "test_models", "test_cuda_delta",
+    "test_models_command", "test_cuda_latent", "test_hub", "test_chat_loop", "test_sanitizers", "test_cuda_guesses",
+    "test_completions", "test_cuda_gemma4", "test_gpu_script", "test_cli_terminal", "test_convert_experts",
+    "test_pipes", "test_kernel_latent_attention", "test_convert_families", "test_cuda_conv", "test_convert",
+    "test_cuda_wide_heads", "test_quantize_algorithms", "test_adapters", "test_url", "test_chat_terminal",
+    "test_late_device", "test_cuda_engine", "test_convert_command", "test_kernel_expert_products",
+    "test_tool_calls_odd", "test_cli_real", "test_cli_failures", "test_kv_file", "test_quantize_model",
+    "test_convert_pickled", "test_cuda_experts",
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Run by test_kernels_generic.py and test_kernels_arm.py in a process of its own: kernels as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES have them compiled.
+"""Run by test_kernels_generic.py and test_kernels_arm.py in a process of its own: kernels as NUMBA_CPU_NAME and
+NUMBA_CPU_FEATURES have them compiled.
 
 Prints a digest of what integer matmuls give, which are whole numbers times scales and so the same bits on any processor, and the
 largest relative errors of the others; with the argument `integers` those are left out.

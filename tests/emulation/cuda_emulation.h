@@ -90,8 +90,8 @@ Slots put_down(unsigned mask, const T& value) {
   return put_down(mask, &value, sizeof value);
 }
 
-// Every lane of mask puts a value down, of which `together` makes all lanes' results, once, before any of them goes on; returns the
-// lane's own.
+// Every lane of mask puts a value down, of which `together` makes all lanes' results, once, before any of them goes on; returns
+// the lane's own.
 const void* compute(unsigned mask, const void* value, size_t bytes, void (*together)(Slots slots, Results results));
 
 template <class T>

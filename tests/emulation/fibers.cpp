@@ -49,7 +49,7 @@ bool with_products;
 namespace {
 
 constexpr size_t STACK_BYTES = 128 << 10;
-// Threads wait at the same place, each on a stack of its own: what they keep there must not all fall into the same sets of a cache.
+// Threads wait at the same place, each on a stack of its own: what lies there must not all fall into the same sets of a cache.
 constexpr size_t STACK_SHIFT = 448, STACK_SHIFTS = 64, ALLOCATED_BYTES = STACK_BYTES + STACK_SHIFT * STACK_SHIFTS;
 
 struct AsyncCopy {

@@ -83,11 +83,9 @@ void emulated_mma(emulation::Slots slots, emulation::Results results) {
     for (int i = 0; i < 4; ++i) b[pair + i / 2 * 8 + i % 2][place] = its.b[i];
     for (int i = 0; i < 4; ++i) sums[place + i / 2 * 8][pair + i % 2] = its.c[i];
   }
-  for (int row = 0; row < 16; ++row) {
-    Columns sum = sums[row];
-    for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
-    sums[row] = sum;
-  }
+  for (int row = 0; row < 16; row += 4)  // of one row alone each sum would wait for the one before it
+    for (int k = 0; k < 16; ++k)
+      for (int i = row; i < row + 4; ++i) sums[i] += a[i][k] * b[k];
   for (int lane = 0; lane < 32; ++lane)
     for (int i = 0; i < 4; ++i) ((float*)results[lane])[i] = sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
 }
