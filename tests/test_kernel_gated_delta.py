@@ -173,7 +173,7 @@ def fails(run: Callable[[], None]) -> bool:
     ("bug", "case"),
     [
         ("NO_BARRIER", CASES[6]), ("UNMASKED_TAIL", CASES[3]), ("NOTHING_HELD", CASES[-1]), ("SAME_PLACE", CASES[0]),
-        ("INT32", CASES[3]),
+        ("INT32", CASES[3]), ("NO_COMMIT", CASES[-1]),
         ("NO_BARRIER", SPACES[5]), ("UNMASKED_TAIL", SPACES[2]), ("NOTHING_HELD", SPACES[-1]), ("SAME_PLACE", SPACES[0]),
     ],
 )  # fmt: skip

@@ -336,8 +336,11 @@ const void* compute(unsigned mask, const void* value, size_t bytes, void (*toget
   return meeting.results[buffer][current->lane];
 }
 
-// The copy happens at the wait; until then its target is poison.
+// The copy happens at the wait; until then its target is poison, and another one to it would come before or after.
 void copy_async_16(void* target, const void* source, bool in_range) {
+  for (const AsyncCopy& copy : running().copies) {
+    if (copy.target == target) fail("a cp.async to where another one is under way");
+  }
   running().copies.push_back({target, source, in_range});
   memset(target, POISON, 16);
   if (with_products) note_copy(target, false);

@@ -214,7 +214,9 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   if (second <= position && (second > stamp || stamp > position)) stamp = second, reach = second_reach, ++work.place;
   const bool is_there = stamp > 0 && stamp <= position && reach >= position;
   if (is_there && stamp < position) {
+#ifndef BUG_NO_COMMIT
     commit_copies();  // of the step's first tokens, which come after others
+#endif
     wait_copies<0>();
     __syncthreads();
 #ifndef BUG_NOTHING_HELD
