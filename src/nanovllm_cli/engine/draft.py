@@ -77,8 +77,11 @@ class Draft:
     def _feed_before_copies(self, plan: Plan) -> None:
         """What is copied of a sequence's state is to be behind all its tokens."""
         copied = {source for source, _ in plan.state_copies}
-        shares = [share for share in plan.scheduled if share.state in copied and share.seq_id in self._unfed]
-        late = [self._known(share, unfed.tokens, unfed.start) for share in shares for unfed in [self._unfed.pop(share.seq_id)]]
+        late = [
+            self._known(share, unfed.tokens, unfed.start)
+            for share in plan.scheduled
+            if share.state in copied and (unfed := self._unfed.pop(share.seq_id, None)) is not None
+        ]
         if late:
             self._runner.run(Plan(late, [], [], []))
 

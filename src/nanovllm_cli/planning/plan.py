@@ -145,7 +145,9 @@ def make_plan(
     left_out: list[str] = []
     if formats is None:
         for names in _candidates(facts, platform):
-            _first_possible(names, weights_in, found, left_out)
+            possible, reason = _first_possible(names, weights_in)
+            found += possible
+            left_out += [] if possible else [reason]
     else:
         found = [(quant, weights_in(quant)) for quant in formats]
     rows, rooms = [], []
@@ -192,19 +194,15 @@ def _candidates(facts: Facts, platform: Platform) -> list[tuple[str | None, ...]
 def _first_possible(
     names: Sequence[str | None],
     weights_in: Callable[[str | None], estimate.WeightPlan],
-    found: list[tuple[str | None, estimate.WeightPlan]],
-    left_out: list[str],
-) -> None:
-    """Adds the first of these formats that the model can have to `found`, or why it can have none to `left_out`."""
-    reasons = []
+) -> tuple[list[tuple[str | None, estimate.WeightPlan]], str]:
+    """The first of these formats that the model can have, if there is one, and why it can't have the one tried before."""
+    reason = ""
     for quant in names:
         try:
-            found.append((quant, weights_in(quant)))
+            return [(quant, weights_in(quant))], reason
         except UnsupportedError as error:
-            reasons.append(error.message)
-        else:
-            return
-    left_out.append(reasons[-1])
+            reason = error.message
+    return [], reason
 
 
 def _format(quant: str | None, platform: Platform, facts: Facts, dtype: torch.dtype) -> Format | None:
