@@ -38,13 +38,16 @@ class Calibrated:
         self._walk = walk
         self._choose = choose
         self._nearest = RoundToNearest(original)
-        self._formats = {item.weight.ours: item.format for item in plan.items}
+        self._formats: dict[str, dict[str, Format | None]] = {}  # of a unit's matrices, by slot of its block
+        for item in plan.items:
+            unit = item.weight.unit
+            self._formats.setdefault(unit, {})[item.weight.ours.removeprefix(f"{_block(unit)}.")] = item.format
 
     def quantize(self, unit: str, items: list[Planned]) -> dict[str, Rows]:
         if not unit.startswith("blocks."):
             return self._nearest.quantize(unit, items)
         weights = self._walk.enter(_layer(unit))
-        block, formats = _block(unit), self._formats_in(unit)
+        block, formats = _block(unit), self._formats[unit]
         found = self._choose(self._walk, unit, weights, formats, self._original)
         self._walk.calibration.load(_floats(found, formats))
         return {f"{block}.{slot}": rows for slot, rows in found.items()}
@@ -53,13 +56,7 @@ class Calibrated:
         if unit.startswith("blocks."):
             self._walk.enter(_layer(unit))
             found = {ours.removeprefix(f"{_block(unit)}."): value for ours, value in rows.items()}
-            self._walk.calibration.load(_floats(found, self._formats_in(unit)))
-
-    def _formats_in(self, unit: str) -> dict[str, Format | None]:
-        """Of a unit's matrices, by slot of its block."""
-        block = _block(unit)
-        owns = {ours: form for ours, form in self._formats.items() if _unit(ours) == unit}
-        return {ours.removeprefix(f"{block}."): form for ours, form in owns.items()}
+            self._walk.calibration.load(_floats(found, self._formats[unit]))
 
 
 def check_gptq(plan: Plan) -> None:
@@ -148,7 +145,3 @@ def _layer(unit: str) -> int:
 
 def _block(unit: str) -> str:
     return ".".join(unit.split(".")[:2])
-
-
-def _unit(ours: str) -> str:
-    return ours.rpartition(".")[0].rpartition(".")[0]
