@@ -187,7 +187,7 @@ def test_weighted_rows_are_added_in_fp32(rows: int, width: int, dtype: torch.dty
 
 
 def layer(spec: MoESpec, hidden: int, dtype: torch.dtype, quant: str | None) -> MoE:
-    def make(parts: dict[str, int], width: int) -> Any:
+    def make(parts: dict[str, int], width: int, share: object) -> Any:
         if quant is None or "router.weight" in parts:
             return DenseStorage(sum(parts.values()), width, dtype)
         return make_storage(parse_format(quant), sum(parts.values()), width, dtype, rounds=True)

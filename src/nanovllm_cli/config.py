@@ -69,6 +69,9 @@ class EngineConfig:
     draft_model: a smaller one of the same vocabulary, which guesses; a path, or a name on the hub. draft_quant: its `quant`.
     draft_min_p: the least probability that a token has for the draft model to be its guess; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
+    threads: of the CPU, of all processes together; None is one a processor.
+    tensor_parallel_size: processes that compute the model together, each with its part of the weights, the KV cache and the
+        threads: for machines with several memories, each beside some of the processors. On a CPU.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """
 
@@ -92,6 +95,7 @@ class EngineConfig:
     policy: Policy = "fcfs"
     aging_seconds: float = 10.0
     threads: int | None = None
+    tensor_parallel_size: int = 1
     deterministic: bool = False
     eager: bool = False
     programmatic_launch: bool = True
@@ -108,7 +112,7 @@ class EngineConfig:
         object.__setattr__(self, "lora", tuple(_lora(each) for each in _listed(self.lora)))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.num_speculative_tokens <= MAX_GUESSES:

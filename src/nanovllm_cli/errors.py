@@ -111,6 +111,10 @@ class ServerError(NanovllmError):
     """A server that was asked cannot be reached, is too busy, or does not behave like one."""
 
 
+class LostProcessError(NanovllmError):
+    """One of the processes that compute a model together has ended; the others can't go on."""
+
+
 class SessionError(NanovllmError):
     """A saved conversation cannot be read, or another process has it open."""
 

@@ -30,7 +30,6 @@ import torch
 
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine.answer import detokenizers_of
-from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
@@ -176,8 +175,7 @@ class LLM:
     @property
     def threads(self) -> int | None:
         """Of the CPU, where it computes; None on a GPU."""
-        platform = self._worker.platform
-        return platform.threads if isinstance(platform, CpuPlatform) else None
+        return self._worker.num_threads
 
     @property
     def multiplies_whole(self) -> bool:

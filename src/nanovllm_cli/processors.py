@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import MutableMapping
 
@@ -20,6 +21,17 @@ def num_processors() -> int:
 def default_threads() -> int:
     """One a processor, but for the frugal cores of a Mac: all threads wait for the slowest, and those are for other programs."""
     return min(system.fast_processors() or num_processors(), num_processors())
+
+
+def shares_of_processors(size: int) -> list[set[int]] | None:
+    """Those that each of so many processes is best kept to, memory by memory; None where there is one memory, or are too few."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    nodes = [sorted(node & allowed) for node in system.memory_nodes() if node & allowed]
+    listed = [processor for node in nodes for processor in node]
+    if len(nodes) < 2 or len(listed) < size:
+        return None
+    cuts = [len(listed) * i // size for i in range(size + 1)]
+    return [set(listed[first:end]) for first, end in itertools.pairwise(cuts)]
 
 
 def check_thread_limit(environ: MutableMapping[str, str] = os.environ) -> None:

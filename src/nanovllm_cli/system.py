@@ -85,7 +85,32 @@ def peak_memory_bytes() -> int:
     return peak if is_macos() else peak * 1024
 
 
+def shared_memory(num_bytes: int) -> int:
+    """A file of so many zeros in memory, for this process and those that inherit it, as a descriptor. UnsupportedError where the
+    system has none."""
+    if not hasattr(os, "memfd_create"):
+        raise UnsupportedError("several processes for one model need Linux", "leave --tensor-parallel-size out")
+    handle = os.memfd_create("nanovllm", os.MFD_CLOEXEC)
+    os.ftruncate(handle, num_bytes)
+    return handle
+
+
 # ---- processors ----
+
+
+def memory_nodes() -> list[set[int]]:
+    """The processors beside each of a machine's memories (NUMA); empty where nobody says."""
+    found = []
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+        with contextlib.suppress(OSError, ValueError):
+            found.append({i for part in path.read_text().strip().split(",") if part for i in _span(part)})
+    return [node for node in found if node]
+
+
+def _span(text: str) -> range:
+    """Of "3" or "4-7"."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def processor_name() -> str:

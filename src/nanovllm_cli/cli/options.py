@@ -222,6 +222,12 @@ class MemoryOptions:
         default=EngineConfig().gpu_memory_utilization, panel=ENGINE, metavar="SHARE",
     )
     threads: int | None = option("-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE)
+    tensor_parallel_size: int = option(
+        "-tp", "--tensor-parallel-size",
+        help="Processes that compute the model together, each with its part of weights, KV cache and threads: for computers with "
+        f"several memories (NUMA). On a CPU. [{_default(EngineConfig, 'tensor_parallel_size')}]",
+        default=EngineConfig().tensor_parallel_size, panel=ENGINE,
+    )
 
     @parsers.by_their_flags()
     def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
@@ -243,6 +249,7 @@ class MemoryOptions:
             cache_type_k=cast(KVCacheDType | None, self.cache_type_k),
             cache_type_v=cast(KVCacheDType | None, self.cache_type_v),
             gpu_memory_utilization=self.gpu_memory_utilization,
+            tensor_parallel_size=self.tensor_parallel_size,
             **{name: value for name, value in given.items() if value is not None},
         )
 

@@ -123,9 +123,11 @@ class CpuPlatform:
         return int(available_bytes() * self.config.memory_utilization)
 
     def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> Runner:
+        processes = self.config.tensor_parallel_size
         return Runner(
-            model, cache, sampler, self.config.block_size, recordable, has_free_processor=num_processors() > self.threads
-        )
+            model, cache, sampler, self.config.block_size, recordable,
+            has_free_processor=num_processors() > processes * self.threads, can_be_broken_off=processes == 1,
+        )  # fmt: skip
 
 
 def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:

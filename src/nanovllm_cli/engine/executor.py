@@ -1,4 +1,5 @@
-"""Who carries out a plan: a `Worker` in this process. The engine knows only the protocol."""
+"""Who carries out a plan: a `Worker` in this process, with others beside it where a model is divided among several. The engine
+knows only the protocol."""
 
 from __future__ import annotations
 

@@ -9,16 +9,19 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.distributed.division import own_parts
+from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
@@ -40,8 +43,16 @@ class LoadedModel:
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, platform: Platform, progress: LoadProgress) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        platform: Platform,
+        progress: LoadProgress,
+        group: Group | None = None,
+    ) -> None:
         self.platform = platform
+        self._group = group
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = read_spec(checkpoint, reader)
@@ -55,19 +66,20 @@ class LoadedModel:
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
         needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
-        check_weights_fit(needed, platform.available_bytes())
+        if group is None or group.rank == 0:  # the others load meanwhile
+            check_weights_fit(needed, platform.available_bytes(), 1 if group is None else group.size)
         platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
         self.formats: Counter[Format | None] = Counter()
         self.num_multiplied_whole = 0
         backend = platform.backend(self.spec, self.dtype)
-        self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
+        self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend, group=group))
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
-        self.block_bytes = block_bytes(self.spec.mixers, backend)
-        self.state_bytes = state_bytes(self.spec.mixers, backend)
+        self.block_bytes = block_bytes(self.model.mixers, backend)
+        self.state_bytes = state_bytes(self.model.mixers, backend)
         self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
 
     @property
@@ -102,14 +114,17 @@ class LoadedModel:
             if isinstance(block.mlp, MoESpec)
         )  # fmt: skip
 
-    def _make_storage(self, parts: dict[str, int], width: int) -> WeightStorage:
+    def _make_storage(self, parts: dict[str, int], width: int, share: Share | None) -> WeightStorage:
         """Parts in the same format are one storage."""
         runs: list[tuple[Format | None, int]] = []
-        for name, num_rows in parts.items():
+        ranges = [] if share is None or self._group is None else share.division.ranges(self._group.rank)
+        own = parts if share is None else own_parts(parts, share.division.sections, list(map(len, ranges)))
+        for name, num_rows in own.items():
             form = self._formats.of(name)
             if form is not None:
                 form.check_width(width)
-            self.formats[form] += num_rows * width
+                _check_blocks(form, ranges)
+            self.formats[form] += parts[name] * width
             if runs and runs[-1][0] == form and not _stays_apart(form):
                 runs[-1] = (form, runs[-1][1] + num_rows)
             else:
@@ -117,7 +132,9 @@ class LoadedModel:
         storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
         weight = storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
         if not self._beside.keys().isdisjoint(parts):
-            weight = self._with_adapters(weight, parts)
+            weight = self._with_adapters(weight, parts, ranges)
+        if share is not None and self._group is not None:
+            weight = CpuDivided(weight, share.division, self._group, self.dtype, gathers=share.gathers)
         self._storages.append(weight)
         whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
         self.num_multiplied_whole += whole * width
@@ -132,8 +149,8 @@ class LoadedModel:
             total += self.platform.dense_bytes(sums[0].up.shape[0], rank, self.dtype)
         return total
 
-    def _with_adapters(self, weight: WeightStorage, parts: dict[str, int]) -> WeightStorage:
-        """With the products of adapters beside those of a weight that is stored quantized."""
+    def _with_adapters(self, weight: WeightStorage, parts: dict[str, int], ranges: list[range]) -> WeightStorage:
+        """With the products of adapters beside those of a weight that is stored quantized. ranges: its rows, if not all."""
         added = [[Beside(each.down, self._rows_of(name, each.up.float(), count) * each.scale)
                   for each in self._beside.get(name, ())] for name, count in parts.items()]  # fmt: skip
         sides = side_by_side(list(parts.values()), added, weight.width)
@@ -146,7 +163,8 @@ class LoadedModel:
             storage.load_rows(0, side)
             return storage
 
-        return self.platform.with_product(weight, kept(sides.down), kept(sides.up), self.dtype)
+        up = torch.cat([sides.up[own.start : own.stop] for own in ranges]) if ranges else sides.up
+        return self.platform.with_product(weight, kept(sides.down), kept(up), self.dtype)
 
     def _rows_of(self, name: str, up: torch.Tensor, count: int) -> torch.Tensor:
         """In the order in which the layer has the weight's, of which this one has so many."""
@@ -159,6 +177,15 @@ class LoadedModel:
             case "mamba_in", DeltaSpec() as mixer:
                 return next(rows for rows in mamba_rows(up, mixer) if len(rows) == count)
         return up
+
+
+def _check_blocks(form: Format, ranges: list[range]) -> None:
+    """Whether rows that are quantized by themselves, as a process has them, come out as among all others."""
+    if isinstance(form, Fp8) and form.block and any(own.start % form.block for own in ranges):
+        raise UnsupportedError(
+            f"{form.name}: shares of the heads don't begin at multiples of {form.block} rows",
+            "take --quant fp8, or another number of processes",
+        )
 
 
 def _stays_apart(form: Format | None) -> bool:

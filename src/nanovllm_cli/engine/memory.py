@@ -39,11 +39,12 @@ def _group_droppable() -> int:
         return 0
 
 
-def check_weights_fit(num_bytes: int, available: int) -> None:
+def check_weights_fit(num_bytes: int, available: int, processes: int = 1) -> None:
     """Before anything is loaded. DoesNotFitError says what is needed and what is there."""
-    if num_bytes + OVERHEAD_BYTES > available:
+    overhead = processes * OVERHEAD_BYTES
+    if num_bytes + overhead > available:
         raise DoesNotFitError(
-            f"the weights need {num_bytes / GIB:.1f} GiB, the program {OVERHEAD_BYTES / GIB:.1f} GiB, and "
+            f"the weights need {num_bytes / GIB:.1f} GiB, the program {overhead / GIB:.1f} GiB, and "
             f"{available / GIB:.1f} GiB of memory are free",
             "try a smaller model, or a machine with more memory",
         )

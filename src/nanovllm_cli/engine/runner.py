@@ -6,6 +6,7 @@ Not covered: what to run (scheduler), where memory comes from (worker).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class Runner:
     """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew.
 
     recordable: whether steps can be recorded. has_free_processor: whether the model leaves one to what masks take.
+    can_be_broken_off: whether Ctrl-C may end a step in its midst.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class Runner:
         recordable: bool,
         *,
         has_free_processor: bool,
+        can_be_broken_off: bool = True,
     ) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
         self.block_size = block_size
         self.has_free_processor = has_free_processor
+        self._let_in = let_in if can_be_broken_off else nullcontext
         self.graphs = GraphCache(model, cache, recordable)
 
     def run(self, plan: Plan) -> StepOutput:
@@ -63,10 +67,10 @@ class Runner:
         if self.has_free_processor:
             self.sampler.start_masks([draw.seq_id for draw in draws])
         if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
-            with let_in():
+            with self._let_in():
                 logits = self.graphs.logits(inputs)
             return StepOutput(self._draw(draws, logits), {})
-        with let_in():
+        with self._let_in():
             hidden = self.model.run(inputs, self.cache)
         prompt_logprobs = {
             share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from nanovllm_cli.engine.executor import Executor, RunsAhead
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.scheduler import Result, Scheduler
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import LostProcessError, NanovllmError
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class Stepper:
         """
         try:
             return self._executor.execute(plan), {}
+        except LostProcessError:
+            raise  # nobody's request is to blame, and none can go on
         except Exception as error:
             if len(plan.scheduled) == 1:
                 seq_id = plan.scheduled[0].seq_id

@@ -1,4 +1,4 @@
-"""One rank: a loaded model, its KV cache and a runner. In-process for now; the same object is what another process would hold."""
+"""A loaded model, its KV cache and a runner, and the other processes that compute it together with this one, if there are any."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from nanovllm_cli.engine.loaded_model import LoadedModel
 from nanovllm_cli.engine.memory import size_cache
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
+from nanovllm_cli.engine.rank_messages import Loaded
+from nanovllm_cli.engine.ranks import Ranks
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.cuda_device import CudaDevice
@@ -55,28 +57,57 @@ class Worker(LoadedModel):
         progress: LoadProgress | None = None,
         platform: Platform | None = None,
     ) -> None:
-        self._config = config
         progress = progress or NullProgress()
+        self._ranks = None
+        if config.tensor_parallel_size > 1:
+            assert platform is None, "only a CPU's processes compute together"
+            _check_that_cpu_computes(config)
+            self._ranks = Ranks(str(checkpoint.path), config)
+            config = self._ranks.config
+        try:
+            self._load(checkpoint, config, encode, token_bytes, control_ids, progress, platform)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
+
+    def _load(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        encode: EncodeText | None,
+        token_bytes: TokenBytes | None,
+        control_ids: Collection[int],
+        progress: LoadProgress,
+        platform: Platform | None,
+    ) -> None:
+        self._config = config
         platform = platform or select_platform(config, progress)
-        super().__init__(checkpoint, config, platform, progress)
+        ranks = self._ranks
+        super().__init__(checkpoint, config, platform, progress, None if ranks is None else ranks.group)
+        if ranks is not None:
+            ranks.wait()
         models: list[LoadedModel] = [self]
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
-        self._block_parts = [each.block_bytes for each in models]
+        self._others = Loaded(0, 0, 0, 0, 0) if ranks is None else ranks.loaded
+        self._block_parts = [*(each.block_bytes for each in models), self._others.block_bytes]
         self.block_bytes = sum(self._block_parts)
         if models[-1].spec.has_states and not self.spec.has_states:
             raise UnsupportedError(
                 f"a {models[-1].spec.architecture} model can't draft for a {self.spec.architecture} model, which keeps no states",
                 "take one of the same architecture",
             )
-        self._state_parts = [each.state_bytes for each in models]
+        self._state_parts = [*(each.state_bytes for each in models), self._others.state_bytes]
         self.state_bytes = sum(self._state_parts)
         budget = platform.cache_budget(*(each.model for each in models))
         self.num_blocks, self.max_model_len, self.num_states = size_cache(
             config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
         )
-        self._caches = [KVCache(self.num_blocks, each.spec.mixers, each.model.backend, self.num_states) for each in models]
+        self._caches = [KVCache(self.num_blocks, each.model.mixers, each.model.backend, self.num_states) for each in models]
+        if ranks is not None:
+            ranks.make_caches(self.num_blocks, self.num_states)
         self._compiler: Compiler | None = None
         if encode is not None and token_bytes is not None:
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
@@ -85,6 +116,25 @@ class Worker(LoadedModel):
         self._draft: Draft | None = None
         if config.draft_model is not None:
             self._draft = Draft(models[1], self._caches[1], config, self.spec.vocab_size)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all processes, as the next two."""
+        return super().weight_bytes + self._others.weight_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        return super().read_bytes + self._others.read_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        return super().expert_bytes + self._others.expert_bytes
+
+    @property
+    def num_threads(self) -> int | None:
+        """Of all processes; None on a GPU."""
+        platform = self.platform
+        return platform.threads * self._config.tensor_parallel_size if isinstance(platform, CpuPlatform) else None
 
     @property
     def draft_bytes(self) -> int:
@@ -111,9 +161,22 @@ class Worker(LoadedModel):
         self.platform.enter()
         with torch.inference_mode():
             if self._draft is None:
-                return self.runner.run(plan)
+                return self._run(plan)
             plan, guesses = self._draft.fill(plan)
-            return self.runner.run(plan)._replace(guesses=guesses)
+            return self._run(plan)._replace(guesses=guesses)
+
+    def _run(self, plan: Plan) -> StepOutput:
+        ranks = self._ranks
+        if ranks is None:
+            return self.runner.run(plan)
+        ranks.run(plan)
+        try:
+            output = self.runner.run(plan)
+        except BaseException:  # the others are in the midst of the step, and nobody can tell where
+            ranks.group.break_off()
+            raise
+        ranks.check()
+        return output
 
     @property
     def _drafted_by(self) -> list[object]:
@@ -133,34 +196,44 @@ class Worker(LoadedModel):
             "lora": self.lora,
             "draft_model": self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
-            "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.spec.mixers],
+            "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.model.mixers],
+            "processes": config.tensor_parallel_size,
             "block": [config.block_size, self.block_bytes],
         }
 
     def read_blocks(self, blocks: list[int]) -> memoryview:
         """See Executor."""
         self.platform.enter()
-        return torch.cat([cache.blocks.take_out(blocks) for cache in self._caches], dim=1).flatten().numpy().data
+        found = [cache.blocks.take_out(blocks) for cache in self._caches]
+        others = [] if self._ranks is None else self._ranks.take(blocks, of_states=False)
+        return torch.cat([*found, *others], dim=1).flatten().numpy().data
 
     def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """See Executor."""
         self.platform.enter()
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
-        for cache, part in zip(self._caches, torch.split(rows, self._block_parts, dim=1), strict=True):
+        *parts, others = torch.split(rows, self._block_parts, dim=1)
+        for cache, part in zip(self._caches, parts, strict=True):
             cache.blocks.put_in(blocks, part.contiguous())
+        if self._ranks is not None:
+            self._ranks.put(blocks, others, of_states=False)
 
     def read_state(self, state: int) -> memoryview:
         """See Executor."""
         self.platform.enter()
-        return torch.cat([states.take_out([state]) for states in self._movers], dim=1).flatten().numpy().data
+        found = [states.take_out([state]) for states in self._movers]
+        others = [] if self._ranks is None else self._ranks.take([state], of_states=True)
+        return torch.cat([*found, *others], dim=1).flatten().numpy().data
 
     def write_state(self, state: int, data: memoryview) -> None:
         """See Executor."""
         self.platform.enter()
         row = torch.frombuffer(data, dtype=torch.uint8).view(1, self.state_bytes)
-        parts = [part for part in self._state_parts if part]
-        for states, part in zip(self._movers, torch.split(row, parts, dim=1), strict=True):
+        *parts, others = torch.split(row, self._state_parts, dim=1)
+        for states, part in zip(self._movers, [part for part in parts if part.numel()], strict=True):
             states.put_in([state], part.contiguous())
+        if self._ranks is not None:
+            self._ranks.put([state], others, of_states=True)
 
     @property
     def _movers(self) -> list[BlockMover]:
@@ -169,6 +242,8 @@ class Worker(LoadedModel):
     def close(self) -> None:
         """Lets go of weights and cache; the worker is of no use afterwards."""
         self._storages = []
+        if self._ranks is not None:
+            self._ranks.close()
         if self._compiler is not None:
             self._compiler.close()
         del self.model, self.runner, self._caches, self._draft
@@ -189,6 +264,14 @@ class _Ahead:
         self._platform.enter()
         with torch.inference_mode():
             return self._runner.submit(plan)
+
+
+def _check_that_cpu_computes(config: EngineConfig) -> None:
+    index = int(config.device.partition(":")[2] or 0)
+    if config.device != "cpu" and (config.device != "auto" or why_unavailable(index) is None):
+        raise UnsupportedError(
+            "a model is computed by several processes on CPUs only", "use --device cpu, or leave --tensor-parallel-size out"
+        )
 
 
 def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Platform:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_experts
+from nanovllm_cli.kernels import cpu, cpu_experts, cpu_gather
 from nanovllm_cli.kernels.cpu import Program, Step, address_of, tags_of
 from nanovllm_cli.kernels.entry import team_bytes
 from nanovllm_cli.kernels.mixture import Mixture, OfRows, Scoring
@@ -96,9 +96,11 @@ class _Experts:
         begin = ready.words.data_ptr()
         for i, step in enumerate(self._steps):
             teams = ready.teams.data_ptr() + i * num_places * size
-            cpu.launch(
-                cpu_experts.gang, num_places * step.work, "", (step.kernel, begin, 8 * num_words, num_places, teams, size)
-            )
+            where = begin, 8 * num_words, num_places
+            if cpu_gather.gather.is_at(step.kernel):
+                cpu.launch(cpu_gather.gather_places, 0, "", where)  # all places meet the other processes at once
+            else:
+                cpu.launch(cpu_experts.gang, num_places * step.work, "", (step.kernel, *where, teams, size))
             begin += len(step.arguments)
         shares = address_of(weights, torch.float32, tokens, num_chosen)
         sum_ints = (ready.y_at.data_ptr(), shares, out.data_ptr(), tokens, num_chosen, self._width)

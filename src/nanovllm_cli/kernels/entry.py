@@ -83,6 +83,10 @@ class Kernel:
         _, address, layout = self._compiled[key]
         return address, layout.pack(*(0 for _ in tags), *ints, *floats)
 
+    def is_at(self, address: int) -> bool:
+        """Whether a step's kernel is this one."""
+        return any(address == own for _, own, _ in self._compiled.values())
+
     def run(self, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
         """Now, on the threads that numba is set to use, without the interpreter's lock."""
         address, arguments = self.step(tags, ints, floats)

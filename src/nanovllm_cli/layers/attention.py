@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from nanovllm_cli.attention.backend import HeadNorms, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.distributed.division import Division
+from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
@@ -21,21 +25,37 @@ def gates_first(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return torch.cat([heads[:, 1].flatten(0, 1), heads[:, 0].flatten(0, 1)])
 
 
+def _has_heads_for(group: Group | None, spec: AttentionSpec) -> bool:
+    """Whether each process gets some of the key-value heads, and those that attend to them. Otherwise all have all of them: where
+    they are too few, and where a norm is of all heads together."""
+    return group is not None and spec.num_kv_heads >= group.size and spec.qk_norm_of != "all heads"
+
+
 class Attention(Mixer):
-    """out(attend(qkv(x)))."""
+    """out(attend(qkv(x))). Where several processes compute the model, each has some of the heads, and their part of the cache."""
+
+    spec: AttentionSpec
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
-        self.spec = spec
+        self.spec = self._whole = spec
         self.backend = kit.backend
         self.ops = kit.ops
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._gate_rows = q if spec.gated else 0
         assert not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
         assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
-        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + self._gate_rows}
+        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * spec.gated}
         if spec.reads is None and not spec.fused_qkv:
             parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
-        self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias)
+        cut, self._group = None, kit.group if _has_heads_for(kit.group, spec) else None
+        if self._group is not None:
+            heads = spec.num_kv_heads
+            cut = Cut((q,) * (1 + spec.gated) + (kv,) * (0 if spec.reads is not None else 2), heads, gathers=False)
+            self._found = Division((q,), self._group.size, heads)
+            (own,) = Division((heads,), self._group.size, heads).ranges(self._group.rank)
+            self._own_heads = slice(own.start * spec.queries_a_key, own.stop * spec.queries_a_key)
+            self.spec = replace(spec, num_heads=len(own) * spec.queries_a_key, num_kv_heads=len(own))
+        self._gate_rows = self.spec.num_heads * spec.head_dim * spec.gated
+        self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias, cut)
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
@@ -57,17 +77,19 @@ class Attention(Mixer):
         for gains in self.whole_norms.values():
             self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
             first += len(gains)
-        found = self.backend.attend(self.spec, qkv, self.norm, angles, self.sinks, cache, inputs.step)
-        return self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
+        sinks = self.sinks if self.sinks is None or self._group is None else self.sinks[self._own_heads]
+        found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step)
+        found = self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
+        return found if self._group is None else self._group.gather(found, self._found)
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()
-        if self.spec.keys_are_values:
+        if self._whole.keys_are_values:
             rows, width = slots["k.weight"].shape
             slots["k.weight"] = WeightSlot((rows // 2, width), self._load_twice)
-        if self.spec.gated:
+        if self._whole.gated:
             slots["q.weight"] = WeightSlot(slots["q.weight"].shape, self._load_gated)
-        for part in self.spec.qk_norm_sizes:
+        for part in self._whole.qk_norm_sizes:
             gains = self.whole_norms.get(part, self.norm.q if part == "q" else self.norm.k)
             assert gains is not None
             slots[f"{part}_norm.weight"] = table_slot(gains, self.stored_offset)
@@ -77,16 +99,17 @@ class Attention(Mixer):
 
     def _load_twice(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         """Rows of k that are those of v as well: so kernels need not know, and the layers that have it are few."""
-        queries, keys = (count * self.spec.head_dim for count in (self.spec.num_heads, self.spec.num_kv_heads))
+        queries, keys = (count * self._whole.head_dim for count in (self._whole.num_heads, self._whole.num_kv_heads))
         for place in (queries, queries + keys):
             self.qkv.weight.load_rows(place + first, rows)
 
     def _load_gated(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         """Rows of q, where each head's query is followed by its gate. All gates come to lie before all queries, which have keys
         and values behind them as everywhere."""
-        dim, behind = self.spec.head_dim, first + num_rows(rows)
+        dim, behind = self._whole.head_dim, first + num_rows(rows)
+        all_gates = self._whole.num_heads * dim
         for begin in range(first - first % dim, behind, dim):
             own = range(max(begin, first), min(begin + dim, behind))
             head, is_gate = divmod(begin // dim, 2)
-            place = (0 if is_gate else self._gate_rows) + head * dim + own.start - begin
+            place = (0 if is_gate else all_gates) + head * dim + own.start - begin
             self.qkv.weight.load_rows(place, take_rows(rows, slice(own.start - first, own.stop - first)))

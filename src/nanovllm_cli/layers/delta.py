@@ -20,12 +20,14 @@ class Delta(Mixer):
     """See `DeltaSpec`. What decides how much of a state is kept and changed (b, a) has plain weights: it is little, and all that
     comes later depends on it."""
 
+    spec: DeltaSpec
+
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.backend = kit.backend
         assert not spec.mamba, "see Mamba"
         self.projection = Linear(hidden_size, {"delta_qkv": spec.channels, "delta_z": spec.values}, kit)
-        self.gates = Linear(hidden_size, {"delta_b": spec.num_values, "delta_a": spec.num_values}, kit)
+        self.gates = Linear(hidden_size, {"delta_b": spec.num_values, "delta_a": spec.num_values}, kit.undivided)
         decay, decay_bias = kit.zeros(2, spec.num_values, dtype=torch.float32)
         gains = kit.zeros(spec.value_dim, dtype=torch.float32)
         self.weights = DeltaWeights(kit.zeros(spec.width, spec.channels), decay, decay_bias, gains, norm.eps)
@@ -60,12 +62,14 @@ class Mamba(Mixer):
     """`DeltaSpec` with mamba. What it projects is one tensor of the checkpoint: z, v, k, q and gates, as the delta rule calls
     them. Its gates are a weight of their own, whose results are fp32. The norm behind it is of all heads."""
 
+    spec: DeltaSpec
+
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.backend = kit.backend
         self.width = hidden_size
         self.projection = kit.weight({"mamba_in": spec.channels + spec.values}, hidden_size)
-        self.gates = kit.weight({"mamba_in": spec.num_values}, hidden_size)
+        self.gates = kit.undivided.weight({"mamba_in": spec.num_values}, hidden_size)
         decay, decay_bias, skip = kit.zeros(3, spec.num_values, dtype=torch.float32)
         taps_bias = kit.zeros(spec.channels) if spec.conv_bias else None
         nothing = torch.empty(0, device=kit.ops.device)

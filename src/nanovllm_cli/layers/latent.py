@@ -22,6 +22,8 @@ class LatentAttention(Mixer):
     """See `LatentSpec`. The checkpoint's kv_b has each head's key_dim rows of keys and then its value_dim rows of values. They
     are kept in the compute type whatever they come in: keys are turned over, along which no format has its scales."""
 
+    spec: AttentionSpec
+
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         assert spec.latent is not None
         more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap

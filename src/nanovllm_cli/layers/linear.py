@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.quant.rows import QuantizedRows
 
@@ -15,14 +15,14 @@ from nanovllm_cli.quant.rows import QuantizedRows
 class Linear:
     """y = x @ weight.T + bias, where weight's rows are the parts behind each other.
 
-    parts: name -> rows. The slots are "<name>.weight" and, with bias, "<name>.bias".
+    parts: name -> rows. The slots are "<name>.weight" and, with bias, "<name>.bias". cut: see `Kit.weight`.
     """
 
-    def __init__(self, width: int, parts: dict[str, int], kit: Kit, bias: bool = False) -> None:
+    def __init__(self, width: int, parts: dict[str, int], kit: Kit, bias: bool = False, cut: Cut | None = None) -> None:
         self.width = width
         self.parts = parts
         self.dtype = kit.dtype
-        self.weight = kit.weight(parts, width)
+        self.weight = kit.weight(parts, width, cut)
         self.bias = kit.zeros(self.weight.num_rows) if bias else None
 
     def __call__(self, x: Hidden) -> torch.Tensor:

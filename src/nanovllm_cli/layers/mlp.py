@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.model_spec import MLPSpec
@@ -17,7 +17,8 @@ class MLP:
     def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
         self.activation = spec.activation
-        self.gate_up = Linear(hidden_size, {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}, kit, spec.bias)
+        parts = {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}
+        self.gate_up = Linear(hidden_size, parts, kit, spec.bias, Cut((inner, inner)))
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
 
     def __call__(self, x: Hidden) -> torch.Tensor:

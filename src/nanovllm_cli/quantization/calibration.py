@@ -36,7 +36,7 @@ from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta, Mamba
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
@@ -216,7 +216,7 @@ class _Block:
     """A model of one layer, of which embedding and head are never used, nor their memory touched."""
 
     def __init__(self, spec: ModelSpec, platform: CpuPlatform, dtype: torch.dtype, num_blocks: int, num_states: int) -> None:
-        def make(parts: dict[str, int], width: int) -> _Watched:
+        def make(parts: dict[str, int], width: int, share: Share | None) -> _Watched:
             return _Watched(sum(parts.values()), width, dtype)
 
         backend = platform.backend(spec, dtype)

@@ -10,7 +10,7 @@ import torch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.progress import LoadProgress
@@ -75,7 +75,7 @@ class Walk:
         tokens = torch.tensor(sorted({token for sequence in sequences for token in sequence}))
         spec = replace(self._original.spec, vocab_size=len(tokens))
 
-        def make(parts: dict[str, int], width: int) -> DenseStorage:
+        def make(parts: dict[str, int], width: int, share: Share | None) -> DenseStorage:
             return DenseStorage(sum(parts.values()), width, dtype)
 
         inputs = PerLayerInputs(spec, Kit(dtype, make, platform.ops, platform.backend(spec, dtype)))

@@ -1,0 +1,1 @@
+"""One model computed by several processes: who has which rows, and how they come together."""

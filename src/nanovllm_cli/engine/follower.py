@@ -1,0 +1,103 @@
+"""What a process does that computes a model with others and is not the first: each step that this one does, on its share of the
+weights. It draws nothing, and knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import BlockMover, KVCache
+from nanovllm_cli.distributed.group import Group
+from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.engine.loaded_model import LoadedModel
+from nanovllm_cli.engine.plan import Drawn, NewSequence, Scheduled, TokenLogprobs
+from nanovllm_cli.engine.rank_messages import Begin, Failed, Line, Loaded, Make, Put, Run, Take, Taken, ToRank
+from nanovllm_cli.engine.sampler import Mask, Sampler
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def follow(fd: int, handle: int) -> None:
+    """Until the other end of the connection is closed; then the process ends at once, as nobody waits for it."""
+    line: Line[ToRank] = Line(fd, ToRank, lambda: os._exit(0))
+    begin = line.receive()
+    assert isinstance(begin, Begin)
+    group = Group(begin.rank, begin.config.tensor_parallel_size, handle)
+    try:
+        with open_checkpoint(begin.model) as checkpoint:
+            model = LoadedModel(checkpoint, begin.config, CpuPlatform(begin.config, None), NullProgress(), group)
+    except NanovllmError as error:
+        line.send(Failed(type(error).__name__, error.message, error.hint))
+        line.receive()
+        return
+    sizes = model.weight_bytes, model.read_bytes, model.expert_bytes, model.block_bytes, model.state_bytes
+    line.send(Loaded(*sizes))
+    make = line.receive()
+    assert isinstance(make, Make)
+    try:
+        _Follower(model, begin, make, line).run()
+    finally:  # whatever it was, the others are not to wait
+        group.break_off()
+
+
+class _Follower:
+    def __init__(self, model: LoadedModel, begin: Begin, make: Make, line: Line[ToRank]) -> None:
+        self._platform = model.platform
+        self._cache = KVCache(make.num_blocks, model.model.mixers, model.model.backend, make.num_states)
+        sampler = _NoSampler(model.spec.vocab_size)
+        self._runner = model.platform.make_runner(model.model, self._cache, sampler, model.recordable)
+        self._line = line
+
+    def run(self) -> None:
+        while True:
+            message = self._line.receive()
+            self._platform.enter()
+            match message:
+                case Run(plan):
+                    with torch.inference_mode():
+                        self._runner.run(plan)
+                case Take(which, of_states):
+                    self._line.send(Taken(self._mover(of_states).take_out(which).numpy().tobytes()))
+                case Put(which, data, of_states):
+                    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    self._mover(of_states).put_in(which, rows.view(len(which), -1))
+                case _:
+                    raise ValueError(f"a {type(message).__name__} in the midst of it")
+
+    def _mover(self, of_states: bool) -> BlockMover:
+        if not of_states:
+            return self._cache.blocks
+        assert self._cache.states is not None
+        return self._cache.states
+
+
+class _NoSampler(Sampler):
+    """Draws nothing: the first process does."""
+
+    def add(self, new: NewSequence) -> None:
+        raise AssertionError("nobody tells of them")
+
+    def keep(self, scheduled: Sequence[Scheduled]) -> None:
+        pass
+
+    def start_masks(self, seq_ids: Sequence[int]) -> None:
+        pass
+
+    def sample(
+        self,
+        seq_ids: Sequence[int],
+        logits: torch.Tensor,
+        rows: Sequence[int] | None = None,
+        masks: Sequence[Mask] | None = None,
+    ) -> list[Drawn]:
+        return [Drawn(seq_id, []) for seq_id in seq_ids]
+
+    def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
+        return []

@@ -1,0 +1,133 @@
+"""What crosses between the processes of one model: msgspec structs as msgpack, over a socket pair that nobody else can open.
+Nothing is pickled. What they compute does not cross here, but in the memory that they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
+
+import msgspec
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.plan import Plan
+
+MAX_MESSAGE_BYTES = 1 << 30
+Received = TypeVar("Received")
+
+
+class Message(msgspec.Struct, tag=True, array_like=True):
+    """The base of all; told apart by their names."""
+
+
+# ---- from the first process ----
+
+
+class Begin(Message):
+    """What to load, as number `rank`. model: a checkpoint's path on this machine."""
+
+    model: str
+    config: EngineConfig
+    rank: int
+
+
+class Make(Message):
+    """The KV cache, as large as everybody's."""
+
+    num_blocks: int
+    num_states: int
+
+
+class Run(Message):
+    """A step. Nobody answers."""
+
+    plan: Plan
+
+
+class Take(Message):
+    """What blocks of the cache hold here, or states."""
+
+    which: list[int]
+    of_states: bool
+
+
+class Put(Message):
+    """What `Taken` said, into others. Nobody answers."""
+
+    which: list[int]
+    data: bytes
+    of_states: bool
+
+
+# ---- to it ----
+
+
+class Loaded(Message):
+    """Bytes of what a process has: see LoadedModel."""
+
+    weight_bytes: int
+    read_bytes: int
+    expert_bytes: int
+    block_bytes: int
+    state_bytes: int
+
+
+class Failed(Message):
+    """It can't load, for an error of `errors`, by name."""
+
+    kind: str
+    message: str
+    hint: str | None
+
+
+class Taken(Message):
+    data: bytes
+
+
+ToRank = Begin | Make | Run | Take | Put
+FromRank = Loaded | Failed | Taken
+
+
+class Line(Generic[Received]):
+    """An end of a connection, of which a thread of its own reads. kinds: what may come. at_end: called on that thread once
+    nothing comes any more, because the other process has ended or does not keep to the protocol."""
+
+    def __init__(self, handle: int, kinds: object, at_end: Callable[[], None]) -> None:
+        self._connection = Connection(handle)
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(kinds)
+        self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self._at_end = at_end
+        threading.Thread(target=self._read, name="rank", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """OSError where nobody is there to read."""
+        self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def receive(self) -> Received:
+        """The next message, whenever it comes. EOFError when none will."""
+        message = self._inbox.get()
+        if message is None:
+            self._inbox.put(None)
+            raise EOFError("the other process has ended")
+        return message
+
+    def close(self) -> None:
+        """Both ends see it, whoever waits for something."""
+        with contextlib.suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._decoder.decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES)))
+        except (EOFError, OSError, msgspec.MsgspecError):
+            pass
+        finally:
+            self._at_end()
+            self._inbox.put(None)
+            self._connection.close()

@@ -1,0 +1,167 @@
+"""The other processes that compute a model together with this one: `python -m nanovllm_cli.engine.rank_process`.
+
+This process plans, draws and answers; the others do each of its steps on their share of the weights (distributed/division.py).
+Each loads its part from the same files. They end when this one does, or closes its ends of their connections.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from nanovllm_cli import errors, system
+from nanovllm_cli.children import child_environment
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.distributed.group import Group, memory_bytes
+from nanovllm_cli.engine.plan import Plan
+from nanovllm_cli.engine.rank_messages import (
+    Begin,
+    Failed,
+    FromRank,
+    Line,
+    Loaded,
+    Make,
+    Put,
+    Run,
+    Take,
+    Taken,
+)
+from nanovllm_cli.errors import LostProcessError, NanovllmError
+from nanovllm_cli.processors import default_threads, num_processors, shares_of_processors
+
+END_SECONDS = 5.0
+logger = logging.getLogger(__name__)
+
+
+class Ranks:
+    """Starts config.tensor_parallel_size - 1 processes, which load the checkpoint at `path` meanwhile. config: this process's.
+
+    Raises UnsupportedError where the system can't, and what the others' loading raises; LostProcessError when one has ended.
+    """
+
+    def __init__(self, path: str, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        threads = min(config.threads or default_threads(), num_processors())
+        self.config = replace(config, threads=max(1, threads // size))
+        self._closing = False
+        handle = system.shared_memory(memory_bytes(size))
+        try:
+            self.group = Group(0, size, handle)
+            shares = shares_of_processors(size)
+            self._before = None if shares is None else os.sched_getaffinity(0)
+            self._others = [_Other(rank, handle, shares[rank] if shares else None, self._lost) for rank in range(1, size)]
+        finally:
+            os.close(handle)
+        if shares is not None:
+            os.sched_setaffinity(0, shares[0])  # threads that begin from now on inherit it
+        others = replace(
+            self.config, draft_model=None, draft_quant=None, num_speculative_tokens=config.max_guesses, cache_salt_secret=None
+        )
+        for rank, other in enumerate(self._others, 1):
+            other.send(Begin(path, others, rank))
+        self._loaded: list[Loaded] = []
+
+    def wait(self) -> None:
+        """Until all have loaded."""
+        for other in self._others:
+            answer = other.receive()
+            if isinstance(answer, Failed):
+                kind = getattr(errors, answer.kind, NanovllmError)
+                raise kind(answer.message, answer.hint)
+            assert isinstance(answer, Loaded)
+            self._loaded.append(answer)
+
+    @property
+    def loaded(self) -> Loaded:
+        """The sums over the others."""
+        each = [(o.weight_bytes, o.read_bytes, o.expert_bytes, o.block_bytes, o.state_bytes) for o in self._loaded]
+        return Loaded(*map(sum, zip(*each, strict=True)))
+
+    def make_caches(self, num_blocks: int, num_states: int) -> None:
+        for other in self._others:
+            other.send(Make(num_blocks, num_states))
+
+    def run(self, plan: Plan) -> None:
+        """Has the others begin a step; this process has to do the same one now."""
+        self.check()
+        for other in self._others:
+            other.send(Run(plan._replace(new=[], finished=[])))
+
+    def check(self) -> None:
+        """Whether what was computed since the last time is of use."""
+        if self.group.is_broken:
+            raise LostProcessError("one of the processes that compute the model has ended", "its own words, if any, are above")
+
+    def take(self, which: list[int], *, of_states: bool) -> list[torch.Tensor]:
+        """Of each of the others, what these blocks of its cache hold, or states: uint8 [len(which), its bytes of one]."""
+        self.check()
+        for other in self._others:
+            other.send(Take(which, of_states))
+        found = []
+        for other in self._others:
+            answer = other.receive()
+            assert isinstance(answer, Taken)
+            found.append(torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(len(which), -1))
+        return found
+
+    def put(self, which: list[int], rows: torch.Tensor, *, of_states: bool) -> None:
+        """Into each of the others what `take` has found, side by side."""
+        self.check()
+        sizes = [each.state_bytes if of_states else each.block_bytes for each in self._loaded]
+        for other, part in zip(self._others, torch.split(rows, sizes, dim=1), strict=True):
+            other.send(Put(which, part.contiguous().numpy().tobytes(), of_states))
+
+    def close(self) -> None:
+        """Ends the others."""
+        self._closing = True
+        for other in self._others:
+            other.close()
+        if self._before is not None:
+            os.sched_setaffinity(0, self._before)
+
+    def _lost(self, rank: int) -> None:
+        if not self._closing:
+            logger.warning("process %d of those that compute the model has ended", rank)
+        self.group.break_off()
+
+
+class _Other:
+    """One of them. processors: those that it keeps to, if it does; lost: called on another thread when it ends."""
+
+    def __init__(self, rank: int, handle: int, processors: set[int] | None, lost: Callable[[int], None]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = [str(theirs.fileno()), str(handle), ",".join(map(str, sorted(processors or ())))]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nanovllm_cli.engine.rank_process", *words],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(), handle),
+                env=child_environment(),
+            )  # fmt: skip
+        self._line: Line[FromRank] = Line(ours.detach(), FromRank, lambda: lost(rank))
+
+    def send(self, message: Begin | Make | Run | Take | Put) -> None:
+        try:
+            self._line.send(message)
+        except OSError as failure:
+            raise LostProcessError(f"one of the processes that compute the model has ended ({failure})") from failure
+
+    def receive(self) -> FromRank:
+        try:
+            return self._line.receive()
+        except EOFError as end:
+            raise LostProcessError("one of the processes that compute the model has ended", "its own words are above") from end
+
+    def close(self) -> None:
+        self._line.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

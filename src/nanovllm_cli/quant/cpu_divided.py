@@ -1,0 +1,70 @@
+"""A weight of which this process has some rows and others have the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.distributed.division import Division
+from nanovllm_cli.distributed.group import Group
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.quant.cpu_storage import CpuStorage
+from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
+from nanovllm_cli.quant.storage import WeightStorage
+
+
+class CpuDivided(CpuStorage):
+    """A WeightStorage on a CPU. own: this process's rows, as `division` has them. gathers: products are whole; else whoever asks
+    for them gets this process's columns."""
+
+    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, *, gathers: bool) -> None:
+        super().__init__(division.num_rows, own.width, dtype)
+        self._own = own
+        self._division = division
+        self._group = group
+        self._gathers = gathers
+        self._ranges = division.ranges(group.rank)
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        starts = [division.ranges(rank)[0].start for rank in range(group.size)]
+        self._bounds = torch.tensor([*starts, division.num_rows], dtype=torch.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._own.num_bytes
+
+    @property
+    def recordable(self) -> bool:
+        return self._own.recordable
+
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
+        place = 0
+        for own in self._ranges:
+            wanted = range(max(own.start, first_row), min(own.stop, first_row + num_rows(rows)))
+            if wanted:
+                taken = take_rows(rows, slice(wanted.start - first_row, wanted.stop - first_row))
+                self._own.load_rows(place + wanted.start - own.start, taken)
+            place += len(own)
+
+    def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        return self._whole(self._own.matmul(x, self._own_part(bias), out_dtype), self._division)
+
+    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        gates, values = self._division.sections
+        assert gates == values, "a gate for each value"
+        division = Division((gates,), self._division.size, self._division.units)
+        return self._whole(self._own.gated_matmul(x, self._own_part(bias), activation), division)
+
+    def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        assert table is None, "a CPU's tokens are all known"
+        own = self._own.rows(self._group.own_rows(ids, self._bounds), None)
+        return self._group.gather_rows(own, ids, self._bounds)
+
+    def _whole(self, own: torch.Tensor, division: Division) -> torch.Tensor:
+        return self._group.gather(own, division) if self._gathers else own
+
+    def _own_part(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Of a bias, which is always the same one and does not change."""
+        if bias is None:
+            return None
+        if self._bias is None or self._bias[0] is not bias:
+            self._bias = bias, torch.cat([bias[own.start : own.stop] for own in self._ranges])
+        return self._bias[1]
