@@ -34,6 +34,7 @@ MACOS = "darwin"
 ARM_FEATURES = {"asimd": "neon", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM"}
 """Those that kernels use: Linux's names and macOS' (behind `hw.optional.`)."""
 
+NODES = Path("/sys/devices/system/node")
 _MOST_VALUE_BYTES = 256
 _HOST_VM_INFO64, _HOST_VM_INFO64_WORDS = 4, 38
 _MOST_ADDRESSES = 1 << 47
@@ -101,7 +102,7 @@ def shared_memory(num_bytes: int) -> int:
 def memory_nodes() -> list[set[int]]:
     """The processors beside each of a machine's memories (NUMA); empty where nobody says."""
     found = []
-    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+    for path in sorted(NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
         with contextlib.suppress(OSError, ValueError):
             found.append({i for part in path.read_text().strip().split(",") if part for i in _span(part)})
     return [node for node in found if node]

@@ -55,6 +55,11 @@ class Division:
             return [each * (count // self.units) for each in bounds(self.units, self.size)]
         return bounds(count, self.size, STEP if count >= 2 * STEP * self.size else 1)
 
+    @property
+    def inner_cuts(self) -> list[int]:
+        """Where shares begin within their sections, but the first."""
+        return [cut for count in self.sections for cut in self._cuts(count)[1:-1]]
+
     def own_rows(self, rank: int) -> int:
         """How many it has in all."""
         return sum(map(len, self.ranges(rank)))

@@ -4,9 +4,10 @@ weights. It draws nothing, and knows nothing of requests.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,9 +25,14 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 logger = logging.getLogger(__name__)
 
 
-def follow(fd: int, handle: int) -> None:
-    """Until the other end of the connection is closed; then the process ends at once, as nobody waits for it."""
-    line: Line[ToRank] = Line(fd, ToRank, lambda: os._exit(0))
+def end_process() -> None:
+    """At once, in the midst of a step too: nobody waits for it."""
+    os._exit(0)
+
+
+def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> None:
+    """Until the other end of the connection is closed, when at_end is called. fd: this end; handle: of the shared memory."""
+    line: Line[ToRank] = Line(fd, ToRank, at_end)
     begin = line.receive()
     assert isinstance(begin, Begin)
     group = Group(begin.rank, begin.config.tensor_parallel_size, handle)
@@ -34,8 +40,9 @@ def follow(fd: int, handle: int) -> None:
         with open_checkpoint(begin.model) as checkpoint:
             model = LoadedModel(checkpoint, begin.config, CpuPlatform(begin.config, None), NullProgress(), group)
     except NanovllmError as error:
-        line.send(Failed(type(error).__name__, error.message, error.hint))
-        line.receive()
+        with contextlib.suppress(OSError, EOFError):  # the first process may have found the same
+            line.send(Failed(type(error).__name__, error.message, error.hint))
+            line.receive()
         return
     sizes = model.weight_bytes, model.read_bytes, model.expert_bytes, model.block_bytes, model.state_bytes
     line.send(Loaded(*sizes))

@@ -93,7 +93,8 @@ class LoadedModel:
         takes."""
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
         embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
-        return self.weight_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
+        every = sum(storage.num_bytes for storage in self._storages)
+        return every - sum(embedding.weight.num_bytes for embedding in embeddings)
 
     @property
     def expert_bytes(self) -> int:
@@ -117,13 +118,14 @@ class LoadedModel:
     def _make_storage(self, parts: dict[str, int], width: int, share: Share | None) -> WeightStorage:
         """Parts in the same format are one storage."""
         runs: list[tuple[Format | None, int]] = []
+        if share is not None and not _keeps_blocks(share, {self._formats.of(name) for name in parts}):
+            share = None
         ranges = [] if share is None or self._group is None else share.division.ranges(self._group.rank)
         own = parts if share is None else own_parts(parts, share.division.sections, list(map(len, ranges)))
         for name, num_rows in own.items():
             form = self._formats.of(name)
             if form is not None:
                 form.check_width(width)
-                _check_blocks(form, ranges)
             self.formats[form] += parts[name] * width
             if runs and runs[-1][0] == form and not _stays_apart(form):
                 runs[-1] = (form, runs[-1][1] + num_rows)
@@ -179,13 +181,18 @@ class LoadedModel:
         return up
 
 
-def _check_blocks(form: Format, ranges: list[range]) -> None:
-    """Whether rows that are quantized by themselves, as a process has them, come out as among all others."""
-    if isinstance(form, Fp8) and form.block and any(own.start % form.block for own in ranges):
-        raise UnsupportedError(
-            f"{form.name}: shares of the heads don't begin at multiples of {form.block} rows",
-            "take --quant fp8, or another number of processes",
-        )
+def _keeps_blocks(share: Share, forms: set[Format | None]) -> bool:
+    """Whether rows that a process quantizes by themselves come out as among all others. Where they don't it can have all of them,
+    unless these are heads."""
+    for form in forms:
+        if isinstance(form, Fp8) and form.block and any(cut % form.block for cut in share.division.inner_cuts):
+            if share.gathers:
+                return False
+            raise UnsupportedError(
+                f"{form.name}: shares of the heads don't begin at multiples of {form.block} rows",
+                "take --quant fp8, or another number of processes",
+            )
+    return True
 
 
 def _stays_apart(form: Format | None) -> bool:

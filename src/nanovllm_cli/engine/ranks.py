@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
 from dataclasses import replace
 
 import torch
@@ -50,15 +50,15 @@ class Ranks:
         size = config.tensor_parallel_size
         threads = min(config.threads or default_threads(), num_processors())
         self.config = replace(config, threads=max(1, threads // size))
-        self._closing = False
         handle = system.shared_memory(memory_bytes(size))
         try:
             self.group = Group(0, size, handle)
             shares = shares_of_processors(size)
             self._before = None if shares is None else os.sched_getaffinity(0)
-            self._others = [_Other(rank, handle, shares[rank] if shares else None, self._lost) for rank in range(1, size)]
+            self._others = [_Other(rank, handle, shares[rank] if shares else None, self.group) for rank in range(1, size)]
         finally:
             os.close(handle)
+        self._end = weakref.finalize(self, _end, self._others, self._before)
         if shares is not None:
             os.sched_setaffinity(0, shares[0])  # threads that begin from now on inherit it
         others = replace(
@@ -119,32 +119,26 @@ class Ranks:
             other.send(Put(which, part.contiguous().numpy().tobytes(), of_states))
 
     def close(self) -> None:
-        """Ends the others."""
-        self._closing = True
-        for other in self._others:
-            other.close()
-        if self._before is not None:
-            os.sched_setaffinity(0, self._before)
-
-    def _lost(self, rank: int) -> None:
-        if not self._closing:
-            logger.warning("process %d of those that compute the model has ended", rank)
-        self.group.break_off()
+        """Ends the others. So does to forget this object."""
+        self._end()
 
 
 class _Other:
-    """One of them. processors: those that it keeps to, if it does; lost: called on another thread when it ends."""
+    """One of them. processors: those that it keeps to, if it does. When it ends nobody of the group waits any more."""
 
-    def __init__(self, rank: int, handle: int, processors: set[int] | None, lost: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, handle: int, processors: set[int] | None, group: Group) -> None:
+        self._rank = rank
+        self._group = group
+        self._is_closing = False
         ours, theirs = socket.socketpair()
         with theirs:
-            words = [str(theirs.fileno()), str(handle), ",".join(map(str, sorted(processors or ())))]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "nanovllm_cli.engine.rank_process", *words],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(), handle),
-                env=child_environment(),
-            )  # fmt: skip
-        self._line: Line[FromRank] = Line(ours.detach(), FromRank, lambda: lost(rank))
+            self._process = start_process(theirs.fileno(), handle, processors or set())
+        self._line: Line[FromRank] = Line(ours.detach(), FromRank, self._tell_end)
+
+    def _tell_end(self) -> None:
+        if not self._is_closing:
+            logger.warning("process %d of those that compute the model has ended", self._rank)
+        self._group.break_off()
 
     def send(self, message: Begin | Make | Run | Take | Put) -> None:
         try:
@@ -159,9 +153,27 @@ class _Other:
             raise LostProcessError("one of the processes that compute the model has ended", "its own words are above") from end
 
     def close(self) -> None:
+        self._is_closing = True
         self._line.close()
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _end(others: list[_Other], before: set[int] | None) -> None:
+    """before: the processors that this process used, if it has been kept to some."""
+    for other in others:
+        other.close()
+    if before is not None:
+        os.sched_setaffinity(0, before)
+
+
+def start_process(line: int, handle: int, processors: set[int]) -> subprocess.Popen[bytes]:
+    """See rank_process."""
+    words = str(line), str(handle), ",".join(map(str, sorted(processors)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "nanovllm_cli.engine.rank_process", *words],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(line, handle), env=child_environment(),
+    )  # fmt: skip

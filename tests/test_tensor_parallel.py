@@ -1,0 +1,367 @@
+"""A model that several processes compute gives what one process gives, to the bit, whatever it is made of."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+
+from engines import SMALL, engine_for, random_model, run, save, worker_for
+from nanovllm_cli import LLM, EngineConfig, SamplingParams, processors, system
+from nanovllm_cli.distributed.division import LEAST_ROWS, STEP, Division, bounds, own_parts
+from nanovllm_cli.engine import ranks, worker
+from nanovllm_cli.engine.plan import NewSequence, Plan, Scheduled
+from nanovllm_cli.engine.rank_messages import Begin, Line, Run, ToRank
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import CheckpointError, LostProcessError, UnsupportedError, UsageError
+from rank_server import RankServer
+from test_cli_driver import CACHE, environment
+from test_llm import VOCAB, write_byte_tokenizer
+from test_models import CASES, DELTA, DELTA_LAYERS
+
+SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "num_hidden_layers": 2}
+FAMILIES = [
+    "llama, bias, tied, group 1", "llama, head dim 80, group 8", "gemma2, caps, window in every other layer", "command r",
+    "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "olmo2, group 1", "phi3, longrope of a part",
+    "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared", "gemma4, numbers a layer",
+    "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
+]  # fmt: skip
+"""Of those of test_models.py, all of which were seen to, what has parts of its own."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def quick(server: RankServer, monkeypatch: pytest.MonkeyPatch) -> RankServer:
+    """The other process is one that is there already."""
+    monkeypatch.setattr(ranks, "start_process", server.start)
+    return server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(random_model(Qwen3Config(**SHAPE | {"vocab_size": VOCAB})), tmp_path_factory.mktemp("model"))
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PLAIN = {"ignore_eos": True, "temperature": 0.0}
+REQUESTS = [
+    (prompt(61), SamplingParams(max_tokens=12, logprobs=3, **PLAIN)),
+    (prompt(7, 1), SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True, logprobs=1, n=2)),
+    (prompt(33, 2), SamplingParams(max_tokens=2, prompt_logprobs=2, **PLAIN)),
+]
+
+
+def answers(worker: Worker, **settings: Any) -> list[Any]:
+    """To the last bit; read in pieces, and drawn together and alone."""
+    outputs = run(engine_for(worker, max_num_batched_tokens=48, **settings), REQUESTS)
+    return [([(each.token_ids, each.logprobs) for each in output.outputs], output.prompt_logprobs) for output in outputs]
+
+
+def gives_the_same(folder: Path, size: int = 2, **settings: Any) -> None:
+    speculation = {name: settings[name] for name in ("draft_model", "num_speculative_tokens") if name in settings}
+    alone, together = worker_for(folder, **settings), worker_for(folder, tensor_parallel_size=size, **settings)
+    try:
+        assert answers(together, **speculation) == answers(alone, **speculation)
+        assert together.weight_bytes >= alone.weight_bytes > 1.3 * (together.weight_bytes - together._others.weight_bytes)
+    finally:
+        together.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family(name: str, tmp_path: Path, quick: RankServer) -> None:
+    before = quick.num_started
+    gives_the_same(save(random_model(CASES[name]), tmp_path))
+    assert quick.num_started == before + 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4:group=32", "dtype": "bfloat16"}, {"quant": "fp8"},
+        {"quant": "nf4:group=32", "dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"quant": "q8_0", "dtype": "bfloat16"},
+        {"num_speculative_tokens": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_setting(settings: dict[str, Any], folder: Path, quick: RankServer) -> None:
+    gives_the_same(folder, **settings)
+
+
+def test_a_draft_model_is_the_first_process_alone(folder: Path, quick: RankServer) -> None:
+    gives_the_same(folder, draft_model=str(folder))
+
+
+def test_blocks_of_fp8_where_shares_begin_with_one(folder: Path, tmp_path: Path, quick: RankServer) -> None:
+    wide = SHAPE | {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 2, "intermediate_size": 512}
+    gives_the_same(save(random_model(Qwen3Config(**wide)), tmp_path), quant="fp8:block=128")
+    with pytest.raises(UnsupportedError, match="shares of the heads don't begin at multiples of 128 rows"):
+        worker_for(folder, quant="fp8:block=128", tensor_parallel_size=2)
+
+
+def test_guesses_of_a_model_with_states(tmp_path: Path, quick: RankServer) -> None:
+    config = Qwen3_5TextConfig(**SHAPE | {"num_hidden_layers": 4}, **DELTA, layer_types=DELTA_LAYERS)
+    gives_the_same(save(random_model(config), tmp_path), num_speculative_tokens=3)
+
+
+def test_three_processes_and_experts_whose_places_are_many(tmp_path: Path, server: RankServer) -> None:
+    """Steps of a few tokens are recorded, the others not."""
+    experts = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 144, "num_key_value_heads": 3}
+    folder = save(random_model(Qwen3MoeConfig(**SHAPE | experts)), tmp_path)
+    gives_the_same(folder, size=3, dtype="bfloat16", quant="int8")
+
+
+def test_prompts_too_long_for_the_memory_that_is_shared(tmp_path: Path, quick: RankServer) -> None:
+    """What a product gives is gathered in pieces, by all threads."""
+    wide = SHAPE | {"intermediate_size": 24000, "num_hidden_layers": 1, "max_position_embeddings": 700}
+    folder = save(random_model(LlamaConfig(**wide)), tmp_path)
+    found = []
+    for size in (1, 2):
+        one = worker_for(folder, tensor_parallel_size=size, quant="int8")
+        asked = (prompt(600), SamplingParams(max_tokens=2, logprobs=1, **PLAIN))
+        found.append(run(engine_for(one, max_num_batched_tokens=600), [asked])[0].outputs[0].logprobs)
+        one.close()
+    assert found[0] == found[1]
+
+
+# ---- what is kept ----
+
+
+def load(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, config=EngineConfig(**{"threads": 2, "num_blocks": 300, "device": "cpu"} | settings))
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_cache_that_was_saved(
+    has_states: bool, folder: Path, tmp_path: Path, quick: RankServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    if has_states:
+        changes = {"num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 600}
+        config = Qwen3_5TextConfig(**SHAPE | changes, **DELTA, layer_types=DELTA_LAYERS)
+        folder = save(random_model(config), tmp_path / "model")
+        write_byte_tokenizer(folder)
+    ids, params = prompt(520 if has_states else 80), SamplingParams(max_tokens=6, logprobs=2, **PLAIN)
+    answered = []
+    for size in (2, 2, 1):
+        with load(folder, tensor_parallel_size=size) as llm:
+            path = tmp_path / "saved.kv"
+            found = llm.load_kv(path) if path.exists() else 0
+            (output,) = llm.generate(ids, params)
+            answered.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+            assert (found > 0) == (len(answered) == 2) == (output.metrics.num_cached_tokens > 0)
+            llm.save_kv(ids, path)
+    assert answered[0] == answered[1] == answered[2]
+
+
+def test_facts_are_those_of_the_whole(folder: Path, quick: RankServer) -> None:
+    with load(folder) as alone, load(folder, tensor_parallel_size=2) as together:
+        for name in ("kv_bytes", "num_parameters", "formats", "threads", "context_len"):
+            assert getattr(together, name) == getattr(alone, name), name
+        for name in ("weight_bytes", "read_bytes"):  # shares are packed in tiles of their own
+            assert getattr(alone, name) <= getattr(together, name) <= 1.1 * getattr(alone, name), name
+        assert together.embed("some words") == alone.embed("some words")
+
+
+# ---- how it ends ----
+
+
+def children() -> list[int]:
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return [int(word) for task in tasks for word in task.read_text().split()]
+
+
+def rank_processes(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_processes_end_with_the_model_and_when_it_is_forgotten(folder: Path) -> None:
+    for forget in (LLM.close, lambda llm: None):
+        llm = load(folder, tensor_parallel_size=2)
+        (pid,) = rank_processes(children())
+        llm.generate(prompt(5), SamplingParams(max_tokens=2))
+        forget(llm)  # type: ignore[operator]
+        del llm
+        gc.collect()
+        assert pid not in rank_processes(children())
+
+
+def test_a_process_that_is_killed_ends_a_step_that_waits_for_it(folder: Path) -> None:
+    with load(folder, tensor_parallel_size=2) as llm:
+        (pid,) = rank_processes(children())
+        os.kill(pid, signal.SIGSTOP)
+        stream = llm.stream(prompt(5), SamplingParams(max_tokens=40, **PLAIN))
+        killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({pid}, 9)"])
+        begin = time.monotonic()
+        with pytest.raises(LostProcessError, match="one of the processes that compute the model has ended"):
+            list(stream)
+        assert time.monotonic() - begin > 0.3, "the step waited"
+        with pytest.raises(LostProcessError):
+            llm.generate(prompt(5), SamplingParams(max_tokens=2))
+        killer.wait()
+
+
+def test_a_process_that_cannot_load_says_why(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "Begin", lambda path, config, rank: Begin(str(tmp_path / "gone"), config, rank))
+    with pytest.raises((CheckpointError, UsageError, Exception), match="gone"):
+        load(folder, tensor_parallel_size=2)
+    assert not rank_processes(children())
+
+
+def test_a_checkpoint_that_is_broken_is_refused_as_ever(tmp_path: Path, quick: RankServer) -> None:
+    save(random_model(LlamaConfig(**SHAPE)), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(CheckpointError):
+        worker_for(tmp_path, tensor_parallel_size=2)
+
+
+def test_ctrl_c_waits_for_the_step_and_the_next_answer_is_right(folder: Path, quick: RankServer) -> None:
+    with load(folder, tensor_parallel_size=2) as llm:
+        params = SamplingParams(max_tokens=400, **PLAIN)
+        expected = llm.generate(prompt(20), params)[0].outputs[0].token_ids
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        killer = subprocess.Popen(
+            [sys.executable, "-c", f"import os, signal, time; time.sleep(0.2); os.kill({os.getpid()}, signal.SIGINT)"]
+        )
+
+        def generate_on_and_on() -> None:
+            while True:
+                llm.generate(prompt(20), params)
+
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate_on_and_on()
+        finally:
+            killer.wait()
+            signal.signal(signal.SIGINT, before)
+        assert llm.generate(prompt(20), params)[0].outputs[0].token_ids == expected
+
+
+# ---- who may ----
+
+
+def test_a_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="by several processes on CPUs only"):
+        worker_for(folder, tensor_parallel_size=2, device="cuda:0")
+    monkeypatch.setattr(worker, "why_unavailable", lambda index: None)
+    with pytest.raises(UnsupportedError, match="by several processes on CPUs only"):
+        worker_for(folder, tensor_parallel_size=2, device="auto")
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_number_that_is_none(size: int) -> None:
+    with pytest.raises(UsageError, match="tensor_parallel_size must be at least 1"):
+        EngineConfig(tensor_parallel_size=size)
+
+
+def test_a_system_without_such_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UnsupportedError, match="need Linux"):
+        worker_for(folder, tensor_parallel_size=2)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    words = ["run", "tiny", "Once upon a time", "-n", "20", "--temp", "0", "-q"]
+    texts = [
+        subprocess.run(
+            [sys.executable, "-m", "nanovllm_cli", *words, *more], capture_output=True, text=True, check=True,
+            env=environment(tmp_path, XDG_CACHE_HOME=CACHE),
+        ).stdout
+        for more in ((), ("-tp", "2", "-t", "2"))
+    ]  # fmt: skip
+    assert texts[0] == texts[1] != ""
+
+
+# ---- the parts ----
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [16, 100, 1000, 4099, 151936])
+def test_shares_are_even_and_leave_nothing_out(count: int, size: int) -> None:
+    cuts = bounds(count, size)
+    shares = [end - first for first, end in itertools.pairwise(cuts)]
+    assert sum(shares) == count
+    assert max(shares) - min(shares) <= 1
+    division = Division((count, 3 * count), size)
+    ranges = [division.ranges(rank) for rank in range(size)]
+    for section, (first, rows) in enumerate(((0, count), (count, 3 * count))):
+        joined = [row for own in ranges for row in own[section]]
+        assert joined == list(range(first, first + rows))
+        inner = [own[section].start - first for own in ranges[1:]]
+        assert all(cut % STEP == 0 for cut in inner) or rows < 2 * STEP * size
+        assert max(len(own[section]) for own in ranges) <= rows / size + STEP
+    assert division.is_worth_it() == (count // size >= LEAST_ROWS)
+
+
+def test_a_whole_is_put_together_of_pieces() -> None:
+    division = Division((300, 20, 20), 2, units=5)
+    whole = torch.arange(340)
+    found = torch.zeros(340, dtype=torch.long)
+    for rank in range(2):
+        own = torch.cat([whole[rows.start : rows.stop] for rows in division.ranges(rank)])
+        assert len(own) == division.own_rows(rank) <= division.most_rows
+        for piece in division.pieces:
+            if piece.rank == rank:
+                found[piece.whole : piece.whole + piece.num] = own[piece.own : piece.own + piece.num]
+    assert torch.equal(found, whole)
+    assert own_parts({"q": 300, "kv": 40}, division.sections, [180, 12, 12]) == {"q": 180, "kv": 24}
+
+
+def test_processors_beside_each_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)) - {5})
+    monkeypatch.setattr(system, "memory_nodes", lambda: [{0, 1, 2, 3, 8, 9}, {4, 5, 6, 7}, set(range(100, 104))])
+    assert processors.shares_of_processors(3) == [{0, 1, 2}, {3, 8, 9}, {4, 6, 7}]
+    assert processors.shares_of_processors(10) is None
+    monkeypatch.setattr(system, "memory_nodes", lambda: [set(range(16))])
+    assert processors.shares_of_processors(2) is None
+
+
+def test_memories_as_linux_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, text in ((0, "0-3,8-9\n"), (1, "4-7\n"), (2, "\n"), (10, "10\n")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(text)
+    monkeypatch.setattr(system, "NODES", tmp_path)
+    assert system.memory_nodes() == [{0, 1, 2, 3, 8, 9}, {4, 5, 6, 7}, {10}]
+
+
+def test_a_plan_crosses_as_it_is() -> None:
+    ends: list[None] = []
+    ours, theirs = socket.socketpair()
+    one: Line[ToRank] = Line(ours.detach(), ToRank, lambda: ends.append(None))
+    other: Line[ToRank] = Line(theirs.detach(), ToRank, lambda: ends.append(None))
+    share = Scheduled(7, [1, 2, -2], 4, [3, 9], (7, 8), 2, (5, 6), 4, "mean", 1, True, True, 2)
+    new = NewSequence(7, [1, 2], SamplingParams(temperature=0.5, stop=("a",)), 11, (1,))
+    plan = Plan([share], [new], [3], [(1, 2)], [(0, 1)])
+    one.send(Run(plan))
+    found = other.receive()
+    assert isinstance(found, Run)
+    assert found.plan == plan
+    one.close()
+    with pytest.raises(EOFError):
+        other.receive()
+    with pytest.raises(EOFError):
+        other.receive()
+    while len(ends) < 2:
+        time.sleep(0.01)
