@@ -106,6 +106,7 @@ class LLM:
             raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
         config = find_parts(config, offline=offline, progress=progress)
         self.lora: tuple[Lora, ...] = config.lora
+        self.tensor_parallel_size: int = config.tensor_parallel_size
         self.draft_model: str | None = config.draft_model
         self.resolved = model
         self.name: str = self.resolved.name

@@ -34,7 +34,8 @@ class Record:
 
     llama-bench's fields: backends "CPU" or "CUDA"; model_size in bytes as loaded; n_batch, n_ubatch: most tokens in one step, of
     which the smaller counts; n_gpu_layers: 0 on a CPU, all on a GPU; test_time: RFC 3339, UTC.
-    Ours: n_parallel: how many sequences ran at once. dtype: computed in. quant: --quant, or "". formats: how matrices are kept.
+    Ours: n_parallel: how many sequences ran at once. tensor_parallel_size: processes that computed the model. dtype: computed in.
+    quant: --quant, or "". formats: how matrices are kept.
     deterministic, activations: as EngineConfig has them.
     bytes_per_token, flops_per_token: the least that a token of this test costs (see `work.py`), 0 where unknown.
     roofline_gb_s, roofline_gflops: the machine's, 0 where it was not measured. peak_memory: of the process (CPU) or the
@@ -56,6 +57,7 @@ class Record:
     n_batch: int = 0
     n_ubatch: int = 0
     n_threads: int = 0
+    tensor_parallel_size: int = 1
     type_k: str = ""
     type_v: str = ""
     n_gpu_layers: int = 0
@@ -154,8 +156,8 @@ LLAMA_BENCH_FIELDS = (
     "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
 OWN_FIELDS = (
-    "test", "n_parallel", "dtype", "quant", "formats", "deterministic", "activations", "bytes_per_token", "flops_per_token",
-    "gb_s", "gflops", "roofline_gb_s", "roofline_gflops", "limit", "limit_share", "peak_memory",
+    "test", "n_parallel", "tensor_parallel_size", "dtype", "quant", "formats", "deterministic", "activations", "bytes_per_token",
+    "flops_per_token", "gb_s", "gflops", "roofline_gb_s", "roofline_gflops", "limit", "limit_share", "peak_memory",
 )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from nanovllm_cli.bench.record import Record, Result
 
 # A record's settings, and what is said in front of a value; the first that tell records apart are used.
 _RECORD = {
-    "model_type": "", "backends": "", "n_threads": "threads ", "n_batch": "batch ", "n_ubatch": "ubatch ", "type_k": "K ",
-    "type_v": "V ", "quant": "", "formats": "", "dtype": "", "deterministic": "deterministic ", "activations": "activations ",
+    "model_type": "", "backends": "", "n_threads": "threads ", "tensor_parallel_size": "tp ", "n_batch": "batch ",
+    "n_ubatch": "ubatch ", "type_k": "K ", "type_v": "V ", "quant": "", "formats": "", "dtype": "",
+    "deterministic": "deterministic ", "activations": "activations ",
     "n_gpu_layers": "ngl ",
     "flash_attn": "fa ", "model_filename": "", "cpu_info": "", "gpu_info": "",
 }  # fmt: skip

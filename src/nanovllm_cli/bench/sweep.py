@@ -28,6 +28,7 @@ class Setup(NamedTuple):
     cache_type_k: str = "auto"
     cache_type_v: str = "auto"
     threads: int | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def step_size(self) -> int:
@@ -71,6 +72,7 @@ class Sweep:
     cache_types_k: tuple[str, ...] = ("auto",)
     cache_types_v: tuple[str, ...] = ("auto",)
     threads: tuple[int | None, ...] = (None,)
+    tensor_parallel_sizes: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for flag, values in (
@@ -78,6 +80,7 @@ class Sweep:
             ("-b", self.batch_sizes),
             ("-ub", self.ubatch_sizes),
             ("-t", self.threads),
+            ("-tp", self.tensor_parallel_sizes),
         ):
             if any(value is not None and value < 1 for value in values):
                 raise UsageError(f"{flag} takes numbers from 1 on")
@@ -107,6 +110,7 @@ class Sweep:
                 self.cache_types_k,
                 self.cache_types_v,
                 self.threads,
+                self.tensor_parallel_sizes,
             ),
         )
 

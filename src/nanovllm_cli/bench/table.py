@@ -178,6 +178,7 @@ def _record(
         n_batch=setup.batch_size,
         n_ubatch=setup.step_size,
         n_threads=llm.threads or 1,
+        tensor_parallel_size=setup.tensor_parallel_size,
         type_k=_type_name(llm.kv_dtypes[0]),
         type_v=_type_name(llm.kv_dtypes[1]),
         n_gpu_layers=0 if on_cpu else llm.spec.num_layers,

@@ -153,6 +153,7 @@ def _open(
         cache_type_k=cast(KVCacheDType, setup.cache_type_k),
         cache_type_v=cast(KVCacheDType, setup.cache_type_v),
         threads=setup.threads,
+        tensor_parallel_size=setup.tensor_parallel_size,
         deterministic=engine.deterministic,
         activations=model.activations,
     )

@@ -114,6 +114,9 @@ class BenchEngineOptions:
     threads: list[Any] | None = _several(
         "-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE
     )
+    tensor_parallel_size: list[Any] | None = _several(
+        "-tp", "--tensor-parallel-size", help="Processes that compute the model together, on a CPU. [1]", panel=ENGINE
+    )
     deterministic: Deterministic = False
 
 
@@ -154,6 +157,7 @@ def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, en
         "cache_types_k": _flat(engine.cache_type_k),
         "cache_types_v": _flat(engine.cache_type_v),
         "threads": _flat(engine.threads),
+        "tensor_parallel_sizes": _flat(engine.tensor_parallel_size),
     }
     return sweep.Sweep(tuple(models), **{name: values for name, values in given.items() if values})
 
@@ -162,6 +166,7 @@ def swept_fields(engine: BenchEngineOptions) -> list[str]:
     """Columns of the table that show what was asked for, by the record's names."""
     asked = {
         "n_threads": engine.threads,
+        "tensor_parallel_size": engine.tensor_parallel_size,
         "n_batch": engine.batch_size,
         "n_ubatch": engine.ubatch_size,
         "type_k": engine.cache_type_k,

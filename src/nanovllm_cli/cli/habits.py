@@ -64,7 +64,8 @@ _EXPLAINED = {
     ("--list-devices",): "nanovllm plan MODEL says what it would be computed on",
     ("--context-shift", "--keep"): "nothing is left out in silence; chat --context-overflow shift drops the oldest turns aloud",
     ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"): "nanovllm chat --save-kv keeps what was read",
-    ("--prio", "--prio-batch", "--poll", "--poll-batch", "--numa", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict"):
+    ("--numa",): "-tp N divides a model among processes, each beside a memory of its own",
+    ("--prio", "--prio-batch", "--poll", "--poll-batch", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict"):
         "which processors are used is said in front: taskset, numactl, nice; -t says how many",
     ("--imatrix",): "--algorithm gptq or awq looks at what the layers see; --calibration FILE is what they read",
     ("--repack", "--no-repack", "-nr", "--op-offload", "--no-op-offload", "-nopo", "--no-host", "--kv-unified", "-kvu",
@@ -100,8 +101,8 @@ _EXPLAINED = {
     ("--warmup", "--no-warmup"): "nothing is run beforehand: leave it out",
     ("-mmp", "--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
     ("--trust-remote-code",): "no code that comes with a model is ever run: leave it out",
-    ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split",
-     "-sm", "--split-mode"): "a model runs on one device",
+    ("-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split", "-sm", "--split-mode"):
+        "a model runs on one GPU, or on a CPU's processors; -tp N divides it among processes there",
     ("--lora-modules",): "here it is --lora NAME; the model with it is one model, under its own name",
     ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base", "--lora-init-without-apply"):
         "--lora NAME is all that an adapter needs: leave it out",

@@ -45,15 +45,17 @@ class Group:
     def is_broken(self) -> bool:
         return bool(self._word.value)
 
-    def gather(self, x: torch.Tensor, division: Division) -> torch.Tensor:
-        """[T, num_rows] of what each process has of its columns: x [T, own_rows]."""
+    def gather(self, x: torch.Tensor, division: Division, *, only_first: bool = False) -> torch.Tensor:
+        """[T, num_rows] of what each process has of its columns: x [T, own_rows]. only_first: the first process gets it, and the
+        others anything."""
         tokens, size = x.shape[0], x.itemsize
         out = new_tensor((tokens, division.num_rows), x.dtype)
         own = address_of(x, x.dtype, tokens, division.own_rows(self.rank))
         control, own_bytes, out_bytes = self._control.data_ptr(), x.shape[1] * size, division.num_rows * size
-        pieces, chunk = self._table(division, size), _rows_at_once(division.most_rows * size)
-        if tokens * out_bytes < THREADED_BYTES or cpu.recording() is not None:
-            ints = control, own, own_bytes, out.data_ptr(), out_bytes, tokens, pieces.data_ptr(), len(pieces), chunk
+        table, chunk = self._table(division, size), _rows_at_once(division.most_rows * size)
+        pieces = table.data_ptr(), 0 if only_first and self.rank else len(table)
+        if tokens * out_bytes < THREADED_BYTES:
+            ints = control, own, own_bytes, out.data_ptr(), out_bytes, tokens, *pieces, chunk
             launch(cpu_gather.gather, 0, "", ints)
             return out
         for first in range(0, tokens, chunk):
@@ -61,7 +63,7 @@ class Group:
             launch(cpu_gather.give, cpu.SERIAL_WORK, "", (control, own + first * own_bytes, own_bytes, rows))
             launch(cpu_gather.meet, 0, "", (control,))
             begin = out.data_ptr() + first * out_bytes
-            launch(cpu_gather.take, cpu.SERIAL_WORK, "", (control, begin, out_bytes, rows, pieces.data_ptr(), len(pieces)))
+            launch(cpu_gather.take, cpu.SERIAL_WORK, "", (control, begin, out_bytes, rows, *pieces))
         return out
 
     def own_rows(self, ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

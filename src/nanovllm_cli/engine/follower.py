@@ -57,7 +57,7 @@ def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> No
 class _Follower:
     def __init__(self, model: LoadedModel, begin: Begin, make: Make, line: Line[ToRank]) -> None:
         self._platform = model.platform
-        self._cache = KVCache(make.num_blocks, model.model.mixers, model.model.backend, make.num_states)
+        self._cache = KVCache(make.num_blocks, model.own_spec.mixers, model.model.backend, make.num_states)
         sampler = _NoSampler(model.spec.vocab_size)
         self._runner = model.platform.make_runner(model.model, self._cache, sampler, model.recordable)
         self._line = line

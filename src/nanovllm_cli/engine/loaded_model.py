@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.distributed.division import own_parts
 from nanovllm_cli.distributed.group import Group
+from nanovllm_cli.distributed.heads import own_mixer
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -37,6 +39,8 @@ from nanovllm_cli.weights.quantized import open_reader
 class LoadedModel:
     """Loads a checkpoint.
 
+    own_spec: spec with what this process computes of each layer's heads; its KV cache is for these. group: the processes that
+    compute the model together, if there are several.
     formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
     are multiplied as whole numbers, int8 by int8. lora: scales and files of its adapters. recordable: whether the weights'
     formats allow a step to be recorded. block_bytes: of one block of its KV cache over all layers; state_bytes: of one state.
@@ -72,14 +76,15 @@ class LoadedModel:
         self._storages: list[WeightStorage] = []
         self.formats: Counter[Format | None] = Counter()
         self.num_multiplied_whole = 0
-        backend = platform.backend(self.spec, self.dtype)
+        self.own_spec = self.spec if group is None else _own_spec(self.spec, group)
+        backend = platform.backend(self.own_spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend, group=group))
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
-        self.block_bytes = block_bytes(self.model.mixers, backend)
-        self.state_bytes = state_bytes(self.model.mixers, backend)
+        self.block_bytes = block_bytes(self.own_spec.mixers, backend)
+        self.state_bytes = state_bytes(self.own_spec.mixers, backend)
         self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
 
     @property
@@ -181,12 +186,17 @@ class LoadedModel:
         return up
 
 
+def _own_spec(spec: ModelSpec, group: Group) -> ModelSpec:
+    blocks = (replace(block, mixer=own_mixer(block.mixer, group.rank, group.size)) for block in spec.blocks)
+    return replace(spec, blocks=tuple(blocks))
+
+
 def _keeps_blocks(share: Share, forms: set[Format | None]) -> bool:
     """Whether rows that a process quantizes by themselves come out as among all others. Where they don't it can have all of them,
     unless these are heads."""
     for form in forms:
         if isinstance(form, Fp8) and form.block and any(cut % form.block for cut in share.division.inner_cuts):
-            if share.gathers:
+            if share.gathers != "none":
                 return False
             raise UnsupportedError(
                 f"{form.name}: shares of the heads don't begin at multiples of {form.block} rows",

@@ -105,7 +105,7 @@ class Worker(LoadedModel):
         self.num_blocks, self.max_model_len, self.num_states = size_cache(
             config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
         )
-        self._caches = [KVCache(self.num_blocks, each.model.mixers, each.model.backend, self.num_states) for each in models]
+        self._caches = [KVCache(self.num_blocks, each.own_spec.mixers, each.model.backend, self.num_states) for each in models]
         if ranks is not None:
             ranks.make_caches(self.num_blocks, self.num_states)
         self._compiler: Compiler | None = None
@@ -196,7 +196,7 @@ class Worker(LoadedModel):
             "lora": self.lora,
             "draft_model": self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
-            "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.model.mixers],
+            "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.own_spec.mixers],
             "processes": config.tensor_parallel_size,
             "block": [config.block_size, self.block_bytes],
         }

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from nanovllm_cli.attention.backend import HeadNorms, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
-from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
@@ -25,19 +21,11 @@ def gates_first(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return torch.cat([heads[:, 1].flatten(0, 1), heads[:, 0].flatten(0, 1)])
 
 
-def _has_heads_for(group: Group | None, spec: AttentionSpec) -> bool:
-    """Whether each process gets some of the key-value heads, and those that attend to them. Otherwise all have all of them: where
-    they are too few, and where a norm is of all heads together."""
-    return group is not None and spec.num_kv_heads >= group.size and spec.qk_norm_of != "all heads"
-
-
 class Attention(Mixer):
     """out(attend(qkv(x))). Where several processes compute the model, each has some of the heads, and their part of the cache."""
 
-    spec: AttentionSpec
-
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
-        self.spec = self._whole = spec
+        self.spec, self._whole = kit.own_mixer(spec), spec
         self.backend = kit.backend
         self.ops = kit.ops
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -46,14 +34,13 @@ class Attention(Mixer):
         parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * spec.gated}
         if spec.reads is None and not spec.fused_qkv:
             parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
-        cut, self._group = None, kit.group if _has_heads_for(kit.group, spec) else None
-        if self._group is not None:
-            heads = spec.num_kv_heads
-            cut = Cut((q,) * (1 + spec.gated) + (kv,) * (0 if spec.reads is not None else 2), heads, gathers=False)
-            self._found = Division((q,), self._group.size, heads)
-            (own,) = Division((heads,), self._group.size, heads).ranges(self._group.rank)
+        cut, self._gather = None, None
+        self._own_heads = slice(0, spec.num_heads)
+        if (own := kit.own_units(spec)) is not None:
+            sections = (q,) * (1 + spec.gated) + (kv,) * (0 if spec.reads is not None else 2)
+            cut = Cut(sections, spec.num_kv_heads, "none")
+            self._gather = kit.gathering(q, spec.num_kv_heads)
             self._own_heads = slice(own.start * spec.queries_a_key, own.stop * spec.queries_a_key)
-            self.spec = replace(spec, num_heads=len(own) * spec.queries_a_key, num_kv_heads=len(own))
         self._gate_rows = self.spec.num_heads * spec.head_dim * spec.gated
         self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias, cut)
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
@@ -77,10 +64,10 @@ class Attention(Mixer):
         for gains in self.whole_norms.values():
             self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
             first += len(gains)
-        sinks = self.sinks if self.sinks is None or self._group is None else self.sinks[self._own_heads]
+        sinks = None if self.sinks is None else self.sinks[self._own_heads]
         found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step)
         found = self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
-        return found if self._group is None else self._group.gather(found, self._found)
+        return found if self._gather is None else self._gather(found)
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()

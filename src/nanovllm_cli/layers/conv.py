@@ -18,8 +18,6 @@ class ShortConv(Mixer):
     """See `ConvSpec`. weight [width, channels]: channels lie side by side, as in what it is multiplied with; checkpoints have it
     the other way."""
 
-    spec: ConvSpec
-
     def __init__(self, spec: ConvSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.backend = kit.backend

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from nanovllm_cli.attention.backend import DeltaWeights, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.norm import RMSNorm
@@ -18,16 +20,21 @@ from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 class Delta(Mixer):
     """See `DeltaSpec`. What decides how much of a state is kept and changed (b, a) has plain weights: it is little, and all that
-    comes later depends on it."""
-
-    spec: DeltaSpec
+    comes later depends on it. Where several processes compute the model, each has some of the heads, and their states."""
 
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
-        self.spec = spec
+        self.spec, self._whole = kit.own_mixer(spec), spec
         self.backend = kit.backend
         assert not spec.mamba, "see Mamba"
-        self.projection = Linear(hidden_size, {"delta_qkv": spec.channels, "delta_z": spec.values}, kit)
-        self.gates = Linear(hidden_size, {"delta_b": spec.num_values, "delta_a": spec.num_values}, kit.undivided)
+        self._own, self._gather, cut, gates_cut = kit.own_units(spec), None, None, None
+        if self._own is not None:
+            keys = spec.num_keys * spec.key_dim
+            cut = Cut((keys, keys, spec.values, spec.values), spec.num_keys, "none")
+            gates_cut = Cut((spec.num_values,) * 2, spec.num_keys, "none")
+            self._gather = kit.gathering(spec.values, spec.num_keys)
+        self.projection = Linear(hidden_size, {"delta_qkv": spec.channels, "delta_z": spec.values}, kit, cut=cut)
+        gates = kit if gates_cut else kit.undivided
+        self.gates = Linear(hidden_size, {"delta_b": spec.num_values, "delta_a": spec.num_values}, gates, cut=gates_cut)
         decay, decay_bias = kit.zeros(2, spec.num_values, dtype=torch.float32)
         gains = kit.zeros(spec.value_dim, dtype=torch.float32)
         self.weights = DeltaWeights(kit.zeros(spec.width, spec.channels), decay, decay_bias, gains, norm.eps)
@@ -35,12 +42,27 @@ class Delta(Mixer):
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         gates = self.gates.weight.matmul(x, None, torch.float32)
-        return self.backend.recur(self.spec, self.projection(x), gates, self.weights, cache, inputs.step)
+        found = self.backend.recur(self.spec, self.projection(x), gates, self._own_weights, cache, inputs.step)
+        return found if self._gather is None else self._gather(found)
+
+    @cached_property
+    def _own_weights(self) -> DeltaWeights:
+        """Those of the heads that are computed here, once all are there."""
+        if self._own is None:
+            return self.weights
+        whole, own = self._whole, self._own
+        ratio, keys = whole.num_values // whole.num_keys, whole.num_keys * whole.key_dim
+        values = slice(own.start * ratio, own.stop * ratio)
+        a_key, a_value = whole.key_dim, ratio * whole.value_dim
+        sections = (0, a_key), (keys, a_key), (2 * keys, a_value)
+        taps = [self.weights.taps[:, first + own.start * size : first + own.stop * size] for first, size in sections]
+        decays = self.weights.decay[values], self.weights.decay_bias[values]
+        return self.weights._replace(taps=torch.cat(taps, dim=1), decay=decays[0], decay_bias=decays[1])
 
     def slots(self) -> Slots:
         own = {
             "taps": table_slot(self.weights.taps.T),
-            "decay": WeightSlot((self.spec.num_values,), self._load_decay),
+            "decay": WeightSlot((self._whole.num_values,), self._load_decay),
             "decay_bias": table_slot(self.weights.decay_bias),
             "norm.weight": table_slot(self.weights.norm),
         }
@@ -48,7 +70,7 @@ class Delta(Mixer):
         return linears | {f"delta.{name}": slot for name, slot in own.items()}
 
     def _load_decay(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
-        load_decay(self.spec, self.weights.decay, rows, first)
+        load_decay(self._whole, self.weights.decay, rows, first)
 
 
 def mamba_rows(rows: torch.Tensor, spec: DeltaSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,8 +83,6 @@ def mamba_rows(rows: torch.Tensor, spec: DeltaSpec) -> tuple[torch.Tensor, torch
 class Mamba(Mixer):
     """`DeltaSpec` with mamba. What it projects is one tensor of the checkpoint: z, v, k, q and gates, as the delta rule calls
     them. Its gates are a weight of their own, whose results are fp32. The norm behind it is of all heads."""
-
-    spec: DeltaSpec
 
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec

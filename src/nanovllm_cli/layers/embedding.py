@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.slots import Slots, WeightSlot
 from nanovllm_cli.quant.storage import WeightStorage
 
@@ -28,7 +28,8 @@ class Head:
     """hidden rows -> logits [R, vocab] fp32. Tied: no slot of its own."""
 
     def __init__(self, vocab_size: int, width: int, kit: Kit, tied: bool) -> None:
-        self.weight = kit.weight({"embedding" if tied else "head": vocab_size}, width)
+        cut = Cut((vocab_size,), gathers="first")  # only that one draws
+        self.weight = kit.weight({"embedding" if tied else "head": vocab_size}, width, cut)
         self.tied = tied
 
     def __call__(self, x: Hidden) -> torch.Tensor:

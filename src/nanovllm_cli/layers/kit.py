@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from nanovllm_cli.attention.backend import AttentionBackend
 from nanovllm_cli.distributed.division import Division
 from nanovllm_cli.distributed.group import Group
+from nanovllm_cli.distributed.heads import Mixer, own_mixer, own_units
 from nanovllm_cli.kernels.ops import Ops
+from nanovllm_cli.model_spec import MixerSpec
 from nanovllm_cli.quant.storage import WeightStorage
+
+Gathers = Literal["all", "first", "none"]
 
 
 class Cut(NamedTuple):
     """How a weight is divided among processes. sections: its rows, each of which is divided alike; units: what a section is made
-    of and no process has a part of, None for rows. gathers: products are whole; else a process gets its own columns."""
+    of and no process has a part of, None for rows. gathers: who gets whole products; "none": each process its own columns."""
 
     sections: tuple[int, ...]
     units: int | None = None
-    gathers: bool = True
+    gathers: Gathers = "all"
 
 
 class Share(NamedTuple):
     """A process's part of a weight; gathers: see `Cut`."""
 
     division: Division
-    gathers: bool
+    gathers: Gathers
 
 
 MakeStorage = Callable[[dict[str, int], int, Share | None], WeightStorage]
@@ -58,8 +62,22 @@ class Kit(NamedTuple):
             return self.make(named, width, None)
         cut = cut or Cut(tuple(parts.values()))
         division = Division(cut.sections, self.group.size, cut.units)
-        is_divided = not cut.gathers or division.is_worth_it()
+        is_divided = cut.gathers == "none" or division.is_worth_it()
         return self.make(named, width, Share(division, cut.gathers) if is_divided else None)
+
+    def own_units(self, mixer: MixerSpec) -> range | None:
+        """See `heads.own_units`."""
+        return None if self.group is None else own_units(mixer, self.group.rank, self.group.size)
+
+    def own_mixer(self, mixer: Mixer) -> Mixer:
+        """See `heads.own_mixer`."""
+        return mixer if self.group is None else own_mixer(mixer, self.group.rank, self.group.size)
+
+    def gathering(self, columns: int, units: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Makes rows of so many columns whole, of which each process has its units'."""
+        assert self.group is not None
+        group, division = self.group, Division((columns,), self.group.size, units)
+        return lambda own: group.gather(own, division)
 
     @property
     def undivided(self) -> Kit:

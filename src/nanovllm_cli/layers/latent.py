@@ -9,7 +9,7 @@ import torch
 from nanovllm_cli.attention.backend import LatentWeights, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.norm import RMSNorm
@@ -20,29 +20,33 @@ from nanovllm_cli.quant.rows import QuantizedRows
 
 class LatentAttention(Mixer):
     """See `LatentSpec`. The checkpoint's kv_b has each head's key_dim rows of keys and then its value_dim rows of values. They
-    are kept in the compute type whatever they come in: keys are turned over, along which no format has its scales."""
-
-    spec: AttentionSpec
+    are kept in the compute type whatever they come in: keys are turned over, along which no format has its scales. Where several
+    processes compute the model each has some of the heads, and all have what is kept of a token."""
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         assert spec.latent is not None
         more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap
         assert not any(more), "no model has these there"
         latent = self.latent = spec.latent
-        self.spec = spec
+        self.spec, self._whole = kit.own_mixer(spec), spec
         self.backend = kit.backend
+        self._own, cut, self._gather = range(spec.num_heads), None, None
         queries = spec.num_heads * latent.query_dim
+        if (own := kit.own_units(spec)) is not None:
+            self._own = own
+            cut = Cut((queries,), spec.num_heads, "none")
+            self._gather = kit.gathering(spec.num_heads * latent.value_dim, spec.num_heads)
         if latent.query_rank is None:
-            self.q = Linear(hidden_size, {"q": queries}, kit)
+            self.q = Linear(hidden_size, {"q": queries}, kit, cut=cut)
             self.q_norm, self.q_b = None, None
         else:
             self.q = Linear(hidden_size, {"q_a": latent.query_rank}, kit)
             self.q_norm = RMSNorm(norm, latent.query_rank, kit)
-            self.q_b = Linear(latent.query_rank, {"q_b": queries}, kit)
+            self.q_b = Linear(latent.query_rank, {"q_b": queries}, kit, cut=cut)
         self.kept = Linear(hidden_size, {"kv_a": latent.rank + latent.rotary_dim}, kit)
         self.norm = RMSNorm(norm, latent.rank, kit)
-        keys = kit.ops.head_matrices(spec.num_heads, latent.rank, latent.key_dim, kit.dtype)
-        values = kit.ops.head_matrices(spec.num_heads, latent.value_dim, latent.rank, kit.dtype)
+        keys = kit.ops.head_matrices(len(self._own), latent.rank, latent.key_dim, kit.dtype)
+        values = kit.ops.head_matrices(len(self._own), latent.value_dim, latent.rank, kit.dtype)
         self.weights = LatentWeights(self.norm.weight, norm.eps, norm.offset, keys, values)
         self.out = Linear(spec.num_heads * latent.value_dim, {"o": hidden_size}, kit)
         self._parts: dict[tuple[str, int], list[torch.Tensor]] = {}
@@ -52,10 +56,11 @@ class LatentAttention(Mixer):
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_norm(None, q))
         angles = inputs.angles[self.spec.rope]
-        return self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step)
+        found = self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step)
+        return found if self._gather is None else self._gather(found)
 
     def slots(self) -> Slots:
-        latent, heads = self.latent, range(self.spec.num_heads)
+        latent, heads = self.latent, range(self._whole.num_heads)
         slots = self.q.slots() | self.kept.slots() | self.out.slots()
         slots |= {"kv_a_norm.weight": self.norm.slots()["weight"]}
         if self.q_norm is not None and self.q_b is not None:
@@ -95,7 +100,9 @@ class LatentAttention(Mixer):
         if sum(map(len, parts)) < num_rows:
             return
         matrix = torch.cat(self._parts.pop((name, head)))
+        if head not in self._own:
+            return
         if name.startswith("k"):
-            self.weights.keys.load(head, matrix.T if name == "k" else matrix)
+            self.weights.keys.load(head - self._own.start, matrix.T if name == "k" else matrix)
         else:
-            self.weights.values.load(head, matrix)
+            self.weights.values.load(head - self._own.start, matrix)

@@ -11,14 +11,12 @@ from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import MixerSpec
 
 
 class Mixer(ABC):
-    """out(mix(x)). out: the last projection of the layer. spec: what this process has of it, which its cache is for."""
+    """out(mix(x)). out: the last projection of the layer."""
 
     out: Linear
-    spec: MixerSpec
 
     @abstractmethod
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:

@@ -155,11 +155,6 @@ class Decoder:
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
 
     @property
-    def mixers(self) -> list[MixerSpec]:
-        """Of each layer, what is computed in this process: see `Mixer`."""
-        return [block.mixer.spec for block in self.blocks]
-
-    @property
     def has_experts(self) -> bool:
         return any(isinstance(block.mlp, MoESpec) for block in self.spec.blocks)
 

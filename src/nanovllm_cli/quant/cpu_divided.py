@@ -13,10 +13,10 @@ from nanovllm_cli.quant.storage import WeightStorage
 
 
 class CpuDivided(CpuStorage):
-    """A WeightStorage on a CPU. own: this process's rows, as `division` has them. gathers: products are whole; else whoever asks
-    for them gets this process's columns."""
+    """A WeightStorage on a CPU. own: this process's rows, as `division` has them. gathers: whether products are whole, on all
+    processes or on the first; else whoever asks for them gets this process's columns."""
 
-    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, *, gathers: bool) -> None:
+    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, *, gathers: str) -> None:
         super().__init__(division.num_rows, own.width, dtype)
         self._own = own
         self._division = division
@@ -59,7 +59,7 @@ class CpuDivided(CpuStorage):
         return self._group.gather_rows(own, ids, self._bounds)
 
     def _whole(self, own: torch.Tensor, division: Division) -> torch.Tensor:
-        return self._group.gather(own, division) if self._gathers else own
+        return own if self._gathers == "none" else self._group.gather(own, division, only_first=self._gathers == "first")
 
     def _own_part(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Of a bias, which is always the same one and does not change."""

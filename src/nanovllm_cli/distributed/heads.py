@@ -1,0 +1,46 @@
+"""Which heads of a layer each of several processes computes. What has too few is computed by all of them, on products that are
+whole; so are norms of all heads together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from nanovllm_cli.distributed.division import Division
+from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec
+
+Mixer = TypeVar("Mixer", bound=MixerSpec)
+
+
+def num_units(mixer: MixerSpec) -> int:
+    """Of heads that stay together, as they share keys and values, or keys. 0 where a layer can't be divided."""
+    match mixer:
+        case AttentionSpec(latent=None):
+            return mixer.num_kv_heads if mixer.qk_norm_of != "all heads" else 0
+        case AttentionSpec():
+            return mixer.num_heads  # what is kept of a token is for all of them, and each process keeps it
+        case DeltaSpec(mamba=False):
+            return mixer.num_keys if not mixer.tiled or mixer.num_keys == mixer.num_values else 0
+    return 0
+
+
+def own_units(mixer: MixerSpec, rank: int, size: int) -> range | None:
+    """Those of a process; None where all compute the whole layer."""
+    units = num_units(mixer)
+    return Division((units,), size, units).ranges(rank)[0] if units >= size > 1 else None
+
+
+def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
+    """What a process computes of a layer."""
+    own = own_units(mixer, rank, size)
+    changes: dict[str, Any] = {}
+    if own is not None:
+        match mixer:
+            case AttentionSpec(latent=None):
+                changes = {"num_heads": len(own) * mixer.queries_a_key, "num_kv_heads": len(own)}
+            case AttentionSpec():
+                changes = {"num_heads": len(own)}
+            case DeltaSpec():
+                changes = {"num_keys": len(own), "num_values": len(own) * (mixer.num_values // mixer.num_keys)}
+    return replace(mixer, **changes)
