@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
+from live_server import live_server
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, processors, system
 from nanovllm_cli.distributed.division import LEAST_ROWS, STEP, Division, bounds, own_parts
 from nanovllm_cli.engine import ranks, worker
@@ -27,7 +28,6 @@ from nanovllm_cli.engine.rank_messages import Begin, Line, Run, ToRank
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, LostProcessError, UnsupportedError, UsageError
 from rank_server import RankServer
-from test_cli_driver import CACHE, environment
 from test_llm import VOCAB, write_byte_tokenizer
 from test_models import CASES, DELTA, DELTA_LAYERS
 
@@ -188,8 +188,8 @@ def test_facts_are_those_of_the_whole(folder: Path, quick: RankServer) -> None:
 # ---- how it ends ----
 
 
-def children() -> list[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(word) for task in tasks for word in task.read_text().split()]
 
 
@@ -200,17 +200,17 @@ def rank_processes(pids: list[int]) -> list[int]:
 def test_processes_end_with_the_model_and_when_it_is_forgotten(folder: Path) -> None:
     for forget in (LLM.close, lambda llm: None):
         llm = load(folder, tensor_parallel_size=2)
-        (pid,) = rank_processes(children())
+        (pid,) = rank_processes(children_of(os.getpid()))
         llm.generate(prompt(5), SamplingParams(max_tokens=2))
         forget(llm)  # type: ignore[operator]
         del llm
         gc.collect()
-        assert pid not in rank_processes(children())
+        assert pid not in rank_processes(children_of(os.getpid()))
 
 
 def test_a_process_that_is_killed_ends_a_step_that_waits_for_it(folder: Path) -> None:
     with load(folder, tensor_parallel_size=2) as llm:
-        (pid,) = rank_processes(children())
+        (pid,) = rank_processes(children_of(os.getpid()))
         os.kill(pid, signal.SIGSTOP)
         stream = llm.stream(prompt(5), SamplingParams(max_tokens=40, **PLAIN))
         killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({pid}, 9)"])
@@ -227,7 +227,7 @@ def test_a_process_that_cannot_load_says_why(folder: Path, tmp_path: Path, monke
     monkeypatch.setattr(ranks, "Begin", lambda path, config, rank: Begin(str(tmp_path / "gone"), config, rank))
     with pytest.raises((CheckpointError, UsageError, Exception), match="gone"):
         load(folder, tensor_parallel_size=2)
-    assert not rank_processes(children())
+    assert not rank_processes(children_of(os.getpid()))
 
 
 def test_a_checkpoint_that_is_broken_is_refused_as_ever(tmp_path: Path, quick: RankServer) -> None:
@@ -282,16 +282,24 @@ def test_a_system_without_such_memory(folder: Path, monkeypatch: pytest.MonkeyPa
         worker_for(folder, tensor_parallel_size=2)
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
-    words = ["run", "tiny", "Once upon a time", "-n", "20", "--temp", "0", "-q"]
-    texts = [
-        subprocess.run(
-            [sys.executable, "-m", "nanovllm_cli", *words, *more], capture_output=True, text=True, check=True,
-            env=environment(tmp_path, XDG_CACHE_HOME=CACHE),
-        ).stdout
-        for more in ((), ("-tp", "2", "-t", "2"))
-    ]  # fmt: skip
-    assert texts[0] == texts[1] != ""
+def test_a_server_whose_process_is_killed_comes_back() -> None:
+    asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+    with LLM("tiny") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=20)
+        expected = llm.generate("Once upon a time", params)[0].outputs[0].text
+
+    with live_server("tiny", "-tp", "2", "-t", "2") as server:
+        for _ in range(2):
+            status, answer = server.post("/v1/completions", asked)
+            while status == 503:  # it is loaded again
+                time.sleep(0.1)
+                status, answer = server.post("/v1/completions", asked)
+            assert answer["choices"][0]["text"] == expected
+            (pid,) = rank_processes(children_of(children_of(server.process.pid)[0]))
+            server.log.clear()
+            os.kill(pid, signal.SIGKILL)
+            server.line("error: the engine of tiny ended")
+            assert not any("Traceback" in line for line in server.log), server.log
 
 
 # ---- the parts ----

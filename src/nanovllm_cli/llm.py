@@ -193,6 +193,10 @@ class LLM:
         """What keys and values are kept as."""
         return self._worker.model.backend.cache_dtypes
 
+    def check(self) -> None:
+        """Raises LostProcessError if one of several processes that compute the model has ended: nothing can be generated then."""
+        self._worker.check()
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 

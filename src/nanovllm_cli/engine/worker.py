@@ -156,6 +156,11 @@ class Worker(LoadedModel):
         """See Prepare."""
         return self._compiler.prepare(params) if self._compiler is not None else None
 
+    def check(self) -> None:
+        """Raises LostProcessError where another process that computes the model has ended."""
+        if self._ranks is not None:
+            self._ranks.check()
+
     def execute(self, plan: Plan) -> StepOutput:
         """See PlanRunner.run. May be called from any one thread at a time."""
         self.platform.enter()

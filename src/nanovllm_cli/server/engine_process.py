@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import LostProcessError, NanovllmError
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.progress import Unit
 from nanovllm_cli.sampling_params import SamplingParams
@@ -71,7 +71,10 @@ def main(fd: int) -> None:
     gc.collect()
     keep_loaded()
     channel.send(Ready(_facts(llm, start.config)))
-    Loop(llm, channel).run()
+    try:
+        Loop(llm, channel).run()
+    except LostProcessError:  # which has been said
+        os._exit(1)
 
 
 class Loop:
@@ -91,6 +94,7 @@ class Loop:
             for message in messages:
                 self._handle(message)
             if not self._engine.has_unfinished():
+                self._llm.check()
                 self._channel.send(Alive(self._engine.stats()))
                 continue
             self._engine.advance()
