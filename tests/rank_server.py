@@ -56,7 +56,7 @@ def main(fd: int) -> None:
             if not handles:
                 return
             line, handle = handles
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(EOFError, OSError):
                 follow(line, handle, at_end=lambda: None)
             os.close(handle)
 

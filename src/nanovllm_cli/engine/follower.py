@@ -44,6 +44,11 @@ def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> No
             line.send(Failed(type(error).__name__, error.message, error.hint))
             line.receive()
         return
+    with contextlib.suppress(EOFError, OSError):
+        _obey(line, begin, model, group)
+
+
+def _obey(line: Line[ToRank], begin: Begin, model: LoadedModel, group: Group) -> None:
     sizes = model.weight_bytes, model.read_bytes, model.expert_bytes, model.block_bytes, model.state_bytes
     line.send(Loaded(*sizes))
     make = line.receive()

@@ -5,7 +5,7 @@ Nothing is pickled. What they compute does not cross here, but in the memory tha
 from __future__ import annotations
 
 import contextlib
-import queue
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -94,40 +94,33 @@ FromRank = Loaded | Failed | Taken
 
 
 class Line(Generic[Received]):
-    """An end of a connection, of which a thread of its own reads. kinds: what may come. at_end: called on that thread once
-    nothing comes any more, because the other process has ended or does not keep to the protocol."""
+    """An end of a connection. kinds: what may come. at_end: called, on a thread of its own, once the other process has ended or
+    either has closed the line, whatever this one is waiting for."""
 
     def __init__(self, handle: int, kinds: object, at_end: Callable[[], None]) -> None:
         self._connection = Connection(handle)
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(kinds)
-        self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._at_end = at_end
-        threading.Thread(target=self._read, name="rank", daemon=True).start()
+        self._watch = threading.Thread(target=self._wait_for_end, name="rank", daemon=True)
+        self._watch.start()
 
     def send(self, message: Message) -> None:
         """OSError where nobody is there to read."""
         self._connection.send_bytes(msgspec.msgpack.encode(message))
 
     def receive(self) -> Received:
-        """The next message, whenever it comes. EOFError when none will."""
-        message = self._inbox.get()
-        if message is None:
-            self._inbox.put(None)
-            raise EOFError("the other process has ended")
-        return message
+        """The next message, whenever it comes. EOFError or OSError when none will."""
+        return self._decoder.decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
 
     def close(self) -> None:
-        """Both ends see it, whoever waits for something."""
+        """Both ends see it. Where nobody receives any more."""
         with contextlib.suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.shutdown(socket.SHUT_RDWR)
+        self._watch.join()
+        self._connection.close()
 
-    def _read(self) -> None:
-        try:
-            while True:
-                self._inbox.put(self._decoder.decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES)))
-        except (EOFError, OSError, msgspec.MsgspecError):
-            pass
-        finally:
-            self._at_end()
-            self._inbox.put(None)
-            self._connection.close()
+    def _wait_for_end(self) -> None:
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        self._at_end()

@@ -149,7 +149,7 @@ class _Other:
     def receive(self) -> FromRank:
         try:
             return self._line.receive()
-        except EOFError as end:
+        except (EOFError, OSError) as end:
             raise LostProcessError("one of the processes that compute the model has ended", "its own words are above") from end
 
     def close(self) -> None:
