@@ -35,6 +35,8 @@ class Group:
         self._word = ctypes.c_int64.from_buffer(self._memory)
         words = (0, rank, size, AREA_BYTES, ctypes.addressof(self._word))
         self._control = torch.tensor(words, dtype=torch.int64)
+        for each, num_arguments in cpu_gather.NUM_ARGUMENTS.items():  # compiled, or loaded, now and not in the midst of a step
+            each.step("", (0,) * num_arguments)
         self._pieces: dict[tuple[Division, int], torch.Tensor] = {}
 
     def break_off(self) -> None:
@@ -53,17 +55,17 @@ class Group:
         own = address_of(x, x.dtype, tokens, division.own_rows(self.rank))
         control, own_bytes, out_bytes = self._control.data_ptr(), x.shape[1] * size, division.num_rows * size
         table, chunk = self._table(division, size), _rows_at_once(division.most_rows * size)
-        pieces = table.data_ptr(), 0 if only_first and self.rank else len(table)
+        pieces, gives = (table.data_ptr(), 0 if only_first and self.rank else len(table)), bool(self.rank) or not only_first
         if tokens * out_bytes < THREADED_BYTES:
-            ints = control, own, own_bytes, out.data_ptr(), out_bytes, tokens, *pieces, chunk
+            ints = control, own, own_bytes, out.data_ptr(), out_bytes, tokens, *pieces, chunk, int(gives)
             launch(cpu_gather.gather, 0, "", ints)
             return out
         for first in range(0, tokens, chunk):
-            rows = min(chunk, tokens - first)
-            launch(cpu_gather.give, cpu.SERIAL_WORK, "", (control, own + first * own_bytes, own_bytes, rows))
+            rows, begin, target = min(chunk, tokens - first), own + first * own_bytes, out.data_ptr() + first * out_bytes
+            if gives:
+                launch(cpu_gather.give, cpu.SERIAL_WORK, "", (control, begin, own_bytes, rows))
             launch(cpu_gather.meet, 0, "", (control,))
-            begin = out.data_ptr() + first * out_bytes
-            launch(cpu_gather.take, cpu.SERIAL_WORK, "", (control, begin, out_bytes, rows, *pieces))
+            launch(cpu_gather.take, cpu.SERIAL_WORK, "", (control, begin, own_bytes, target, out_bytes, rows, *pieces))
         return out
 
     def own_rows(self, ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

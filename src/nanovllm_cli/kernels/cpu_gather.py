@@ -101,35 +101,38 @@ def _meet(control):
 
 
 @njit
-def _take(control, met, piece, row, out):
-    """Into a row of the whole, a process's columns of the row that is this one in its area."""
-    words = carray(typed_pointer(piece, np.int64(0)), (PIECE_WORDS,))
-    row_bytes, first, place, count, rank = words[0], words[1], words[2], words[3], words[4]
-    _copy(out + place, _area(control, rank, met) + row * row_bytes + first, count)
+def _take_row(control, met, pieces, num_pieces, row, own, out):
+    """A row of the whole, at out: of each process the row that is this one in its area, of this process the one at own."""
+    rank = _word(control, _RANK)
+    for i in range(num_pieces):
+        words = carray(typed_pointer(pieces + 8 * PIECE_WORDS * i, np.int64(0)), (PIECE_WORDS,))
+        row_bytes, first, place, count, whose = words[0], words[1], words[2], words[3], words[4]
+        source = own if whose == rank else _area(control, whose, met) + row * row_bytes
+        _copy(out + place, source + first, count)
 
 
 @njit
-def _all_met(control):
-    return carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))[_MET]
+def _word(control, which):
+    return carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))[which]
 
 
 @kernel()
 def gather(arguments, thread, team):
     """out [rows, out_bytes] of what each process has: own [rows, own_bytes]. pieces [num_pieces, PIECE_WORDS] int64: see above.
-    chunk: rows at a time, for which all areas have room. One thread does it, as it mostly waits."""
-    control, own, own_bytes, out, out_bytes, rows, pieces, num_pieces, chunk = fields(arguments)
+    chunk: rows at a time, for which all areas have room. gives: not 0 if others take what this process has. One thread does all
+    of it, as it mostly waits."""
+    control, own, own_bytes, out, out_bytes, rows, pieces, num_pieces, chunk, gives = fields(arguments)
     for _ in share(1, thread, team):
         for first in range(0, rows, chunk):
-            count, met = min(chunk, rows - first), _all_met(control)
-            rank = carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))[_RANK]
-            _copy(_area(control, rank, met), own + first * own_bytes, count * own_bytes)
+            count, met, begin = min(chunk, rows - first), _word(control, _MET), own + first * own_bytes
+            if gives != 0:
+                _copy(_area(control, _word(control, _RANK), met), begin, count * own_bytes)
             _meet(control)
             for row in range(count):
-                for piece in range(num_pieces):
-                    _take(control, met, pieces + 8 * PIECE_WORDS * piece, row, out + (first + row) * out_bytes)
+                _take_row(control, met, pieces, num_pieces, row, begin + row * own_bytes, out + (first + row) * out_bytes)
 
 
-_WORDS, _OWN, _OUT = 9, 1, 3
+_WORDS, _OWN, _OUT = 10, 1, 3
 """The arguments above; those of them that differ between places."""
 
 
@@ -142,17 +145,15 @@ def gather_places(arguments, thread, team):
     control, own_bytes, pieces, num_pieces, chunk = said[0], said[2], said[6], said[7], said[8]
     for _ in share(1, thread, team):
         for first in range(0, num_places, chunk):
-            count, met = min(chunk, num_places - first), _all_met(control)
-            rank = carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))[_RANK]
-            area = _area(control, rank, met)
+            count, met = min(chunk, num_places - first), _word(control, _MET)
+            area = _area(control, _word(control, _RANK), met)
             for row in range(count):
-                own = carray(typed_pointer(words + (first + row) * word_bytes, np.int64(0)), (_WORDS,))[_OWN]
-                _copy(area + row * own_bytes, own, own_bytes)
+                place = carray(typed_pointer(words + (first + row) * word_bytes, np.int64(0)), (_WORDS,))
+                _copy(area + row * own_bytes, place[_OWN], own_bytes)
             _meet(control)
             for row in range(count):
-                out = carray(typed_pointer(words + (first + row) * word_bytes, np.int64(0)), (_WORDS,))[_OUT]
-                for piece in range(num_pieces):
-                    _take(control, met, pieces + 8 * PIECE_WORDS * piece, row, out)
+                place = carray(typed_pointer(words + (first + row) * word_bytes, np.int64(0)), (_WORDS,))
+                _take_row(control, met, pieces, num_pieces, row, place[_OWN], place[_OUT])
 
 
 @kernel()
@@ -160,8 +161,7 @@ def give(arguments, thread, team):
     """The first of three kernels that do what `gather` does, of so many rows that all threads are of use: own goes to where the
     others see it."""
     control, own, own_bytes, rows = fields(arguments)
-    rank = carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))[_RANK]
-    area = _area(control, rank, _all_met(control))
+    area = _area(control, _word(control, _RANK), _word(control, _MET))
     for row in share(rows, thread, team):
         _copy(area + row * own_bytes, own + row * own_bytes, own_bytes)
 
@@ -176,12 +176,15 @@ def meet(arguments, thread, team):
 
 @kernel()
 def take(arguments, thread, team):
-    """The third: out [rows, out_bytes] of what all have given."""
-    control, out, out_bytes, rows, pieces, num_pieces = fields(arguments)
-    met = _all_met(control) - 1
+    """The third: out [rows, out_bytes] of what the others have given, and own."""
+    control, own, own_bytes, out, out_bytes, rows, pieces, num_pieces = fields(arguments)
+    met = _word(control, _MET) - 1
     for row in share(rows, thread, team):
-        for piece in range(num_pieces):
-            _take(control, met, pieces + 8 * PIECE_WORDS * piece, row, out + row * out_bytes)
+        _take_row(control, met, pieces, num_pieces, row, own + row * own_bytes, out + row * out_bytes)
+
+
+NUM_ARGUMENTS = {gather: _WORDS, gather_places: 3, give: 4, meet: 1, take: 8}
+"""Of the kernels above."""
 
 
 @kernel()
@@ -204,7 +207,7 @@ def gather_rows(arguments, thread, team):
     begins = carray(typed_pointer(bounds, np.int64(0)), (words[_SIZE] + 1,))
     for _ in share(1, thread, team):
         for first in range(0, count, chunk):
-            here, met = min(chunk, count - first), _all_met(control)
+            here, met = min(chunk, count - first), _word(control, _MET)
             _copy(_area(control, words[_RANK], met), own + first * row_bytes, here * row_bytes)
             _meet(control)
             for row in range(here):
