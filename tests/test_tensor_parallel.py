@@ -27,9 +27,11 @@ from nanovllm_cli.engine.plan import NewSequence, Plan, Scheduled
 from nanovllm_cli.engine.rank_messages import Begin, Line, Run, ToRank
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, LostProcessError, UnsupportedError, UsageError
+from nanovllm_cli.weights.source import resolve
 from rank_server import RankServer
 from test_llm import VOCAB, write_byte_tokenizer
 from test_models import CASES, DELTA, DELTA_LAYERS
+from tiny_adapter import write_adapter
 
 SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "num_hidden_layers": 2}
 FAMILIES = [
@@ -174,6 +176,17 @@ def test_a_cache_that_was_saved(
             assert (found > 0) == (len(answered) == 2) == (output.metrics.num_cached_tokens > 0)
             llm.save_kv(ids, path)
     assert answered[0] == answered[1] == answered[2]
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_adapters_added_to_weights_and_beside_them(quant: str | None, tmp_path: Path, quick: RankServer) -> None:
+    settings = {"lora": (str(write_adapter(tmp_path / "adapter")),), "quant": quant}
+    params = SamplingParams(max_tokens=8, logprobs=2, **PLAIN)
+    found = []
+    for size in (1, 2):
+        with load(resolve("tiny").path, tensor_parallel_size=size, **settings) as llm:
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate([prompt(20), prompt(3)], params)])
+    assert found[0] == found[1]
 
 
 def test_facts_are_those_of_the_whole(folder: Path, quick: RankServer) -> None:
