@@ -27,6 +27,7 @@ from nanovllm_cli.engine.plan import NewSequence, Plan, Scheduled
 from nanovllm_cli.engine.rank_messages import Begin, Line, Run, ToRank
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, LostProcessError, UnsupportedError, UsageError
+from nanovllm_cli.planning import estimate
 from nanovllm_cli.weights.source import resolve
 from rank_server import RankServer
 from test_llm import VOCAB, write_byte_tokenizer
@@ -87,6 +88,9 @@ def gives_the_same(folder: Path, size: int = 2, **settings: Any) -> None:
     alone, together = worker_for(folder, **settings), worker_for(folder, tensor_parallel_size=size, **settings)
     try:
         assert answers(together, **speculation) == answers(alone, **speculation)
+        if "draft_model" not in settings:
+            planned = estimate.unit_bytes(together.spec, together.model.backend, size)
+            assert planned == (together.block_bytes, together.state_bytes)
         assert together.weight_bytes >= alone.weight_bytes > 1.3 * (together.weight_bytes - together._others.weight_bytes)
     finally:
         together.close()

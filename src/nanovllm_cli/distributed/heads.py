@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
 
 Mixer = TypeVar("Mixer", bound=MixerSpec)
 
@@ -44,3 +44,9 @@ def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
             case DeltaSpec():
                 changes = {"num_keys": len(own), "num_values": len(own) * (mixer.num_values // mixer.num_keys)}
     return replace(mixer, **changes)
+
+
+def own_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
+    """The same of all layers: what a process's KV cache is for."""
+    blocks = (replace(block, mixer=own_mixer(block.mixer, rank, size)) for block in spec.blocks)
+    return replace(spec, blocks=tuple(blocks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.distributed.division import own_parts
 from nanovllm_cli.distributed.group import Group
-from nanovllm_cli.distributed.heads import own_mixer
+from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -76,7 +75,7 @@ class LoadedModel:
         self._storages: list[WeightStorage] = []
         self.formats: Counter[Format | None] = Counter()
         self.num_multiplied_whole = 0
-        self.own_spec = self.spec if group is None else _own_spec(self.spec, group)
+        self.own_spec = self.spec if group is None else own_spec(self.spec, group.rank, group.size)
         backend = platform.backend(self.own_spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend, group=group))
         if config.activations != "auto" and set(self.formats) == {None}:
@@ -184,11 +183,6 @@ class LoadedModel:
             case "mamba_in", DeltaSpec() as mixer:
                 return next(rows for rows in mamba_rows(up, mixer) if len(rows) == count)
         return up
-
-
-def _own_spec(spec: ModelSpec, group: Group) -> ModelSpec:
-    blocks = (replace(block, mixer=own_mixer(block.mixer, group.rank, group.size)) for block in spec.blocks)
-    return replace(spec, blocks=tuple(blocks))
 
 
 def _keeps_blocks(share: Share, forms: set[Format | None]) -> bool:

@@ -285,6 +285,8 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     UnsupportedError says why a GPU that was asked for can't be.
     """
     progress = progress or NullProgress()
+    if config.tensor_parallel_size > 1:
+        _check_that_cpu_computes(config)
     if config.device == "cpu":
         return _cpu(config, progress)
     kind, _, number = config.device.partition(":")

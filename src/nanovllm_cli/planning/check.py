@@ -49,7 +49,7 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
         cache = size.num_blocks * plan.block_bytes + size.num_states * plan.state_bytes
         written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * plan.block_bytes
         written += min(size.num_states, 1 + REPEATS * num_copies(prompt_len, config.block_size)) * plan.state_bytes
-        process = estimate.total_bytes(row.weight_bytes, written)
+        process = estimate.total_bytes(row.weight_bytes, written) if config.tensor_parallel_size == 1 else None
     found = [
         Comparison("weights", "B", row.weight_bytes, llm.weight_bytes),
         Comparison("KV cache", "B", cache, llm.kv_bytes),

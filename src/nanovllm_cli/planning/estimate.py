@@ -20,6 +20,7 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_bytes
 from nanovllm_cli.config import Activations, EngineConfig
+from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
@@ -147,14 +148,21 @@ def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activation
     return "int8" if can_round and rounds else _RATES[dtype]
 
 
-def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int) -> int:
+def unit_bytes(spec: ModelSpec, layout: CacheLayout, processes: int) -> tuple[int, int]:
+    """Of a block of the KV cache, and of a state, in so many processes together: what they don't divide each of them has."""
+    each = [own_spec(spec, rank, processes).mixers for rank in range(processes)]
+    return sum(block_bytes(mixers, layout) for mixers in each), sum(state_bytes(mixers, layout) for mixers in each)
+
+
+def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int, processes: int = 1) -> int:
     """Of a cache that holds `batch` sequences of `context` tokens, and their states."""
-    return batch * (-(-context // block_size) * block_bytes(spec.mixers, layout) + state_bytes(spec.mixers, layout))
+    of_block, of_state = unit_bytes(spec, layout, processes)
+    return batch * (-(-context // block_size) * of_block + of_state)
 
 
-def total_bytes(weight_bytes: int, cache_bytes: int) -> int:
-    """With what a process takes beside weights and cache."""
-    return weight_bytes + cache_bytes + OVERHEAD_BYTES
+def total_bytes(weight_bytes: int, cache_bytes: int, processes: int = 1) -> int:
+    """With what processes take beside weights and cache."""
+    return weight_bytes + cache_bytes + processes * OVERHEAD_BYTES
 
 
 def contexts(spec: ModelSpec, own: int | None = None) -> list[int]:
@@ -168,7 +176,7 @@ def cache_room(config: EngineConfig, free: int, weight_bytes: int, *, is_cpu: bo
     of what is (on a GPU all: `free` is a share already)."""
     share = config.memory_utilization if is_cpu else 1.0
     wanted = int((free - weight_bytes) * share) if config.kv_cache_bytes is None else config.kv_cache_bytes
-    return max(0, min(wanted, free - total_bytes(weight_bytes, 0)))
+    return max(0, min(wanted, free - total_bytes(weight_bytes, 0, config.tensor_parallel_size)))
 
 
 def longest_context(room: int, bytes_per_block: int, bytes_of_state: int, block_size: int, answers: int, most: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import context_of
@@ -81,11 +80,12 @@ class Plan:
     cache: tuple[CacheRow, ...]
     speed: Speed | None
     left_out: tuple[str, ...] = ()
+    processes: int = 1
 
     @property
     def cache_bytes(self) -> int:
         """Of the first format."""
-        return self.formats[0].total_bytes - estimate.total_bytes(self.formats[0].weight_bytes, 0)
+        return self.formats[0].total_bytes - estimate.total_bytes(self.formats[0].weight_bytes, 0, self.processes)
 
     @property
     def fits(self) -> bool:
@@ -129,12 +129,13 @@ def make_plan(
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
-    per_block, per_state = block_bytes(facts.spec.mixers, layout), state_bytes(facts.spec.mixers, layout)
+    processes = config.tensor_parallel_size
+    per_block, per_state = estimate.unit_bytes(facts.spec, layout, processes)
     free, usable, size, most = platform.available_bytes(), _usable(platform), config.block_size, facts.spec.max_position
     context_of(config, most)  # refuses a context that the model does not have
     lengths = estimate.contexts(facts.spec, config.max_model_len)
     context = config.max_model_len or lengths[0]
-    cache_bytes = estimate.kv_bytes(facts.spec, layout, size, context, answers)
+    cache_bytes = estimate.kv_bytes(facts.spec, layout, size, context, answers, processes)
     cache_read = estimate.read_bytes(facts.spec, layout, size, estimate.PROMPT_LEN)
 
     def weights_in(quant: str | None) -> estimate.WeightPlan:
@@ -152,7 +153,7 @@ def make_plan(
         found = [(quant, weights_in(quant)) for quant in formats]
     rows, rooms = [], []
     for quant, weights in found:
-        total = estimate.total_bytes(weights.num_bytes, cache_bytes)
+        total = estimate.total_bytes(weights.num_bytes, cache_bytes, processes)
         room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
         context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
         decode = None if speed is None else estimate.decode_rate(facts, weights, cache_read, speed)
@@ -164,7 +165,7 @@ def make_plan(
     name = str(dtype).removeprefix("torch.")
     return Plan(
         facts, answers, context, batches, kind_of(platform), name, free, per_block, per_state, rooms[0], tuple(rows), cache,
-        speed, tuple(left_out),
+        speed, tuple(left_out), processes,
     )  # fmt: skip
 
 
@@ -234,7 +235,10 @@ def _cache_rows(
         shown = [str(kept).removeprefix("torch.") if name == "auto" else name
                  for name, kept in zip(names, layout.cache_dtypes, strict=True)]  # fmt: skip
         for length in lengths:
-            sizes = tuple(estimate.kv_bytes(spec, layout, config.block_size, length, batch) for batch in batches)
+            sizes = tuple(
+                estimate.kv_bytes(spec, layout, config.block_size, length, batch, config.tensor_parallel_size)
+                for batch in batches
+            )
             yield CacheRow(", ".join(dict.fromkeys(shown)), length, sizes, tuple(size <= room for size in sizes))
 
 
