@@ -21,6 +21,7 @@ from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeCo
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from live_server import live_server
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, processors, system
+from nanovllm_cli.bench.sweep import Sweep
 from nanovllm_cli.distributed.division import LEAST_ROWS, STEP, Division, bounds, own_parts
 from nanovllm_cli.engine import ranks, worker
 from nanovllm_cli.engine.plan import NewSequence, Plan, Scheduled
@@ -317,6 +318,13 @@ def test_a_server_whose_process_is_killed_comes_back() -> None:
             os.kill(pid, signal.SIGKILL)
             server.line("error: the engine of tiny ended")
             assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_bench_sweeps_numbers_of_processes() -> None:
+    sizes = [setup.tensor_parallel_size for setup in Sweep(("tiny",), tensor_parallel_sizes=(1, 2)).setups()]
+    assert sizes == [1, 2]
+    with pytest.raises(UsageError, match="-tp takes numbers from 1 on"):
+        Sweep(("tiny",), tensor_parallel_sizes=(0,))
 
 
 # ---- the parts ----

@@ -157,12 +157,15 @@ def _open(
         deterministic=engine.deterministic,
         activations=model.activations,
     )
+    before = None
+    if limits is not None and config.tensor_parallel_size > 1:  # afterwards this process keeps to some of the processors
+        before = limits("cpu", setup.threads)
     try:
         llm = load(setup.model, SourceOptions(revision=model.revision, offline=model.offline), config, screen).llm
         check_room(llm, trials)
     except DoesNotFitError as failure:
         raise DoesNotFitError(failure.message, "choose smaller -p, -n, -d or -npl, or a smaller model") from failure
-    if limits is None:
-        return Loaded(llm)
+    if limits is None or before is not None:
+        return Loaded(llm, before)
     device = "cpu" if llm.threads is not None else "cuda" if model.device == "auto" else model.device
     return Loaded(llm, limits(device, llm.threads))
