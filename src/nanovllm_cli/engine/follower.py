@@ -44,14 +44,12 @@ def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> No
             line.send(Failed(type(error).__name__, error.message, error.hint))
             line.receive()
         return
-    with contextlib.suppress(EOFError, OSError):
-        _obey(line, begin, model, group)
-
-
-def _obey(line: Line[ToRank], begin: Begin, model: LoadedModel, group: Group) -> None:
     sizes = model.weight_bytes, model.read_bytes, model.expert_bytes, model.block_bytes, model.state_bytes
-    line.send(Loaded(*sizes))
-    make = line.receive()
+    try:
+        line.send(Loaded(*sizes))
+        make = line.receive()
+    except (EOFError, OSError):
+        return
     assert isinstance(make, Make)
     try:
         _Follower(model, begin, make, line).run()
@@ -68,8 +66,12 @@ class _Follower:
         self._line = line
 
     def run(self) -> None:
+        """Until the line ends."""
         while True:
-            message = self._line.receive()
+            try:
+                message = self._line.receive()
+            except (EOFError, OSError):
+                return
             self._platform.enter()
             match message:
                 case Run(plan):
