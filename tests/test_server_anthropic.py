@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.errors import error_body
 from nanovllm_cli.server.ports import ChatAsked
@@ -65,6 +66,12 @@ def test_an_answer_is_a_message() -> None:
     assert message["usage"] == {  # what was cached is not counted twice
         "input_tokens": 2, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0, "output_tokens": 11
     }  # fmt: skip
+
+
+def test_a_message_is_one_answer_whatever_the_default() -> None:
+    served = client(default_params=SamplingParams(n=3))
+    served.post(PATH, request())
+    assert served.generates.asked[-1].params.n == 1
 
 
 def test_thinking_text_and_calls_are_blocks() -> None:

@@ -181,6 +181,12 @@ def test_what_is_drawn_with_by_default_is_said() -> None:
     assert (response["temperature"], response["top_p"]) == (0.7, 0.8)
 
 
+def test_a_response_is_one_answer_whatever_the_default() -> None:
+    served = client(default_params=SamplingParams(n=3))
+    served.post(PATH, {"input": "hi"})
+    assert served.generates.asked[-1].params.n == 1
+
+
 def test_logprobs_are_those_of_the_text() -> None:
     def step(drawn: str, content: str, **more: Any) -> list[Event]:
         ids = byte_tokenizer().encode(drawn)

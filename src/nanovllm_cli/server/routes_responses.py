@@ -63,7 +63,7 @@ def router(context: ServerContext) -> APIRouter:
         form = await form_of(body, context)
         async with context.models.use(body.model) as model:
             num_top = _logprobs(body, tools)
-            params = body.sampling(model, max_tokens=body.max_output_tokens, logprobs=num_top)
+            params = body.sampling(model, n=1, max_tokens=body.max_output_tokens, logprobs=num_top)
             asked = replace(
                 _chat_asked(body, [*before, *items], tools, form, params, model),
                 priority=body.priority or 0,

@@ -79,12 +79,12 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """What is said of how to draw, over a model's defaults."""
+        """What is said of how to draw, over a model's defaults. A message is one answer."""
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "max_tokens": self.max_tokens}
         said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.stop_sequences is not None:
             said["stop"] = tuple(self.stop_sequences)
-        return replace(defaults, **said)
+        return replace(defaults, n=1, **said)
 
 
 class UsageAnswer(BaseModel):
