@@ -70,7 +70,7 @@ def test_broken_lines_have_their_error_in_their_place(tmp_path: Path) -> None:
         "{}": "either a prompt or messages",
         '{"prompt": "a", "messages": []}': "either a prompt or messages",
         '{"prompt": 5}': "prompt is not a text",
-        '{"prompt": ""}': "prompt is not a text",
+        '{"prompt": ""}': "or an empty one",
         '{"messages": []}': "not a list of messages",
         '{"messages": ["hi"]}': "not an object with a",
         '{"messages": [{"role": "user", "content": 5}]}': "neither text nor a list",

@@ -221,7 +221,7 @@ def _checked(value: dict[str, Any]) -> dict[str, Any]:
         raise UsageError("an id is a string or a number")
     if "prompt" in value:
         if not isinstance(value["prompt"], str) or not value["prompt"]:
-            raise UsageError("prompt is not a text")
+            raise UsageError("prompt is not a text, or an empty one")
         checked(value["prompt"])
     else:
         checked_messages(value["messages"])

@@ -80,7 +80,7 @@ _EXPLAINED = {
     ("--pure",): "--tensor-type '.=FORMAT' gives every weight that format",
     ("--disable-log-requests", "--disable-uvicorn-access-log", "--log-disable"):
         "serve writes a line for each request; --no-access-log leaves it out",
-    ("--slots", "--no-slots"): "what runs is told at /status and /metrics",
+    ("--slots", "--no-slots"): "what runs is told at /slots, /status and /metrics",
     ("--no-webui",): "the pages at / and /status hold nothing secret and are always there: leave it out",
     ("--pooling",): "a request for embeddings says it: pooling is mean, last or cls",
     ("--root-path", "--api-prefix", "--middleware", "--path"): "that is for a proxy in front",

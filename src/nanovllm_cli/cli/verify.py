@@ -126,7 +126,7 @@ def _ids(options: VerifyOptions, tokenizer: Tokenizer, screen: Console) -> list[
         text = read_standard_input(screen) if from_stdin else decode(read_file(options.text), options.text)
     ids = tokenizer.encode(text)[: options.tokens]
     if len(ids) < 2:
-        raise UsageError(f"{options.text} is too short to compare anything", "give a longer --text")
+        raise UsageError("the text is too short to compare anything", "give a longer --text")
     return ids
 
 
