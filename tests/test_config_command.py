@@ -248,6 +248,8 @@ def test_what_is_not_set_has_an_exit_code_of_its_own(home: Path) -> None:
         (["stop", "x", 'y "z" #'], 'stop = [\n    "a # b",\n    "c",\n]\n', 'stop = ["x", "y \\"z\\" #"]\n'),
         (["run.offline", "ON"], 'ctx-size = "32K"\n', 'ctx-size = "32K"\noffline = true\n'),
         (["models.qwen3:8b.top-p", "0.9"], "top-k = 20\n", "top-k = 20\ntop-p = 0.9\n"),
+        (['models."qwen3:8b".top-p', "0.9"], "top-k = 20\n", "top-k = 20\ntop-p = 0.9\n"),
+        (["aliases.'mine'", "org/y"], 'mine = "org/x"\n', 'mine = "org/y"\n'),
         (["aliases.a b", "org/ü"], 'mine = "org/x"\n', 'mine = "org/x"\n"a b" = "org/ü"\n'),
         (["models.a/b.GGUF.temp", "1"], 'mine = "org/x"\n', 'mine = "org/x"\n\n[models."a/b.GGUF"]\ntemp = 1\n'),
         (["verbose", "2"], '    "c",\n]\n', '    "c",\n]\nverbose = 2\n'),

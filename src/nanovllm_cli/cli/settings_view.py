@@ -93,13 +93,13 @@ def target_of(root: Page, word: str) -> Target:
     """What KEY means. Raises UsageError with the nearest that means something."""
     table, _, key = word.rpartition(".")
     if word.startswith("aliases."):
-        name = word.partition(".")[2]
+        name = _unquoted(word.partition(".")[2])
         if not name:
             raise UsageError("an alias has no name", 'for example: nanovllm config set aliases.mine "org/repo"')
         return Target(("aliases",), name, None, None)
     commands = [each for each in root.every() if each.settings]
     if table.startswith("models.") and len(table) > len("models."):
-        path: tuple[str, ...] = ("models", table.partition(".")[2])
+        path: tuple[str, ...] = ("models", _unquoted(table.partition(".")[2]))
     elif table in ("", "default"):
         path = ("default",)
     else:
@@ -116,6 +116,11 @@ def target_of(root: Page, word: str) -> Target:
         f"{key!r} is no setting of {table or 'any command'}",
         f"did you mean {' or '.join(near)}?" if near else "nanovllm config --all lists them",
     )
+
+
+def _unquoted(name: str) -> str:
+    """A model's name, which files have in quotes: models."qwen3:8b"."""
+    return name[1:-1] if len(name) > 2 and name[0] == name[-1] and name[0] in "\"'" else name
 
 
 def _named(commands: list[Page], name: str) -> Page:
