@@ -448,8 +448,8 @@ def test_a_disk_that_refuses_does_not_end_the_conversation(tmp_path: Path) -> No
         (("tiny", "--no-save", "--continue"), "--continue and --no-save"),
         (("tiny", "--no-save", "--save-kv"), "--save-kv and --no-save"),
         (("tiny", "--session", "a/b"), "cannot be the name"),
-        (("tiny", "-N", "2"), "--num-answers has no place"),
-        (("tiny", "--logprobs", "2"), "--logprobs has no place"),
+        (("tiny", "-N", "2"), "no such option: -N"),
+        (("tiny", "--logprobs", "2"), "no such option: --logprobs"),
         (("tiny", "--temp", "-1"), "--temp must"),
         (("tiny", "--think", "on"), "no switch for thinking"),
         (("tiny", "-f", "nowhere"), "there is no file nowhere"),
@@ -462,6 +462,12 @@ def test_flags_that_make_no_sense(tmp_path: Path, args: tuple[str, ...], told: s
     done = chat(tmp_path, "say hi", args=args)
     assert (done.code, done.out) == (2, "")
     assert told in done.err
+
+
+def test_settings_that_mean_nothing_in_a_conversation_are_left_to_run(tmp_path: Path) -> None:
+    (tmp_path / "nanovllm.toml").write_text("[default]\nnum-answers = 2\nlogprobs = 1\n")
+    assert chat(tmp_path, "say hi").out == "hi\n"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "say hi").out == "hi\n---\nhi\n"
 
 
 def test_a_message_where_a_models_name_stands_is_pointed_out(tmp_path: Path) -> None:

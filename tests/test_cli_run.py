@@ -127,6 +127,13 @@ def test_flags_beat_the_environment_which_beats_settings(tmp_path: Path) -> None
     assert "stop=('a', 'b')" in params("t", NANOVLLM_STOP="a b", NANOVLLM_OFFLINE="1")
 
 
+def test_a_setting_of_log_probabilities_is_for_answers_that_show_them(tmp_path: Path) -> None:
+    (tmp_path / "nanovllm.toml").write_text("[default]\nlogprobs = 1\n")
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "say hi").out == "hi\n"
+    assert "logprobs=None" in nanovllm(tmp_path, "run", "-q", "tiny", "params").out
+    assert "logprobs" in json.loads(nanovllm(tmp_path, "run", "tiny", "--json", "say hi").out)["answers"][0]
+
+
 def test_one_json_object(tmp_path: Path) -> None:
     result = nanovllm(tmp_path, "run", "tiny", "--json", "--logprobs", "1", "-N", "2", "say hé\\x1b[m")
     assert "\x1b" not in result.out

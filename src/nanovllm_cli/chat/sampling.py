@@ -14,7 +14,6 @@ from nanovllm_cli.cli.options import SamplingOptions
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 
-_NOT_HERE = ("num_answers", "logprobs", "reasoning_budget")  # a conversation has one answer, and shows text
 _FIELDS = {
     "predict": "max_tokens",
     "bad_word": "bad_words",
@@ -41,7 +40,7 @@ def settings() -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
     options = [(group, *each) for group in (SamplingOptions, FormOptions) for each in types_of(group).items()]
     for group, option, hint in options:
-        if option in _NOT_HERE:
+        if option == "reasoning_budget":  # no field of SamplingParams
             continue
         declared, info = get_args(hint)
         flags = [info.default, *info.param_decls]  # in an annotation Typer takes the first flag for a default

@@ -91,7 +91,7 @@ def chat(
             source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1, settings=ctx.obj), screen)
         first = _first_message(talk.file or [], [*([talk.prompt] if talk.prompt is not None else []), *spoken])
         refuse_two_switches(ctx, template_kwargs(talk.chat_template_kwargs))
-        _converse(ctx, source, first, talk, sessions, _given(sampling, form), saved, screen)
+        _converse(ctx, source, first, talk, sessions, sampling.given() | form.given(), saved, screen)
 
 
 @dataclass
@@ -229,14 +229,6 @@ def _session_to_resume(options: SessionOptions, saved: Sessions) -> str | None:
     if not names:
         raise UsageError("there is no conversation to go on with", EXAMPLE)
     return names[0]
-
-
-def _given(sampling: SamplingOptions, form: FormOptions) -> dict[str, Any]:
-    given = sampling.given() | form.given()
-    for flag, name in (("--num-answers", "n"), ("--logprobs", "logprobs")):
-        if name in given:
-            raise UsageError(f"{flag} has no place in a conversation", "nanovllm run has it")
-    return given
 
 
 class _Surface(NamedTuple):

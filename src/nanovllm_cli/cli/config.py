@@ -25,7 +25,7 @@ from nanovllm_cli.cli.command import (
 from nanovllm_cli.cli.command_tree import Page, page
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.log import screen_for
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions
+from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.settings import (
     PROJECT_FILE,
@@ -246,8 +246,8 @@ def _checked_value(ctx: typer.Context, target: Target, key: str, words: list[str
 
 def _refuse_out_of_bounds(name: str, value: Any) -> None:
     """Raises UsageError for what is of the right type and still more or less than any command could use."""
-    if name in {each.name for each in fields(SamplingOptions)}:
-        SamplingOptions(**{name: value}).given()
+    if name in {each.name for each in fields(AnswersOptions)}:
+        AnswersOptions(**{name: value}).given()
     elif name in {each.name for each in fields(EngineOptions)} and not isinstance(value, list | tuple):  # bench takes several
         EngineOptions(**{name: value}).config(ModelOptions())
 

@@ -363,12 +363,6 @@ class SamplingOptions:
     )
     bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
     min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
-    num_answers: int | None = _sampling("n", "-N", "--num-answers", help="How many answers.")
-    logprobs: int | None = option(
-        "--logprobs",
-        help="Log-probabilities of the likeliest k at each token; for --json, --jsonl, --batch.",
-        panel=SAMPLING,
-    )
 
     @parsers.by_their_flags()
     def given(self) -> dict[str, Any]:
@@ -379,8 +373,6 @@ class SamplingOptions:
         fields = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         if self.predict is not None:
             fields["max_tokens"] = None if self.predict in (-1, -2) else self.predict
-        if self.num_answers is not None:
-            fields["n"] = self.num_answers
         if self.ignore_eos:
             fields["ignore_eos"] = True
         if self.logit_bias:
@@ -394,6 +386,16 @@ class SamplingOptions:
             fields["dry_sequence_breakers"] = () if breakers == ["none"] else tuple(breakers)
         SamplingParams(**fields)  # refuses what is out of bounds, long before the model is there
         return fields
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersOptions(SamplingOptions):
+    """The same, with what a conversation has no place for."""
+
+    n: int | None = _sampling("n", "-N", "--num-answers", help="How many answers.")
+    logprobs: int | None = option(
+        "--logprobs", help="Log-probabilities of the likeliest k at each token, where answers are JSON.", panel=SAMPLING
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from nanovllm_cli.cli.local import open_local
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
 from nanovllm_cli.cli.options import (
+    AnswersOptions,
     EngineOptions,
     MessageOptions,
     ModelOptions,
     ModelWord,
-    SamplingOptions,
     refuse_both,
 )
 from nanovllm_cli.cli.output import Console
@@ -35,7 +35,7 @@ from nanovllm_cli.cli.progress_line import PromptProgress
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
-from nanovllm_cli.cli.unused import refuse_two_switches, sampling_notes
+from nanovllm_cli.cli.unused import refuse_two_switches, refuse_typed, sampling_notes
 from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
@@ -60,7 +60,7 @@ def run(
     model: ModelOptions,
     server: RemoteOptions,
     prompt: PromptOptions,
-    sampling: SamplingOptions,
+    sampling: AnswersOptions,
     form: FormOptions,
     engine: EngineOptions,
     output: OutputOptions,
@@ -74,7 +74,10 @@ def run(
     """
     screen = screen_for(messages)
     given = sampling.given() | form.given()
-    _refuse_contradictions(prompt, output, sampling)
+    _refuse_contradictions(prompt, output)
+    if not (output.json or output.jsonl or prompt.batch is not None):
+        refuse_typed(ctx, ("logprobs",), "has no place in plain text", "add --json, --jsonl or --batch")
+        given.pop("logprobs", None)
     if prompt.raw and is_typed(ctx, "chat_template"):
         raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them away")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
@@ -205,13 +208,11 @@ def _run_batch(
         batch.run_batch(answerer, options, lines, results, screen)
 
 
-def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, sampling: SamplingOptions) -> None:
+def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None:
     """Raises UsageError for options that cannot both have an effect, or none where they are."""
     batched = prompt.batch is not None
     refuse_both(json=output.json, jsonl=output.jsonl, extract=output.extract, batch=batched)
     refuse_both(batch=batched, continue_=prompt.continue_last)
-    if sampling.logprobs is not None and not (output.json or output.jsonl or batched):
-        raise UsageError("--logprobs has no place in plain text", "add --json, --jsonl or --batch")
     if output.overwrite and not (batched and output.output):
         raise UsageError("--overwrite has no meaning without --batch and -o")
 

@@ -16,7 +16,7 @@ from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.log import hear, screen_for
 from nanovllm_cli.cli.model import chat_template, named_models, say_parts
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords, SamplingOptions
+from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelWords
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
@@ -41,7 +41,7 @@ def serve(
     address: AddressOptions,
     access: AccessOptions,
     limits: LimitOptions,
-    sampling: SamplingOptions,
+    sampling: AnswersOptions,
     engine: EngineOptions,
     messages: MessageOptions,
 ) -> None:
