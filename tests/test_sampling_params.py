@@ -321,6 +321,11 @@ def test_what_is_given_keeps_the_models_biases_of_other_tokens() -> None:
 
 
 def test_a_given_floor_lifts_the_files_ceiling() -> None:
+    own = SamplingParams(min_tokens=5, max_tokens=10)
+    assert own.under({"max_tokens": 3}).min_tokens == 3
+    assert (own.under({"min_tokens": 20}).max_tokens, own.under({"max_tokens": None}).min_tokens) == (20, 5)
+    with pytest.raises(UsageError, match=r"min_tokens \(6\) must not be above max_tokens \(4\)"):
+        own.under({"min_tokens": 6, "max_tokens": 4})
     params = SamplingParams.from_generation_config({"max_new_tokens": 10}, min_tokens=20)
     assert (params.min_tokens, params.max_tokens) == (20, 20)
     with pytest.raises(UsageError):

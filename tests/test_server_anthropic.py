@@ -69,9 +69,10 @@ def test_an_answer_is_a_message() -> None:
 
 
 def test_a_message_is_one_answer_whatever_the_default() -> None:
-    served = client(default_params=SamplingParams(n=3))
+    served = client(default_params=SamplingParams(n=3, min_tokens=100))
     served.post(PATH, request())
-    assert served.generates.asked[-1].params.n == 1
+    params = served.generates.asked[-1].params
+    assert (params.n, params.max_tokens, params.min_tokens) == (1, 64, 64)
 
 
 def test_thinking_text_and_calls_are_blocks() -> None:

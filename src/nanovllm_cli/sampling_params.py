@@ -237,15 +237,18 @@ class SamplingParams:
             raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {_shown(do_sample)}")
         if do_sample is False and "temperature" not in overrides:
             defaults["temperature"] = 0.0
-        floor = overrides.get("min_tokens")
-        if isinstance(floor, int) and floor > defaults.get("max_tokens", floor):
-            defaults["max_tokens"] = floor  # what the user gave wins over the file
-        return cls(**{**defaults, **overrides})
+        return cls(**defaults).under(overrides)
 
     def under(self, given: Mapping[str, Any]) -> SamplingParams:
-        """With what is `given` in its place; of the biases those of other tokens stay, as a model's own must."""
+        """With what is `given` in its place; of the biases those of other tokens stay, as a model's own must. Where it leaves no
+        room for the max_tokens or min_tokens that are here, these follow it."""
         if self.logit_bias and (biases := given.get("logit_bias")):
             given = {**given, "logit_bias": {**self.logit_bias, **biases}}
+        least, most = given.get("min_tokens"), given.get("max_tokens")
+        if "max_tokens" not in given and isinstance(least, int) and least > (self.max_tokens or least):
+            given = {**given, "max_tokens": least}
+        elif "min_tokens" not in given and isinstance(most, int) and 0 < most < self.min_tokens:
+            given = {**given, "min_tokens": most}
         return replace(self, **given)
 
     def _set(self, name: str, value: object) -> None:

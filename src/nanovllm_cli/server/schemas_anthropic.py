@@ -6,7 +6,6 @@ the headers anthropic-version and anthropic-beta. What cannot be done is 400 by 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
@@ -84,7 +83,7 @@ class MessagesRequest(CountTokensRequest):
         said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.stop_sequences is not None:
             said["stop"] = tuple(self.stop_sequences)
-        return replace(defaults, n=1, **said)
+        return defaults.under({"n": 1, **said})
 
 
 class UsageAnswer(BaseModel):
