@@ -568,7 +568,6 @@ JSON_FIELDS: dict[str, Callable[[Random], object]] = {
     "kind": lambda r: r.choice(w.ANIMALS),
     "email": lambda r: f"{r.choice(w.GIRLS + w.BOYS).lower()}@example.com",
 }
-FREE_KEYS = ("name", "age", "city", "hobby", "food", "animal", "price", "colour")
 
 
 def json_key(r: Random) -> tuple[str, object]:

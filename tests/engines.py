@@ -11,6 +11,7 @@ import torch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -77,6 +78,22 @@ def run(
     while engine.has_unfinished():
         done |= {output.request_id: output for output in engine.step() if output.finished}
     return [done[str(i)] for i in range(len(requests))]
+
+
+def failing_once(worker: Worker) -> set[tuple[tuple[int, int, int], ...]]:
+    """Steps of several sequences will fail behind their kernels, each once: their (seq_id, start, count), as they do."""
+    execute, failed = worker.runner.run, set()
+
+    def failing(plan: Plan) -> StepOutput:
+        output = execute(plan)
+        key = tuple((share.seq_id, share.start, len(share.token_ids)) for share in plan.scheduled)
+        if len(key) > 1 and key not in failed:
+            failed.add(key)
+            raise RuntimeError("once")
+        return output
+
+    worker.runner.run = failing  # type: ignore[method-assign]
+    return failed
 
 
 def greedy(max_tokens: int = 64, **options: Any) -> SamplingParams:

@@ -23,7 +23,6 @@ from nanovllm_cli.chat.toolbar import toolbar
 from tmux import Tmux
 
 SOURCE = str(Path(chat_driver.__file__).parent.parent / "src")
-SGR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Chat(Tmux):

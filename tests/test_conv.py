@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from transformers import Lfm2Config
 
 from convolutions import CASES, check, check_same_bits
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
-from nanovllm_cli.engine.plan import Plan, StepOutput
+from engines import SMALL, engine_for, failing_once, greedy, random_model, run, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import conv, cpu
 from nanovllm_cli.sampling_params import SamplingParams
@@ -89,17 +88,7 @@ def test_prefixes_are_found(folder: Path, alone: list[list[list[int]]]) -> None:
 def test_a_step_that_failed_behind_its_kernels_is_repeated(folder: Path, alone: list[list[list[int]]]) -> None:
     """Chunks that begin within a block find what was before them, though they were computed once already."""
     worker = worker_for(folder)
-    execute, failed = worker.runner.run, set()
-
-    def failing(plan: Plan) -> StepOutput:
-        output = execute(plan)
-        key = tuple((share.seq_id, share.start, len(share.token_ids)) for share in plan.scheduled)
-        if len(key) > 1 and key not in failed:
-            failed.add(key)
-            raise RuntimeError("once")
-        return output
-
-    worker.runner.run = failing  # type: ignore[method-assign]
+    failed = failing_once(worker)
     outputs = run(engine_for(worker, max_num_batched_tokens=11), [(ids, greedy(40)) for ids in PROMPTS])
     assert any(start % 16 and count > 1 for key in failed for _, start, count in key)
     assert [[list(each.token_ids) for each in output.outputs] for output in outputs] == alone

@@ -12,9 +12,16 @@ from transformers import Lfm2Config
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
-from engines import greedy, random_model, run, save
-from nanovllm_cli.sampling_params import SamplingParams
-from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from engines import greedy, random_model, save
+from test_cuda_engine import (
+    PROMPTS,
+    SHAPE,
+    engine_on,
+    forks_and_found_prefixes,
+    kernels_not_rehearsed,
+    launches_of_a_decode_step,
+    tokens,
+)
 from test_cuda_guesses import KINDS, SETTINGS
 from test_lookup import answers
 
@@ -52,18 +59,7 @@ def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], fol
 
 
 def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
-    """Three answers to a prompt begin in one block; the step ahead may have written a token too far into it."""
-    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=20, ignore_eos=True)
-    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
-    expected = []
-    for prompt in prompts:
-        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
-        expected.append([each.token_ids for each in output.outputs])
-    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
-    for _ in range(2):
-        outputs = run(engine, [(prompt, params) for prompt in prompts])
-        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
-    assert outputs[2].metrics.num_cached_tokens == 32
+    forks_and_found_prefixes(folder, max_tokens=20)
 
 
 def test_a_decode_step_has_no_more_launches_than_one_of_attention(folder: Path) -> None:

@@ -18,7 +18,15 @@ from nanovllm_cli.engine import states
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import CompletionOutput
 from nanovllm_cli.sampling_params import SamplingParams
-from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from test_cuda_engine import (
+    PROMPTS,
+    SHAPE,
+    engine_on,
+    forks_and_found_prefixes,
+    kernels_not_rehearsed,
+    launches_of_a_decode_step,
+    tokens,
+)
 from test_models import DELTA, GRANITE_4_H
 
 pytestmark = needs_emulation
@@ -114,19 +122,7 @@ def with_states(engine: Engine, count: int) -> Engine:
 
 
 def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
-    """Three answers to a prompt begin in one state; the step ahead may have written a token too far into it."""
-    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=20, ignore_eos=True)
-    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
-    expected = []
-    for prompt in prompts:
-        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
-        expected.append([each.token_ids for each in output.outputs])
-    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
-    for _ in range(2):
-        outputs = run(engine, [(prompt, params) for prompt in prompts])
-        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
-    assert outputs[2].metrics.num_cached_tokens == 32
-    check_nothing_is_lost(engine)
+    check_nothing_is_lost(forks_and_found_prefixes(folder, max_tokens=20))
 
 
 def test_launches_of_a_decode_step(folder: Path) -> None:

@@ -59,6 +59,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model(Qwen3Config(**SHAPE), dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
+def forks_and_found_prefixes(folder: Path, max_tokens: int) -> Engine:
+    """Three answers to a prompt begin in one block, or state; the step ahead may have written a token too far into it. The engine
+    that gave, twice, what each prompt gives alone."""
+    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=max_tokens, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
+    expected = []
+    for prompt in prompts:
+        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
+        expected.append([each.token_ids for each in output.outputs])
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
+    for _ in range(2):
+        outputs = run(engine, [(prompt, params) for prompt in prompts])
+        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
+    assert outputs[2].metrics.num_cached_tokens == 32
+    return engine
+
+
 def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> Engine:
     """On the CPU where device is None, on a machine with a GPU too."""
     defaults = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "dtype": "bfloat16"}

@@ -17,8 +17,15 @@ from nanovllm_cli.attention.backend import LatentWeights
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.model_spec import LatentSpec
-from nanovllm_cli.sampling_params import SamplingParams
-from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from test_cuda_engine import (
+    PROMPTS,
+    SHAPE,
+    engine_on,
+    forks_and_found_prefixes,
+    kernels_not_rehearsed,
+    launches_of_a_decode_step,
+    tokens,
+)
 from test_latent import SHAPES, Paged
 from test_models import LATENT_EXPERTS
 
@@ -180,17 +187,7 @@ def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], fol
 
 
 def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
-    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=12, ignore_eos=True)
-    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
-    expected = []
-    for prompt in prompts:
-        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
-        expected.append([each.token_ids for each in output.outputs])
-    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
-    for _ in range(2):
-        outputs = run(engine, [(prompt, params) for prompt in prompts])
-        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
-    assert outputs[2].metrics.num_cached_tokens == 32
+    forks_and_found_prefixes(folder, max_tokens=12)
 
 
 def test_steps_with_guesses_and_found_prefixes_agree_with_the_cpu(folder: Path) -> None:

@@ -16,15 +16,14 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3_5TextConfig
 
 from deltas import CASES, SPACES, Case, Kept, check, check_same_bits
 from emulation.compare import GENERATOR, close_to_rounding, random
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from engines import SMALL, engine_for, failing_once, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, delta, gates, reference
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights import convert
-from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import WeightFormats
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
@@ -168,17 +167,7 @@ def test_a_conversation_goes_on_from_a_state_that_was_kept_in_its_answer(folder:
 
 def test_a_step_that_failed_behind_its_kernels_is_repeated(folder: Path, alone: list[list[list[int]]]) -> None:
     worker = worker_for(folder)
-    execute, failed = worker.runner.run, set()
-
-    def failing(plan: Plan) -> StepOutput:
-        output = execute(plan)
-        key = tuple((share.seq_id, share.start, len(share.token_ids)) for share in plan.scheduled)
-        if len(key) > 1 and key not in failed:
-            failed.add(key)
-            raise RuntimeError("once")
-        return output
-
-    worker.runner.run = failing  # type: ignore[method-assign]
+    failed = failing_once(worker)
     outputs = run(engine_for(worker, max_num_batched_tokens=51), [(ids, greedy(20)) for ids in PROMPTS])
     assert any(start % 16 and count > 1 for key in failed for _, start, count in key)
     assert [[list(each.token_ids) for each in output.outputs] for output in outputs] == alone
@@ -336,7 +325,7 @@ def rounded(folder: Path, quant: str, target: Path) -> Path:
     form = parse_format(quant)
     with open_checkpoint(folder) as checkpoint:
         formats = WeightFormats(checkpoint, open_reader(checkpoint), form)
-        found = {name: formats.of(name) for name in ours_of(checkpoint)}
+        found = {name: formats.of(name) for name in ours_of()}
     for name, of in found.items():
         theirs = checkpoint_name(name, names_of(checkpoint))
         if of is not None:
@@ -345,7 +334,7 @@ def rounded(folder: Path, quant: str, target: Path) -> Path:
     return target
 
 
-def ours_of(checkpoint: Checkpoint) -> list[str]:
+def ours_of() -> list[str]:
     delta_parts = ("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_out")
     parts = {"linear_attention": delta_parts, "full_attention": ("q", "k", "v", "o")}
     names = [f"blocks.{i}.{part}" for i, kind in enumerate(DELTA_LAYERS) for part in (*parts[kind], "gate", "up", "down")]

@@ -10,8 +10,6 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.quant.format import NF4, Blocks, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import IntegerRows
 
-WIDTHS = (64, 192)
-
 
 def rows_of(n: int, width: int, seed: int = 0) -> torch.Tensor:
     rows = torch.randn(n, width, generator=torch.Generator().manual_seed(seed)) * 0.05

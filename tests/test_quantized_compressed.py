@@ -4,7 +4,6 @@ by the library itself; and what is refused."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -378,7 +377,6 @@ PACKED = compress("pack-quantized", INT4, 33, 64, torch.bfloat16)[0]
 WITH_ZEROS = compress("pack-quantized", ASYMMETRIC, 33, 64, torch.bfloat16)[0]
 INT8 = compress("int-quantized", integers(8, "channel"), 33, 64, torch.bfloat16)[0]
 FP8 = compress("float-quantized", floats("channel"), 33, 64, torch.bfloat16)[0]
-Change = Callable[[Tensors], Any]
 
 
 def bad(

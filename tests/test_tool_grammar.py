@@ -24,7 +24,6 @@ PLACE = {
     "required": ["city"],
     "additionalProperties": False,
 }
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, *, strict: bool = False) -> Tool:

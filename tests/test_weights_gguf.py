@@ -141,13 +141,6 @@ def test_plain_numbers_are_views_of_the_file(name: str, tmp_path: Path) -> None:
             assert torch.equal(checkpoint.tensor("w", rows=(1, 3)), values[1:3])
 
 
-def quantize_random_q6(rows: int) -> np.ndarray:
-    """Q6_K blocks with a sane scale: the last two bytes of a block are its float16."""
-    data = random_blocks(GGMLQuantizationType.Q6_K, rows, 2).reshape(-1, 210)
-    data[:, 208:] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
-    return data.reshape(rows, -1)
-
-
 def test_dequantizing_needs_little_beside_its_result(tmp_path: Path) -> None:
     kind, rows, blocks = GGMLQuantizationType.Q8_0, 8192, 64  # 64 MB as float32
     path = write(tmp_path / "m.gguf", {"w": (np.zeros((rows, blocks * 34), dtype=np.uint8), kind)})

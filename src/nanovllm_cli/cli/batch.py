@@ -185,7 +185,7 @@ def _raw_lines(file: BinaryIO, source: str) -> Iterator[bytes]:
 def _line(number: int, data: bytes) -> Line:
     content: dict[str, Any] = {}
     try:
-        value = _parsed(data, number)
+        value = _parsed(data)
         # An id is worth repeating even where the rest is wrong.
         content = {"id": value["id"]} if isinstance(value.get("id"), str | int | None) and "id" in value else {}
         content = _checked(value)
@@ -196,7 +196,7 @@ def _line(number: int, data: bytes) -> Line:
     return Line(number, _digest(content)[:20], content)
 
 
-def _parsed(data: bytes, number: int) -> dict[str, Any]:
+def _parsed(data: bytes) -> dict[str, Any]:
     text = decode(data, "it")
     try:
         value = json.loads(text, parse_constant=_no_constant)

@@ -63,7 +63,7 @@ def _fits(name: str, width: int) -> bool:
 
 
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
-    """The type that differs from the mix's own, for a part of a layer: see `plan.LINEARS`."""
+    """The type that differs from the mix's own, for a part of a layer: "q", "down", …"""
     part = "v" if part in ("qkv", "delta_qkv") else part
     if spec.mixture is not None and spec.mixture.num_experts == 8 and mix not in _OF_ONE_TYPE:
         if part in ("k", "v"):

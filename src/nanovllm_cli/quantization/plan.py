@@ -32,8 +32,7 @@ DELTA = ("delta_qkv", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
 LATENT = ("q_a", "q_b", "kv_a")
 MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *LATENT)
-LINEARS = (*MIXERS, "gate", "up", "gate_up", "down")
-"""Matrices of a block. Models have q, k and v or qkv, gate and up or gate_up."""
+"""Matrices of a block's mixer. Models have q, k and v or qkv."""
 Kind = Literal["hf", "gguf"]
 
 

@@ -86,7 +86,7 @@ def gguf_vocabulary(
         _check(source, fields)
         if _differs(source, Tokenizer(load_gguf(fields)), [f"{text}x y" for text in source.control_tokens]):
             notes.append("tokenizer: text right after a control token gets a space before it, as everywhere in GGUF")
-    _add_ends(fields, source, end_ids, notes)
+    _add_ends(fields, end_ids, notes)
     return GGUFVocabulary(fields, notes)
 
 
@@ -263,7 +263,7 @@ def _merge_scores(tokens: list[str], merges: list[Any]) -> list[float]:
     return [-float(rank.get(token, len(rank))) for token in tokens]
 
 
-def _add_ends(fields: dict[str, Any], source: Tokenizer, end_ids: Sequence[int], notes: list[str]) -> None:
+def _add_ends(fields: dict[str, Any], end_ids: Sequence[int], notes: list[str]) -> None:
     """Ends of an answer that only generation_config.json declares, in the two keys that GGUF has for them."""
     if "tokenizer.ggml.eos_token_id" not in fields and end_ids:
         fields["tokenizer.ggml.eos_token_id"] = end_ids[0]
