@@ -395,6 +395,21 @@ def test_what_is_no_json_or_nests_too_deep_is_told_at_once(server: Running, body
     error_of(server.ask("POST", "/tokenize", body), 400)
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"content": "half a character: \\ud83d and on"}', r"surrogate pair \(byte"),
+        (b'{"content": "a",}', r"trailing comma in object \(byte 16\)"),
+        (b"", "truncated"),
+        (b'{"content": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+        (b'{"content": 1e999}', "out of range"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said(body: bytes, says: str) -> None:
+    with pytest.raises(ApiError, match=f"not valid JSON: .*{says}"):
+        parse_json(body, 64)
+
+
 def test_depth_counts_brackets_outside_of_strings() -> None:
     assert parse_json(b"[" * 64 + b"]" * 64, 64)
     tricky = {"a": "[{" * 100, 'b"\\': ["\\", '"[[']}

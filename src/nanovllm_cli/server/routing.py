@@ -134,8 +134,9 @@ def parse_json(body: bytes, max_depth: int) -> Any:
         raise ApiError(400, f"the JSON is not closed, or nested more than {max_depth} deep", code="invalid_json")
     try:
         return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
+        why = str(failure).removeprefix("JSON is malformed: ")
+        raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
 
 
 def _closes_within(body: bytes, max_depth: int) -> bool:
