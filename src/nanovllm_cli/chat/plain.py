@@ -6,7 +6,6 @@ stdout has the answers and what commands say, each ended by a newline, and never
 from __future__ import annotations
 
 import sys
-from typing import BinaryIO
 
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode, standard_input
 from nanovllm_cli.cli.output import Console
@@ -33,10 +32,10 @@ def unquoted(text: str) -> str:
 class PlainReader:
     """A message a line; between two lines with three quotation marks, all in between is one message."""
 
-    def __init__(self, console: Console, source: BinaryIO | None = None) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._source = source or standard_input()
-        self._asks = source is None and sys.stdin is not None and sys.stdin.isatty()
+        self._source = standard_input()
+        self._asks = sys.stdin is not None and sys.stdin.isatty()
 
     def read(self, draft: str = "") -> str:
         """A draft cannot be offered here."""

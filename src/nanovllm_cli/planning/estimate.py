@@ -198,15 +198,13 @@ def decode_rate(facts: Facts, weights: WeightPlan, cache_bytes: float, speed: Sp
     return 1.0 / max(read, work)
 
 
-def prefill_rate(
-    facts: Facts, weights: WeightPlan, speed: Speed, step_tokens: int, length: int = PROMPT_LEN
-) -> float:
-    """Most tokens a second of a prompt of `length` tokens, read in steps of step_tokens."""
-    steps = -(-length // step_tokens)
-    read = steps * _step_bytes(facts.spec, weights, min(step_tokens, length)) / (speed.read_gb_s * 1e9)
+def prefill_rate(facts: Facts, weights: WeightPlan, speed: Speed, step_tokens: int) -> float:
+    """Most tokens a second of a prompt of PROMPT_LEN tokens, read in steps of step_tokens."""
+    steps = -(-PROMPT_LEN // step_tokens)
+    read = steps * _step_bytes(facts.spec, weights, min(step_tokens, PROMPT_LEN)) / (speed.read_gb_s * 1e9)
     needed = replace(facts.spec, blocks=facts.spec.blocks[: facts.spec.first_reader])
-    work = length * (_matmul(needed, with_head=False) + _attention(needed, length / 2))
-    return length / max(read, work / _operations(speed, weights))
+    work = PROMPT_LEN * (_matmul(needed, with_head=False) + _attention(needed, PROMPT_LEN / 2))
+    return PROMPT_LEN / max(read, work / _operations(speed, weights))
 
 
 def _step_bytes(spec: ModelSpec, weights: WeightPlan, num_tokens: int) -> float:

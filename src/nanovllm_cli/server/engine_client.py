@@ -49,6 +49,7 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 60.0
 STOP_SECONDS = 5.0
+STUCK_SECONDS = 120.0  # of one step
 
 OnLoading = Callable[[Loading], None]
 
@@ -58,8 +59,7 @@ logger = logging.getLogger(__name__)
 class EngineClient:
     """One model's engine. See ports.EnginePort.
 
-    stuck_seconds: how long a step may take before the engine counts as stuck. on_loading: told how loading goes. on_restart:
-    called when the process has died, and another is to take its place.
+    on_loading: told how loading goes. on_restart: called when the process has died, and another is to take its place.
     """
 
     def __init__(
@@ -67,14 +67,12 @@ class EngineClient:
         name: str,
         start: Start,
         *,
-        stuck_seconds: float = 120.0,
         on_loading: OnLoading | None = None,
         on_restart: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.num_restarts = 0
         self._start = start
-        self._stuck_seconds = stuck_seconds
         self._on_loading = on_loading
         self._on_restart = on_restart
         self._state = EngineState.ASLEEP
@@ -95,7 +93,7 @@ class EngineClient:
     def state(self) -> EngineState:
         if self._state is EngineState.READY and self.num_running:
             silent = asyncio.get_running_loop().time() - self._heard
-            return EngineState.STUCK if silent > self._stuck_seconds else EngineState.READY
+            return EngineState.STUCK if silent > STUCK_SECONDS else EngineState.READY
         return self._state
 
     @property

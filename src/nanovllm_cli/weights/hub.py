@@ -106,13 +106,13 @@ def cached_snapshot(repo: str, revision: str) -> tuple[str, Path] | None:
     return (commit, snapshot) if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
-def list_repo(repo: str, revision: str, token: str | bool | None = None, *, attempts: int = 1) -> Listing:
+def list_repo(repo: str, revision: str, *, attempts: int = 1) -> Listing:
     """One request. Raises HubUnreachableError, ModelNotFoundError, AccessRefusedError."""
     from huggingface_hub import HfApi
 
     def ask() -> Listing:
         with _translated(repo, revision):
-            info = HfApi(token=token).model_info(repo, revision=revision, files_metadata=True, timeout=REQUEST_TIMEOUT)
+            info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=REQUEST_TIMEOUT)
             if not _COMMIT.fullmatch(info.sha or ""):
                 raise HubUnreachableError(f"{_endpoint()} gave no commit for {repo}", "check HF_ENDPOINT and the proxy")
             files = info.siblings or []
@@ -125,13 +125,7 @@ def list_repo(repo: str, revision: str, token: str | bool | None = None, *, atte
     return _with_retries(ask, attempts)
 
 
-def fetch(
-    repo: str,
-    listing: Listing,
-    names: Sequence[str],
-    progress: LoadProgress,
-    token: str | bool | None = None,
-) -> Path:
+def fetch(repo: str, listing: Listing, names: Sequence[str], progress: LoadProgress) -> Path:
     """Downloads those of `names` that the cache lacks, and gives the snapshot's folder.
 
     Raises DoesNotFitError before the first byte when the disk has no room for them, and what `list_repo` raises.
@@ -144,12 +138,12 @@ def fetch(
     _check_disk(repo, num_bytes - sum(_part_bytes(repo, listing.etags.get(name)) for name in missing))
     progress.stage(f"download {repo}", num_bytes or None, "B")
     for name in missing:
-        _fetch_file(repo, listing.commit, name, _Meter(progress, listing.sizes.get(name, 0)), token)
+        _fetch_file(repo, listing.commit, name, _Meter(progress, listing.sizes.get(name, 0)))
     progress.done()
     return snapshot
 
 
-def read_range(repo: str, commit: str, name: str, first: int, count: int, token: str | bool | None = None) -> bytes:
+def read_range(repo: str, commit: str, name: str, first: int, count: int) -> bytes:
     """`count` bytes of a file on the hub from `first` on, or as many as there are; nothing is kept. Raises what `list_repo`
     raises."""
     from huggingface_hub import hf_hub_url
@@ -166,7 +160,7 @@ def read_range(repo: str, commit: str, name: str, first: int, count: int, token:
         with (
             _translated(repo, commit, name),
             get_session().stream(
-                "GET", url, headers={**build_hf_headers(token=token), **wanted}, timeout=REQUEST_TIMEOUT, follow_redirects=True
+                "GET", url, headers={**build_hf_headers(), **wanted}, timeout=REQUEST_TIMEOUT, follow_redirects=True
             ) as answer,
         ):
             hf_raise_for_status(answer)
@@ -198,7 +192,7 @@ def remember_revision(repo: str, revision: str, commit: str) -> None:
         os.replace(temporary, path)
 
 
-def _fetch_file(repo: str, commit: str, name: str, meter: _Meter, token: str | bool | None) -> None:
+def _fetch_file(repo: str, commit: str, name: str, meter: _Meter) -> None:
     from huggingface_hub import hf_hub_download
 
     more: dict[str, Any] = {}
@@ -208,20 +202,20 @@ def _fetch_file(repo: str, commit: str, name: str, meter: _Meter, token: str | b
     def download() -> None:
         with _translated(repo, commit, name):
             if meter.size >= RESUMABLE_BYTES:
-                _fetch_blob(repo, commit, name, meter, token)
-            hf_hub_download(repo, name, revision=commit, token=token, **more)
+                _fetch_blob(repo, commit, name, meter)
+            hf_hub_download(repo, name, revision=commit, **more)
 
     _with_retries(download, 1 + len(RETRY_WAITS), meter)
     meter.reached(meter.size)
 
 
-def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter, token: str | bool | None) -> None:
+def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter) -> None:
     """Puts a large file's blob where `huggingface_hub` will find it, unless it is there."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     url = hf_hub_url(repo, name, revision=commit)
-    metadata = get_hf_file_metadata(url, token=token, timeout=REQUEST_TIMEOUT)
+    metadata = get_hf_file_metadata(url, timeout=REQUEST_TIMEOUT)
     etag, size = metadata.etag, metadata.size
     if not etag or not size or not re.fullmatch(r"[\w.-]+", etag):
         return
@@ -232,14 +226,14 @@ def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter, token: str | b
     with WeakFileLock(lock):
         if not blob.exists():
             part = _part_path(repo, etag)
-            digest = _continue_part(url, part, size, meter, token)
+            digest = _continue_part(url, part, size, meter)
             if len(etag) == 64 and digest != etag.lower():
                 part.unlink()
                 raise DownloadError(f"{repo}: {name} arrived damaged (SHA-256 {digest}, expected {etag})", "try again")
             os.replace(part, blob)
 
 
-def _continue_part(url: str, part: Path, size: int, meter: _Meter, token: str | bool | None) -> str:
+def _continue_part(url: str, part: Path, size: int, meter: _Meter) -> str:
     """Appends to `part` until it has `size` bytes; gives the SHA-256 of the whole. Where it cannot be continued (it is
     too long, or the server does not know Range) it starts anew."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
@@ -257,7 +251,7 @@ def _continue_part(url: str, part: Path, size: int, meter: _Meter, token: str | 
         meter.reached(done)
         if done == size:
             return digest.hexdigest()
-        headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
         if done:
             headers["Range"] = f"bytes={done}-"
         with get_session().stream(

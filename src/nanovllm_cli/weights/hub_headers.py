@@ -24,10 +24,10 @@ MAX_EXTRA_BYTES = 64 << 10  # of a GGUF's tables of rotary divisors, which belon
 _CONFIGS = ("config.json", "generation_config.json")
 
 
-def fetch_headers(remote: RemoteModel, folder: Path, progress: LoadProgress, token: str | bool | None = None) -> Path:
+def fetch_headers(remote: RemoteModel, folder: Path, progress: LoadProgress) -> Path:
     """Fills `folder`, and gives the path to open. Raises what `hub.list_repo` raises, CheckpointError for a broken index, and
     OutputError where the folder cannot hold such files."""
-    fetch = _Fetch(remote, folder, token)
+    fetch = _Fetch(remote, folder)
     for name in remote.weights.files:
         if name in _CONFIGS:
             fetch.whole(name, MAX_CONFIG_BYTES)
@@ -47,10 +47,9 @@ def fetch_headers(remote: RemoteModel, folder: Path, progress: LoadProgress, tok
 class _Fetch:
     """Files of one repository, at one commit, into one folder."""
 
-    def __init__(self, remote: RemoteModel, folder: Path, token: str | bool | None) -> None:
+    def __init__(self, remote: RemoteModel, folder: Path) -> None:
         self._remote = remote
         self._folder = folder
-        self._token = token
 
     def whole(self, name: str, max_bytes: int) -> None:
         """A small file. One byte more than is allowed is asked for, so that whoever reads it sees that it is too long."""
@@ -96,7 +95,7 @@ class _Fetch:
         return size
 
     def _read(self, name: str, first: int, count: int) -> bytes:
-        return hub.read_range(self._remote.repo, self._remote.listing.commit, name, first, count, self._token)
+        return hub.read_range(self._remote.repo, self._remote.listing.commit, name, first, count)
 
     def _write(self, name: str, first: int, data: bytes, size: int | None) -> None:
         path = self._folder / name

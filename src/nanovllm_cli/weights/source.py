@@ -91,7 +91,6 @@ def resolve(
     quant: str | None = None,
     aliases: Mapping[str, str] | None = None,
     progress: LoadProgress | None = None,
-    token: str | bool | None = None,
     pick: Choose = choose,
 ) -> ResolvedModel:
     """The model that `name` means, on this machine. pick: which files of a repository it is made of.
@@ -103,10 +102,8 @@ def resolve(
     UnsupportedError (nothing readable in it), UsageError (no such quantization or file, a name with two meanings).
     """
     progress = progress or NullProgress()
-    found = locate(
-        name, offline=offline, revision=revision, quant=quant, aliases=aliases, progress=progress, token=token, pick=pick
-    )
-    return found if isinstance(found, ResolvedModel) else download(found, progress, token)
+    found = locate(name, offline=offline, revision=revision, quant=quant, aliases=aliases, progress=progress, pick=pick)
+    return found if isinstance(found, ResolvedModel) else download(found, progress)
 
 
 def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: LoadProgress | None = None) -> tuple[Lora, ...]:
@@ -140,7 +137,6 @@ def locate(
     quant: str | None = None,
     aliases: Mapping[str, str] | None = None,
     progress: LoadProgress | None = None,
-    token: str | bool | None = None,
     pick: Choose = choose,
 ) -> ResolvedModel | RemoteModel:
     """What `name` means, as for `resolve`, before anything is downloaded. A branch on the hub is always asked for, if the hub
@@ -154,7 +150,7 @@ def locate(
         return _local(meant, name, quant)
     meant = meant._replace(quant=meant.quant or quant)
     try:
-        return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, token, pick)
+        return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, pick)
     except ModelNotFoundError as error:
         error.hint = error.hint or _suggestion(meant.repo, _known(aliases))
         raise
@@ -242,12 +238,12 @@ def parse_hub_name(name: str) -> HubName | None:
     return HubName(repo, quant or None, after_at or revision, file or None)
 
 
-def download(remote: RemoteModel, progress: LoadProgress, token: str | bool | None = None) -> ResolvedModel:
+def download(remote: RemoteModel, progress: LoadProgress) -> ResolvedModel:
     """Fetches what the cache lacks of it. Raises what `hub.fetch` raises."""
     repo, weights, listing = remote.repo, remote.weights, remote.listing
     if weights.index_file:
-        weights = weights.with_shards(hub.fetch(repo, listing, [weights.index_file], NullProgress(), token))
-    snapshot = hub.fetch(repo, listing, weights.files, progress, token)
+        weights = weights.with_shards(hub.fetch(repo, listing, [weights.index_file], NullProgress()))
+    snapshot = hub.fetch(repo, listing, weights.files, progress)
     hub.remember_revision(repo, remote.revision, listing.commit)
     return _resolved(snapshot, listing.commit, weights, repo, remote.name)
 
@@ -258,7 +254,7 @@ def cached_copy(wanted: HubName, name: str) -> ResolvedModel | None:
 
 
 def _from_hub(
-    wanted: HubName, name: str, offline: bool, progress: LoadProgress, token: str | bool | None, pick: Choose
+    wanted: HubName, name: str, offline: bool, progress: LoadProgress, pick: Choose
 ) -> ResolvedModel | RemoteModel:
     revision = wanted.revision or DEFAULT_REVISION
     here = _from_cache(wanted, revision, name, pick)
@@ -271,7 +267,7 @@ def _from_hub(
             "run once without --offline and HF_HUB_OFFLINE; cached are: " + (some(hub.cached_repos(), 8) or "none"),
         )
     try:
-        listing = hub.list_repo(wanted.repo, revision, token, attempts=1 if here else 1 + len(hub.RETRY_WAITS))
+        listing = hub.list_repo(wanted.repo, revision, attempts=1 if here else 1 + len(hub.RETRY_WAITS))
     except hub.HubUnreachableError as error:
         if here is None:
             raise
