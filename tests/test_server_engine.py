@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import nanovllm_cli
+from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -424,3 +425,22 @@ def test_busy_is_not_stuck_and_silence_is(runner: asyncio.Runner, engine: Engine
         assert engine.state is EngineState.READY  # nothing runs: nothing is expected
 
     runner.run(scenario())
+
+
+def test_a_terminals_interrupt_does_not_reach_an_engine_that_is_still_imported() -> None:
+    program = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "nanovllm_cli.llm":
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), signum)
+            sys.exit(7)
+
+sys.meta_path.insert(0, Interrupt)
+runpy.run_module("nanovllm_cli.server.engine_process", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=child_environment(), timeout=60)
+    assert (done.returncode, done.stderr) == (7, "")

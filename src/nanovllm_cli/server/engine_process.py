@@ -6,10 +6,15 @@ It knows nothing of HTTP, templates or tools. It ends when the other end of the 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # a terminal, or systemd, tells every process; the server lets answers finish
+
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -45,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(fd: int) -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # a terminal, or systemd, tells every process; the server lets answers finish
     channel = Channel(socket.socket(fileno=fd))
     start = channel.receive()
     assert isinstance(start, Start)
