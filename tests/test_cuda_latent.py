@@ -15,6 +15,7 @@ from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
 from nanovllm_cli.attention.backend import LatentWeights
 from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.model_spec import LatentSpec
 from test_cuda_engine import (
@@ -254,3 +255,23 @@ def test_blocks_are_taken_out_and_put_elsewhere(youtu: Path) -> None:
     worker._caches[0].copy_blocks([(used[0], used[1])])
     for (layer,) in layers:
         assert torch.equal(layer[used[1]], layer[free[0]])
+
+
+@pytest.mark.parametrize(
+    ("starts", "kv_lens", "lens", "sequences"),
+    [
+        ([0, 3, 4, 6], [10, 1, 2], [8, 9, 10, 1, 1, 2], [0, 0, 0, 1, 2, 2]),
+        ([0, 1, 2, 3], [7, 0, 0], [7, 0, 0], [0, 1, 2]),  # a bucket with padding
+        ([0, 2, 3, 3], [5, 4, 0], [4, 5, 4], [0, 0, 1]),  # guesses: places of sequences that there aren't
+    ],
+)
+def test_tokens_know_their_sequence(
+    starts: list[int], kv_lens: list[int], lens: list[int], sequences: list[int], youtu: Path
+) -> None:
+    backend = engine_on(youtu, EmulatedDevice())._executor.model.backend
+    assert isinstance(backend, CudaAttention)
+    none, count = torch.empty(0, dtype=torch.int64), torch.zeros(starts[-1], dtype=torch.int64)
+    numbers = (torch.tensor(starts, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32))
+    rows = backend.decode_step(Batch(count, count, count, *numbers, numbers[-1], none, none, none, none), {}).rows
+    assert rows is not None
+    assert (rows.lens.tolist(), rows.sequences.tolist()) == (lens, sequences)

@@ -1,5 +1,5 @@
-"""Heads that are too wide for prefill_attention, and layers that read what another keeps, in the GPU's engine on emulated
-kernels: each token of a prompt is a row of its own there."""
+"""Heads whose sums warps of prefill_attention share, and layers that read what another keeps, in the GPU's engine on emulated
+kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
-from nanovllm_cli.attention.cuda import CudaAttention
-from nanovllm_cli.batch import Batch
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, tokens
 
 pytestmark = needs_emulation
@@ -75,7 +73,6 @@ def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], fol
 
 
 def test_a_late_device_gives_the_same(folder: Path) -> None:
-    """Which token is whose is found on the device: by a recorded step from what was uploaded for it."""
     settings = {"deterministic": True, "num_speculative_tokens": 4}
     expected = tokens(engine_on(folder, EmulatedDevice(), **settings), greedy(8), LONG)
     with LateDevice() as device:
@@ -98,23 +95,3 @@ def test_attention_of_a_decode_step_is_a_launch_a_layer(folder: Path) -> None:
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"num_speculative_tokens": 16}], ids=str)
 def test_no_answer_waits_for_the_compiler(settings: dict[str, Any], folder: Path) -> None:
     assert kernels_not_rehearsed(folder, **settings) == set()
-
-
-@pytest.mark.parametrize(
-    ("starts", "kv_lens", "lens", "sequences"),
-    [
-        ([0, 3, 4, 6], [10, 1, 2], [8, 9, 10, 1, 1, 2], [0, 0, 0, 1, 2, 2]),
-        ([0, 1, 2, 3], [7, 0, 0], [7, 0, 0], [0, 1, 2]),  # a bucket with padding
-        ([0, 2, 3, 3], [5, 4, 0], [4, 5, 4], [0, 0, 1]),  # guesses: places of sequences that there aren't
-    ],
-)
-def test_tokens_know_their_sequence(
-    starts: list[int], kv_lens: list[int], lens: list[int], sequences: list[int], folder: Path
-) -> None:
-    backend = engine_on(folder, EmulatedDevice())._executor.model.backend
-    assert isinstance(backend, CudaAttention)
-    none, count = torch.empty(0, dtype=torch.int64), torch.zeros(starts[-1], dtype=torch.int64)
-    numbers = (torch.tensor(starts, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32))
-    rows = backend.decode_step(Batch(count, count, count, *numbers, numbers[-1], none, none, none, none), {}).rows
-    assert rows is not None
-    assert (rows.lens.tolist(), rows.sequences.tolist()) == (lens, sequences)

@@ -766,7 +766,10 @@ def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
         assert made[0].flops == 4 * 2 * (18 * prefix + 18 * 19 / 2) * 4 * 64
     elif kind == "gemma 4":
         made = [cases.decode_case(launcher, name, heads, 2, 40, cases.BF16) for name, heads in cases.GEMMA_4_E4B.items()]
-        made += [cases.rows_case(launcher, "all", cases.GEMMA_4_E4B["all"], 18, fixed) for fixed in (False, True)]
+        made += [
+            cases.prefill_case(launcher, name, cases.GEMMA_4_E4B[name], 1, 18, 0, cases.BF16, fixed)
+            for name, fixed in (("all", False), ("all", True), ("window", False))
+        ]
     elif kind == "gemv":
         made = cases.gemv_cases(launcher, "tiny", TINY, 2)
     elif kind == "delta":

@@ -339,7 +339,7 @@ def test_fp8_needs_its_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype", "capability", "word"), [(64, BF16, 75, "float16"), (512, BF16, 90, "512"), (65, FP16, 90, "65")]
+    ("dim", "dtype", "capability", "word"), [(64, BF16, 75, "float16"), (514, BF16, 90, "512"), (65, FP16, 90, "65")]
 )
 def test_what_no_tiling_takes_is_refused(dim: int, dtype: torch.dtype, capability: int, word: str) -> None:
     with pytest.raises(UnsupportedError) as refused:
@@ -349,7 +349,7 @@ def test_what_no_tiling_takes_is_refused(dim: int, dtype: torch.dtype, capabilit
 
 @pytest.mark.parametrize("capability", kernel.SHARED_KB)
 def test_tiles_fit_the_shared_memory_of_a_block(capability: int) -> None:
-    for dim in range(2, 258, 2):
+    for dim in range(2, 514, 2):
         for kv_dtype in (FP16, FP8):
             tile = kernel.tiling(capability, dim, FP16, kv_dtype)
             assert tile.shared_bytes <= (kernel.SHARED_KB[capability] - (capability >= 80)) << 10

@@ -120,58 +120,48 @@ def decode_case(launcher: Launcher, name: str, shape: Shape | Heads, batch: int,
     return Case(title, read + 4.0 * batch * heads * dim, flops, [call(table) for table in tables.split(batch)])
 
 
-def rows_case(launcher: Launcher, name: str, shape: Heads, tokens: int, fixed: bool = False) -> Case:
-    """Attention of one layer over a prompt whose heads are too wide for `prefill_case`: each token is a row of its own. fixed:
-    splits as a deterministic GPU has them."""
-    heads, kv_heads, dim, window, *_ = shape
-    cache = make_cache(launcher, shape, -(-tokens // BLOCK), BF16)
-    tables = make_tables(launcher, 1, tokens, len(cache.k), 1)
-    lens = torch.arange(1, tokens + 1, dtype=torch.int32, device=launcher.device)
-    q, nothing = randn(launcher, tokens, heads * dim), torch.empty(tokens, 0, device=launcher.device)
-    projected = rope_cache.Projected(q, heads, kv_heads, dim, None, None, None, 0.0, 0.0, nothing, nothing, False, shared=True)
-    scratch = DecodeScratch(launcher, 128, heads, kv_heads, dim, tokens, fixed)
-
-    sequences = torch.zeros_like(lens)
-
-    def call() -> object:
-        return decode_attention(
-            launcher, projected, cache.k, cache.v, tables, lens, scratch, dim**-0.5, window, sequences=sequences
-        )
-
-    pairs = tokens * (tokens + 1) / 2
-    title = f"{name}, 1 x {tokens}{', fixed splits' if fixed else ''}"
-    return Case(title, 2.0 * q.nbytes + cache.k.nbytes + cache.v.nbytes, 4.0 * pairs * heads * dim, [call])
-
-
-def prefill_case(launcher: Launcher, name: str, shape: Shape, count: int, tokens: int, prefix: int, dtype: torch.dtype) -> Case:
-    """Attention of one layer over prompts of `tokens` tokens behind `prefix` that are cached."""
+def prefill_case(
+    launcher: Launcher,
+    name: str,
+    shape: Shape | Heads,
+    count: int,
+    tokens: int,
+    prefix: int,
+    dtype: torch.dtype,
+    fixed: bool = False,
+) -> Case:
+    """Attention of one layer over prompts of `tokens` tokens behind `prefix` that are cached. fixed: splits as a deterministic
+    GPU has them."""
+    heads, kv_heads, dim, window, *_ = shape if isinstance(shape, Heads) else Heads.of(shape)
     total, width = tokens + prefix, -(-(tokens + prefix) // BLOCK)
     cache = make_cache(launcher, shape, count * width, dtype)
     tables = make_tables(launcher, count, total, count * width, count)
     starts = np.arange(count + 1, dtype=np.int32) * tokens
     work = prefill_attention.prefill_tiles(
-        launcher, starts, np.full(count, total, np.int32), shape.heads, shape.kv_heads, shape.dim, BF16, dtype
-    )
+        launcher, starts, np.full(count, total, np.int32), heads, kv_heads, dim, BF16, dtype,
+        window=window, deterministic=fixed,
+    )  # fmt: skip
     work = work._replace(items=work.items.to(launcher.device))
     counters = prefill_attention.new_counters(launcher)
-    q = randn(launcher, count * tokens, shape.heads, shape.dim)
-    pairs = count * (tokens * prefix + tokens * (tokens + 1) / 2)  # of a query and a key that it sees
+    q = randn(launcher, count * tokens, heads, dim)
+    seen = np.minimum(np.arange(prefix + 1, total + 1), window or total)
+    pairs = float(count * seen.sum())  # of a query and a key that it sees
 
     def call() -> object:
         return prefill_attention.prefill_attention(
             launcher, q, cache.k, cache.v, work, tables, counters,
-            scale=shape.dim**-0.5, k_scale=cache.scales, v_scale=cache.scales,
+            scale=dim**-0.5, k_scale=cache.scales, v_scale=cache.scales,
         )  # fmt: skip
 
     library: list[Callable[[], object]] = []
-    if prefix == 0 and dtype == BF16:
-        heads = q.view(count, tokens, shape.heads, shape.dim).transpose(1, 2)
-        k, v = (randn(launcher, count, shape.kv_heads, tokens, shape.dim) for _ in range(2))
+    if prefix == 0 and dtype == BF16 and window == 0:
+        queries = q.view(count, tokens, heads, dim).transpose(1, 2)
+        k, v = (randn(launcher, count, kv_heads, tokens, dim) for _ in range(2))
         attention = torch.nn.functional.scaled_dot_product_attention
-        library.append(lambda: attention(heads, k, v, is_causal=True, enable_gqa=True))
+        library.append(lambda: attention(queries, k, v, is_causal=True, enable_gqa=True))
     title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {count} x {tokens}" + (f" after {prefix}" if prefix else "")
-    num_bytes = 2.0 * q.nbytes + 2.0 * count * total * shape.kv_heads * shape.dim * dtype.itemsize
-    return Case(title, num_bytes, 4.0 * pairs * shape.heads * shape.dim, [call], library)
+    num_bytes = 2.0 * q.nbytes + 2.0 * count * total * kv_heads * dim * dtype.itemsize
+    return Case(title + (", fixed splits" if fixed else ""), num_bytes, 4.0 * pairs * heads * dim, [call], library)
 
 
 # ---- matmuls of few rows ----

@@ -54,8 +54,9 @@ def attention(output: Output) -> None:
         for batch, tokens in DECODES[:3]:
             for dtype in (BF16, FP8):
                 put(output, "decode", cases.decode_case(launcher, f"gemma-4-e4b {name}", heads, batch, tokens, dtype))
-    for fixed in (False, True):
-        put(output, "prefill", cases.rows_case(launcher, "gemma-4-e4b all", cases.GEMMA_4_E4B["all"], 2048, fixed))
+    for dtype, fixed in ((BF16, False), (BF16, True), (FP8, False)):
+        heads = cases.GEMMA_4_E4B["all"]
+        put(output, "prefill", cases.prefill_case(launcher, "gemma-4-e4b all", heads, 1, 2048, 0, dtype, fixed))
     for count, tokens, prefix in PREFILLS:
         put(output, "prefill", cases.prefill_case(launcher, "qwen3-8b", SHAPES["qwen3-8b"], count, tokens, prefix, BF16))
     put(output, "prefill", cases.prefill_case(launcher, "qwen3-8b", SHAPES["qwen3-8b"], 1, 2048, 0, FP8))

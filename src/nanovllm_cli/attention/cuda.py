@@ -3,9 +3,8 @@
 A step of decodes takes decode_attention: norm, rotation, cache and attention in one launch, which reads all lengths on the
 device. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A deterministic GPU takes
 the second for both: a token's K and V must have the same bits whether it was decoded or, after a preemption, computed again in a
-chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`). Heads that are too wide
-for prefill_attention have decode_attention there as well, behind rope_and_cache, with each token as a row of its own. Latent
-attention has kernels of its own, and one tensor a layer (cuda_latent.py).
+chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`). Latent attention has
+kernels of its own, and one tensor a layer (cuda_latent.py).
 
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
 cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
@@ -34,20 +33,14 @@ from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attentio
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.prefill_attention import (
-    MAX_HEAD_DIM,
-    PrefillWork,
-    new_counters,
-    prefill_attention,
-    prefill_tiles,
-)
+from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles, tiling
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.states import States
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
-WIDE_ROWS = 128
+LATENT_ROWS = 128
 """Tokens that a launch has at the least where each is a row of its own, if they are cut into splits: enough to fill a GPU."""
 GIB = 1 << 30
 Shape = tuple[int, int, int, int]
@@ -63,8 +56,8 @@ class TokenRows(NamedTuple):
 
 class CudaStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
-    is not decodes only the work by shape, its tokens as rows if some heads are wide or some attention latent, and those in groups
-    where the host has divided them; where all sequences are whole prompts, the first row of each and the end."""
+    is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
+    divided them; where all sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -128,18 +121,17 @@ class CudaAttention:
         if any(spec.qk_norm and spec.qk_norm_of == "turned head" for spec in specs):
             raise UnsupportedError("norms of heads behind their rotation on a GPU", "take another model, or the CPU")
         latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
-        self.shapes = list(dict.fromkeys(_shape(spec) for spec in specs if not _is_wide(spec)))
-        self._needs_rows = bool(latent) or any(map(_is_wide, specs))
-        self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
-        for shape, is_wide in {(_shape(spec)[:3], _is_wide(spec)) for spec in specs}:
-            if is_wide or not deterministic:
-                rows = max(max_batch, WIDE_ROWS) if is_wide else max_batch
-                self._scratch[shape] = DecodeScratch(launcher, rows, *shape, max_tokens, fixed=deterministic)
+        self.shapes = list(dict.fromkeys(map(_shape, specs)))
+        for _, _, dim, _ in self.shapes:
+            tiling(launcher.capability, dim, dtype, cache_dtype)  # refuses now what it would refuse in a step
+        self._needs_rows = bool(latent)
+        shapes = () if deterministic else {shape[:3] for shape in self.shapes}
+        self._scratch = {shape: DecodeScratch(launcher, max_batch, *shape, max_tokens) for shape in shapes}
         self._counters = new_counters(launcher)
         most_heads = max(spec.num_kv_heads for spec in (*specs, *latent))
         quantized = cache_dtype == torch.float8_e4m3fn
         self._scales = torch.ones(most_heads, device=launcher.device) if quantized else None
-        most_rows = max(max_batch, WIDE_ROWS) if deterministic else max_batch
+        most_rows = max(max_batch, LATENT_ROWS) if deterministic else max_batch
         one_scale = None if self._scales is None else self._scales[:1]
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
         plain = not latent and all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
@@ -219,14 +211,6 @@ class CudaAttention:
         q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
         if step.prompts is not None:
             return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
-        if _is_wide(spec):
-            assert step.rows is not None
-            nothing = torch.empty(len(q), 0, device=q.device)
-            rows = Projected(q.view(len(q), -1), heads, kv_heads, dim, *HeadNorms(), nothing, nothing, False, shared=True)
-            return decode_attention(
-                self.launcher, rows, k, v, step.block_tables, step.rows.lens, self._scratch[shape[:3]], scale,
-                window, softcap, sinks, scales, scales, step.rows.sequences,
-            )  # fmt: skip
         assert step.work is not None
         return prefill_attention(
             self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
@@ -301,10 +285,6 @@ class CudaAttention:
                 )
             out[start:end] = found[0].transpose(0, 1)
         return out.flatten(1)
-
-
-def _is_wide(spec: AttentionSpec) -> bool:
-    return spec.head_dim > MAX_HEAD_DIM
 
 
 def _shape(spec: AttentionSpec) -> Shape:

@@ -62,8 +62,8 @@ class DecodeWork:
 
 def _pieces(shape: Shape, num_tokens: int) -> int:
     """Of an item with so many tokens."""
-    heads, kv_heads, _, _ = shape
-    return most_pieces(num_tokens * heads // kv_heads)
+    heads, kv_heads, dim, _ = shape
+    return most_pieces(num_tokens * heads // kv_heads, dim)
 
 
 def _scratch_bytes(shape: Shape, num_tokens: int) -> int:

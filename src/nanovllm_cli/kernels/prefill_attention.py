@@ -14,9 +14,12 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, WARP, Kernel, Launcher, check, type_name
 
-WARPS = 4
 MOST_ROW_TILES = 2
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_OWN_DIM = 256
+"""Of heads whose sums fit a warp's registers, for 16 rows."""
+PARTS, WIDE_ROWS = 4, 64
+"""Warps that wider heads' dims are shared out among, and rows of a block then."""
 SPLIT_KEYS = 512
 """Keys of a split in deterministic mode. Smaller ones fill the GPU better when few tokens are decoded; but an item that walks
 through several takes its sums to scratch and back after each, with 512 keys in about a tenth of its time (est.)."""
@@ -29,16 +32,26 @@ SHARED_KB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103:
 
 
 class Tiling(NamedTuple):
-    """16 * WARPS * row_tiles rows of q and `keys` keys at a time; `blocks` fit on a multiprocessor at once."""
+    """16 * row_tiles rows of q for each `parts` warps, and `keys` keys at a time; `blocks` fit on a multiprocessor at once."""
 
     row_tiles: int
     keys: int
     blocks: int
     shared_bytes: int
+    parts: int = 1
+
+    @property
+    def warps(self) -> int:
+        return 4 if self.parts == 1 else 8
+
+    @property
+    def few_rows(self) -> int:
+        """What a block has with 16 rows for each `parts` warps."""
+        return 16 * self.warps // self.parts
 
     @property
     def rows(self) -> int:
-        return 16 * WARPS * self.row_tiles
+        return self.few_rows * self.row_tiles
 
 
 class PrefillWork(NamedTuple):
@@ -53,26 +66,39 @@ class PrefillWork(NamedTuple):
 
 
 def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tiling:
-    """The largest tiles of which two blocks fit on a multiprocessor, so that one's softmax runs beside the other's mma."""
+    """The largest tiles of which two blocks fit on a multiprocessor, so that one's softmax runs beside the other's mma; or one of
+    heads past MAX_OWN_DIM, which fills the registers."""
     if capability < _oldest(dtype):
         raise UnsupportedError("bf16 attention needs a GPU of compute capability 8.0 or newer", "use --dtype float16")
     if head_dim > MAX_HEAD_DIM or head_dim % 2:
         raise UnsupportedError(f"attention heads of {head_dim} dims: an even number up to {MAX_HEAD_DIM} is supported")
-    dim = -(-head_dim // 16) * 16
+    dim, quantized = _padded(head_dim), kv_dtype.itemsize == 1
     row_bytes = 2 * dim if dim % 64 == 0 else 2 * dim + 16
-    quantized = kv_dtype.itemsize == 1
+    memory, reserved = SHARED_KB.get(capability, 100) << 10, 1 << 10 if capability >= 80 else 0
+    if head_dim > MAX_OWN_DIM:
+        for keys in (64, 32, 16):
+            scores, corrections = 4 * PARTS * WIDE_ROWS * keys, 4 * 4 * WIDE_ROWS  # each part's; of four lanes a row
+            needed = 2 * keys * row_bytes + scores + corrections
+            if needed <= memory - reserved:
+                return Tiling(MOST_ROW_TILES, keys, 1, needed, PARTS)
     widest = (
         32 if quantized and dim > 96 else 64
     )  # turning more into 16 bits at once takes registers that are not there
-    memory, reserved = SHARED_KB.get(capability, 100) << 10, 1 << 10 if capability >= 80 else 0
     for blocks in (2, 1):
         for row_tiles in (MOST_ROW_TILES, 1) if dim <= 128 else (1,):  # 32 rows of 256 sums don't fit a warp's registers
             for keys in [count for count in (64, 32, 16) if count <= widest]:
                 tiles = 2 * keys * row_bytes
-                needed = 16 * WARPS * row_tiles * row_bytes + tiles + (2 * keys * dim if quantized else tiles)
+                tile = Tiling(row_tiles, keys, blocks, 0)
+                needed = tile.rows * row_bytes + tiles + (2 * keys * dim if quantized else tiles)
                 if needed <= memory // blocks - reserved:
-                    return Tiling(row_tiles, keys, blocks, needed)
+                    return tile._replace(shared_bytes=needed)
     raise AssertionError((capability, head_dim))
+
+
+def _padded(head_dim: int) -> int:
+    """Dims in shared memory, and of sums in scratch."""
+    grain = 16 if head_dim <= MAX_OWN_DIM else 16 * PARTS
+    return -(-head_dim // grain) * grain
 
 
 def _oldest(dtype: torch.dtype, tile: Tiling | None = None) -> int:
@@ -123,7 +149,7 @@ def prefill_tiles(
         origin = begin // size * size
         splits = np.maximum(1, -(-(end - origin) // size))
         # Each split of its own leaves all its rows' sums in scratch: many rows rather take twice the time.
-        folded = (splits > 1) & (end - begin <= longest * np.where(rows > 16 * WARPS, 2, 1))
+        folded = (splits > 1) & (end - begin <= longest * np.where(rows > tile.few_rows, 2, 1))
     else:
         origin = begin // KEY_ALIGNMENT * KEY_ALIGNMENT
         longest = _longest_range(end - origin, kv_heads, slots)
@@ -180,14 +206,14 @@ def new_counters(launcher: Launcher) -> torch.Tensor:
     return torch.zeros(2 * launcher.num_multiprocessors, dtype=torch.int32, device=launcher.device)
 
 
-def most_pieces(rows: int) -> int:
+def most_pieces(rows: int, head_dim: int) -> int:
     """Of an item that has so many rows of a sequence, or as many of them as fit one of the largest tiles."""
-    return min(-(-rows // 16), WARPS * MOST_ROW_TILES)
+    return min(-(-rows // 16), 4 * MOST_ROW_TILES if head_dim <= MAX_OWN_DIM else WIDE_ROWS // 16)
 
 
 def piece_bytes(head_dim: int) -> int:
     """Of the sums of 16 rows and a kv head."""
-    return 4 * 16 * (-(-head_dim // 16) * 16 + 8)
+    return 4 * 16 * (_padded(head_dim) + 8)
 
 
 def prefill_attention(
@@ -236,7 +262,7 @@ def prefill_attention(
         np.int32(work.fold_keys), np.float32(scale), np.float32(softcap),
     )  # fmt: skip
     kernel = variant(q.dtype, k_cache.dtype, dim, block_size, tile)
-    launcher.launch(kernel, (work.items.shape[0], kv_heads, 1), (WARPS * WARP, 1, 1), args, tile.shared_bytes)
+    launcher.launch(kernel, (work.items.shape[0], kv_heads, 1), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)
     return out
 
 
@@ -246,7 +272,7 @@ def variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size
     assert block_size & (block_size - 1) == 0, block_size
     constants: tuple[tuple[str, str | int], ...] = (
         ("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)), ("HEAD_DIM", head_dim), ("BLOCK_SIZE", block_size),
-        ("ROW_TILES", tile.row_tiles), ("KEYS", tile.keys), ("WARPS", WARPS),
+        ("ROW_TILES", tile.row_tiles), ("KEYS", tile.keys), ("WARPS", tile.warps), ("PARTS", tile.parts),
     )  # fmt: skip
     return Kernel("prefill_attention", "prefill_attention", constants, _oldest(dtype, tile))
 
@@ -262,6 +288,8 @@ def variants() -> list[Kernel]:
         (90, bf16, fp8, 128),
     ]
     built += [(80, bf16, bf16, 128), (86, bf16, bf16, 128), (75, half, half, 128)]
+    built += [(capability, bf16, kv, 512) for capability in (86, 90) for kv in (bf16, fp8)]
+    built += [(75, half, half, 512), (75, half, fp8, 512), (90, half, half, 512), (80, bf16, bf16, 320)]
     return [
         variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype))
         for capability, dtype, kv_dtype, dim in built

@@ -5,9 +5,10 @@
 #include "common.cuh"
 
 constexpr int THREADS = WARPS * WARP_SIZE;
-constexpr int ROWS = 16 * WARPS * ROW_TILES;
-constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in shared memory, with zeros behind HEAD_DIM
-constexpr int COLUMNS = DIM / 8;                // 16-byte chunks of a row, and mma tiles of the output
+constexpr int ROWS = 16 * WARPS / PARTS * ROW_TILES;
+constexpr int GRAIN = 16 * PARTS, DIM = (HEAD_DIM + GRAIN - 1) / GRAIN * GRAIN;  // in shared memory, with zeros behind HEAD_DIM
+constexpr int COLUMNS = DIM / 8;              // 16-byte chunks of a row, and mma tiles of the output
+constexpr int OWN_COLUMNS = COLUMNS / PARTS;  // a warp's
 constexpr bool SWIZZLED = COLUMNS % 8 == 0;
 constexpr int STRIDE = SWIZZLED ? DIM : DIM + 8;
 constexpr bool QUANTIZED = sizeof(KV_DTYPE) == 1;
@@ -54,6 +55,12 @@ struct Problem {
   DEVICE float* piece(int number) const { return scratch + ((int64_t)number * kv_heads + head) * PIECE; }
 };
 
+// cap tanh(x), as a score: tanh(x) = 1 - 2 / (1 + e^2x).
+DEVICE float capped(const Problem& problem, float score) {
+  const float slope = 2.0f * problem.to_log2 / problem.softcap, cap = problem.softcap * LOG2_E / problem.to_log2;
+  return cap * (1.0f - __fdividef(2.0f, 1.0f + exp2f(score * slope)));
+}
+
 // ---- sums of rows, and their addition ----
 
 // A lane's share of TILES x 16 rows: of each 16, rows lane / 4 and lane / 4 + 8, and of each 8 columns two (the layout of an
@@ -99,6 +106,9 @@ struct Shares {
   DEVICE float add(int half, float a, float b) const { return __fmaf_rn(a, first[half], __fmul_rn(b, second[half])); }
 };
 
+// A part's n-th 8 columns, in units of 8: of 16, which are a fragment of values, it has every PARTS-th.
+DEVICE int own_column(int n, int part) { return n / 2 * 2 * PARTS + n % 2 + 2 * part; }
+
 typedef Vector<float, 4> Floats;
 
 // Scratch for 16 rows: for each 8 columns, then for (most, sum) of both rows, four floats of each lane. Past the L1: other blocks
@@ -109,17 +119,18 @@ DEVICE Floats load_floats(const float* piece, int n, int lane) {
 }
 
 template <int TILES>
-DEVICE void store_sums(const Sums<TILES, COLUMNS>& sums, int t, float* piece, int lane) {
+DEVICE void store_sums(const Sums<TILES, OWN_COLUMNS>& sums, int t, float* piece, int lane, int part = 0) {
   float* mine = piece + 4 * lane;
-  for (int n = 0; n < COLUMNS; ++n)
-    Floats{sums.out[t][n][0], sums.out[t][n][1], sums.out[t][n][2], sums.out[t][n][3]}.store(mine + n * 4 * WARP_SIZE);
-  Floats{sums.most[t][0], sums.most[t][1], sums.sum[t][0], sums.sum[t][1]}.store(mine + COLUMNS * 4 * WARP_SIZE);
+  for (int n = 0; n < OWN_COLUMNS; ++n)
+    Floats{sums.out[t][n][0], sums.out[t][n][1], sums.out[t][n][2], sums.out[t][n][3]}
+        .store(mine + own_column(n, part) * 4 * WARP_SIZE);
+  if (part == 0) Floats{sums.most[t][0], sums.most[t][1], sums.sum[t][0], sums.sum[t][1]}.store(mine + COLUMNS * 4 * WARP_SIZE);
 }
 
-// sums = what lies in piece, then sums.
+// sums = what lies in piece, then sums. before: the last of it.
 template <int TILES>
-DEVICE void add_before(const Problem& problem, Sums<TILES, COLUMNS>& sums, int t, const float* piece, int lane) {
-  const Floats before = load_floats(piece, COLUMNS, lane);
+DEVICE void add_before(const Problem& problem, Sums<TILES, OWN_COLUMNS>& sums, int t, const Floats& before, const float* piece,
+                       int lane, int part = 0) {
   float most[2] = {before.at[0], before.at[1]};
   const Shares shares(most, sums.most[t], problem.to_log2);
   for (int i = 0; i < 2; ++i) {
@@ -127,17 +138,17 @@ DEVICE void add_before(const Problem& problem, Sums<TILES, COLUMNS>& sums, int t
     sums.sum[t][i] = shares.add(i, before.at[2 + i], sums.sum[t][i]);
   }
 #pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) {
+  for (int n = 0; n < OWN_COLUMNS; ++n) {
     if (n % 8 == 0) __syncwarp();  // keeps the compiler from loading all at once: there are no registers for it
-    const Floats out = load_floats(piece, n, lane);
+    const Floats out = load_floats(piece, own_column(n, part), lane);
     for (int i = 0; i < 4; ++i) sums.out[t][n][i] = shares.add(i / 2, out.at[i], sums.out[t][n][i]);
   }
 }
 
-// Rows `row` and `row + 8` of the item, columns 8 * first_column and on, from sums to out.
-template <int TILES, int WIDTH>
-DEVICE void write_rows(const Problem& problem, const Item& item, const Sums<TILES, WIDTH>& sums, int t, int row,
-                       int first_column, int lane) {
+// Rows `row` and `row + 8` of the item from sums to out; column_of(n): where the n-th 8 columns belong, in units of 8.
+template <int TILES, int WIDTH, class ColumnOf>
+DEVICE void write_rows(const Problem& problem, const Item& item, const Sums<TILES, WIDTH>& sums, int t, int row, int lane,
+                       const ColumnOf& column_of) {
   for (int i = 0; i < 2; ++i, row += 8) {
     float sum = warp_sum(sums.sum[t][i], 4), share = 1.0f;
     if (row >= item.rows) continue;
@@ -151,7 +162,7 @@ DEVICE void write_rows(const Problem& problem, const Item& item, const Sums<TILE
     DTYPE* target = problem.out + problem.query(item, row);
 #pragma unroll
     for (int n = 0; n < WIDTH; ++n) {
-      const int column = 8 * (first_column + n) + 2 * (lane % 4);
+      const int column = 8 * column_of(n) + 2 * (lane % 4);
       if (column < HEAD_DIM)
         Vector<DTYPE, 2>{from_float<DTYPE>(sums.out[t][n][2 * i] * factor), from_float<DTYPE>(sums.out[t][n][2 * i + 1] * factor)}
             .store(target + column);
@@ -161,9 +172,9 @@ DEVICE void write_rows(const Problem& problem, const Item& item, const Sums<TILE
 
 // The last block of a tile adds up the sums of all its items, in order. A warp takes 16 rows and a few columns at a time.
 DEVICE void combine(const Problem& problem, const Item& item, int first_piece, int pieces, int warp, int lane) {
-  constexpr int WIDTH = 4, PARTS = (COLUMNS + WIDTH - 1) / WIDTH;
-  for (int work = warp; work < pieces * PARTS; work += WARPS) {
-    const int tile = work / PARTS, first_column = work % PARTS * WIDTH;
+  constexpr int WIDTH = 4, STRIPES = (COLUMNS + WIDTH - 1) / WIDTH;
+  for (int work = warp; work < pieces * STRIPES; work += WARPS) {
+    const int tile = work / STRIPES, first_column = work % STRIPES * WIDTH;
     Sums<1, WIDTH> sums;
     sums.clear();
 #pragma unroll 4
@@ -178,6 +189,20 @@ DEVICE void combine(const Problem& problem, const Item& item, int first_piece, i
         for (int i = 0; i < 4; ++i) sums.out[0][n][i] = shares.add(i / 2, sums.out[0][n][i], out.at[i]);
       }
     }
-    write_rows(problem, item, sums, 0, tile * 16 + lane / 4, first_column, lane);
+    write_rows(problem, item, sums, 0, tile * 16 + lane / 4, lane, [=](int n) { return first_column + n; });
   }
+}
+
+// All threads call it, when their sums are in scratch.
+DEVICE void combine_if_last(const Problem& problem, const Item& item, int pieces, int* counters, int warp, int lane) {
+  int* counter = counters + (int64_t)item.counter * problem.kv_heads + problem.head;
+  __threadfence();
+  __syncthreads();
+  const bool last = threadIdx.x == 0 && atomicAdd(counter, 1) == item.splits - 1;
+  if (!__syncthreads_or(last)) return;
+  __threadfence();
+#if !defined(BUG_NO_RESET)
+  if (threadIdx.x == 0) *counter = 0;  // for the next launch
+#endif
+  combine(problem, item, item.piece, pieces, warp, lane);
 }
