@@ -14,6 +14,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
+from nanovllm_cli.errors import UnsupportedError
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, tokens
 
 pytestmark = needs_emulation
@@ -95,3 +96,9 @@ def test_attention_of_a_decode_step_is_a_launch_a_layer(folder: Path) -> None:
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"num_speculative_tokens": 16}], ids=str)
 def test_no_answer_waits_for_the_compiler(settings: dict[str, Any], folder: Path) -> None:
     assert kernels_not_rehearsed(folder, **settings) == set()
+
+
+def test_wider_heads_are_refused_when_a_model_is_loaded(tmp_path: Path) -> None:
+    model = save(random_model(config(global_head_dim=514), dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(UnsupportedError, match="514 dims"):
+        engine_on(model, EmulatedDevice())

@@ -234,6 +234,8 @@ ROTATED: dict[str, tuple[Callable[[], Step], int, bool, str]] = {
     "256 dims, 100 rotated": (lambda: step((BF16, BF16), (1, 8, 256), [33, 0, 130]), 100, False, "qk"),
     "17 dims, group of 3": (lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0), 16, True, "qk"),
     "100 dims, fp8, group of 9": (lambda: step((HALF, FP8), (1, 9, 100), LENS, sinks=True, window=33), 100, False, "qk"),
+    "turned first, bf16": (lambda: step((BF16, BF16), (2, 2, 128), LENS), 128, False, "qk"),
+    "turned first, 17 dims": (lambda: step((BF16, BF16), (2, 3, 17), LENS), 16, True, "qk"),
 }
 
 
@@ -250,6 +252,7 @@ def test_bits_are_those_of_rope_and_cache_and_then_attention(name: str, splits: 
     if plain.kv_heads > 1:  # as behind gates
         plain = plain._replace(qkv=behind_nan(plain.qkv, plain.heads * dim))
     turned = plain._replace(**gains, eps=1e-6, norm_offset=0.5, cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
+    turned = turned._replace(turned=name.startswith("turned first"))
     scales = [None, None]
     if inputs.options["k_scale"] is not None:  # powers of two, which can be multiplied with again
         scales = [2.0 ** torch.randint(-2, 3, (plain.kv_heads,)).float() for _ in "kv"]

@@ -74,7 +74,7 @@ def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = T
         "qkv": behind_nan(random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), gates), "heads": heads,
         "kv_heads": kv_heads, "dim": dim, **gains,
         "eps": EPS, "norm_offset": 0.5, "cos": angles.cos(), "sin": angles.sin(), "interleaved": shape.interleaved,
-        "shared": False, "slots": slots,
+        "shared": False, "turned": False, "slots": slots,
         "k_cache": caches[0], "v_cache": caches[1],
         "k_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
         "v_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
@@ -88,7 +88,7 @@ def run(launcher: Emulator, **args: Any) -> torch.Tensor:
 
 def expected_of(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, and both caches, in float64."""
-    names = ("heads", "kv_heads", "q_norm", "k_norm", "v_norm", "eps", "norm_offset", "cos", "sin", "interleaved")
+    names = ("heads", "kv_heads", "q_norm", "k_norm", "v_norm", "eps", "norm_offset", "cos", "sin", "interleaved", "turned")
     q, k, v = reference.qk_norm_rope(args["qkv"].double(), **{name: args[name] for name in names})
     caches = []
     for rows, name in ((k, "k"), (v, "v")):
@@ -114,6 +114,16 @@ def check(args: dict[str, Any], emulator: Emulator) -> None:
 @pytest.mark.parametrize(("shape", "dtype", "kv_dtype"), CASES)
 def test_one_rounding_from_float64(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, order: int) -> None:
     check(make(shape, dtype, kv_dtype), Emulator(order))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("norms", ["qk", "qkv"])
+@pytest.mark.parametrize("shape", [SHAPES[index] for index in (0, 1, 2, 4, 9, 10, 13, 16)])
+def test_norms_may_come_behind_the_rotation(shape: Shape, norms: str, order: int) -> None:
+    """The length of a head is another then, where angles come with a factor."""
+    args = make(shape, *KINDS[shape.vector][0])
+    args |= {"turned": True, "cos": 2 * args["cos"]} | {f"{name}_norm": None for name in "qkv" if name not in norms}
+    check(args, Emulator(order))
 
 
 @pytest.mark.parametrize("norms", ["", "q", "k", "v", "qk", "kv"])

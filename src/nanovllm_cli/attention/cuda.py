@@ -27,7 +27,7 @@ from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, Late
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
@@ -118,8 +118,6 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
-        if any(spec.qk_norm and spec.qk_norm_of == "turned head" for spec in specs):
-            raise UnsupportedError("norms of heads behind their rotation on a GPU", "take another model, or the CPU")
         latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
         self.shapes = list(dict.fromkeys(map(_shape, specs)))
         for _, _, dim, _ in self.shapes:
@@ -200,7 +198,8 @@ class CudaAttention:
         shape = _shape(spec)
         heads, kv_heads, dim, window = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
-        projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved, spec.reads is not None)
+        order = spec.interleaved, spec.reads is not None, spec.qk_norm_of == "turned head"
+        projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, *order)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
         k, v = cache
         if step.work is None and step.prompts is None:

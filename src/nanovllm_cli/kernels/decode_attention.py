@@ -112,7 +112,7 @@ def decode_attention(
     sequence: sequences [B] int32 is the row of block_tables that each has.
     """
     projected.check(launcher)
-    qkv, heads, kv_heads, dim, q_norm, k_norm, v_norm, eps, norm_offset, cos, sin, interleaved, shared = projected
+    qkv, heads, kv_heads, dim, q_norm, k_norm, v_norm, eps, norm_offset, cos, sin, interleaved, shared, turned = projected
     batch = projected.num_tokens
     blocks, _, block_size, _ = k_cache.shape
     width = block_tables.shape[1]
@@ -137,7 +137,7 @@ def decode_attention(
     if batch:
         gated = projected.row_heads == heads + projected.own_heads
         assert gated or projected.row_heads == projected.own_heads, "as many numbers before q as in it, or none"
-        form = Form(projected.load, gated, v_norm is not None and not shared, shared)
+        form = Form(projected.load, gated, v_norm is not None and not shared, shared, turned)
         by_number = sequences is not None
         kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, form, by_number)
         takes_sequences = shared and kernel.stem == "decode_attention_any"
@@ -162,16 +162,17 @@ def decode_attention(
 
 
 class Form(NamedTuple):
-    """What else a kernel is compiled for. rope_load: `Projected.load`. The others: see decode_split.cuh."""
+    """What else a kernel is compiled for. rope_load: `Projected.load`. The others: see decode_split.cuh and heads.cuh."""
 
     rope_load: int = 8
     gated: bool = False
     value_norm: bool = False
     shared: bool = False
+    turned: bool = False
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
-        flags = (("GATED", self.gated), ("VALUE_NORM", self.value_norm), ("SHARED", self.shared))
+        flags = (("GATED", self.gated), ("VALUE_NORM", self.value_norm), ("SHARED", self.shared), ("TURNED", self.turned))
         return (("ROPE_LOAD", self.rope_load), *((name, 1) for name, is_set in flags if is_set))
 
 
@@ -246,6 +247,7 @@ def variants() -> list[Kernel]:
     large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128, 256)]
     partly_rotated = [variant("decode_attention", bf16, bf16, dim, 8, 16, Form(2)) for dim in (80, 256)]
     behind = [variant("decode_attention", bf16, kv, 256, rows, 16, Form(gated=True)) for kv in (bf16, fp8) for rows in (8, 16)]
+    behind += [variant("decode_attention", bf16, kv, 128, 8, 16, Form(turned=True)) for kv in (bf16, fp8)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
     normed, reading = Form(value_norm=True), Form(shared=True)

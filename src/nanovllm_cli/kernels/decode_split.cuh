@@ -211,9 +211,8 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
 
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    mine[pass].norm(place, projected.q_norm || projected.k_norm || projected.v_norm, gains[pass], projected.eps,
-                    projected.norm_offset);
-    if (head[pass] != value) mine[pass].rotate(place, angles);
+    mine[pass].norm_and_rotate(place, projected.q_norm || projected.k_norm || projected.v_norm, gains[pass], projected.eps,
+                               projected.norm_offset, head[pass] != value, angles);
     if (head[pass] > last) continue;
     if (head[pass] < key) {
       mine[pass].store(place, 1.0f, heads.queries[head[pass]]);

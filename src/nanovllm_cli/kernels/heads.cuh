@@ -6,6 +6,8 @@
 //   cos, sin [T, num_angles] fp32: rotation of the first 2 * num_angles dims, in pairs (i, num_angles + i), or (2i, 2i + 1) if
 //   interleaved
 //
+// TURNED: heads are normed behind their rotation. Not an argument: it is nothing to those that are not.
+//
 // Everything is fp32 between the load and the one rounding at the store, as on the CPU.
 //
 // A head belongs to `lanes` lanes (a power of two), a lane's elements to COUNT units of two loads of LOAD elements: for
@@ -13,6 +15,10 @@
 // loads a head of 128 takes 8 lanes and a warp four heads. COUNT is 1 but for odd heads that 32 narrow loads don't cover.
 #pragma once
 #include "common.cuh"
+
+#ifndef TURNED
+#define TURNED 0
+#endif
 
 // Which of a head's elements a lane has. Both layouts of pairs have angle j for a unit's pair j.
 template <int LOAD>
@@ -56,15 +62,30 @@ struct Head {
 
   DEVICE void load(const Place<LOAD>& place, const DTYPE* source) { load_all(place, loaded, source); }
 
-  // To fp32, and normed where there are gains. All lanes of a warp call it with the same any_gains: whether one of them has some.
-  DEVICE void norm(const Place<LOAD>& place, bool any_gains, bool has_gains, float eps, float offset) {
+  // To fp32, normed where there are gains, and rotated where it is to be. All lanes of a warp call it with the same any_gains:
+  // whether one of them has some.
+  DEVICE void norm_and_rotate(const Place<LOAD>& place, bool any_gains, bool has_gains, float eps, float offset, bool rotates,
+                              const Angles<LOAD, COUNT>& angles) {
+    widen();
+    if (TURNED && rotates) rotate(place, angles);
+    if (any_gains) norm(place, has_gains, eps, offset);
+    if (!TURNED && rotates) rotate(place, angles);
+  }
+
+  DEVICE void widen() {
+#pragma unroll
+    for (int unit = 0; unit < COUNT; ++unit)
+      for (int i = 0; i < 2 * LOAD; ++i) values[unit][i] = to_float(loaded[unit][i / LOAD].at[i % LOAD]);
+  }
+
+  DEVICE void norm(const Place<LOAD>& place, bool has_gains, float eps, float offset) {
     float squares = 0.0f;
 #pragma unroll
     for (int unit = 0; unit < COUNT; ++unit)
       for (int part = 0; part < 2; ++part) {
         float sum = 0.0f;
         for (int j = 0; j < LOAD; ++j) {
-          const float value = values[unit][part * LOAD + j] = to_float(loaded[unit][part].at[j]);
+          const float value = values[unit][part * LOAD + j];
           sum = fmaf(value, value, sum);
         }
 #ifndef BUG_UNMASKED_TAIL
@@ -72,7 +93,6 @@ struct Head {
 #endif
         squares += sum;
       }
-    if (!any_gains) return;
     const float inverse = rsqrtf(warp_sum(squares, place.lanes) / place.dim + eps);
     if (!has_gains) return;
 #pragma unroll

@@ -30,7 +30,7 @@ latent_rows(const DTYPE* q, const DTYPE* kept, const DTYPE* norm, const float* c
   Head<VECTOR, UNITS> mine;
   if (!is_kept) {
     mine.load(place, q + (token * heads + min(head, heads - 1)) * (key_dim + rotary) + key_dim);
-    mine.norm(place, false, false, 0.0f, 0.0f);
+    mine.widen();
     mine.rotate(place, angles);
     if (head < heads) mine.store(place, 1.0f, rows + (token * heads + head) * dim);
     return;
@@ -56,7 +56,7 @@ latent_rows(const DTYPE* q, const DTYPE* kept, const DTYPE* norm, const float* c
 #endif
   KV_DTYPE* target = cache + first;
   const float divisor = scale ? scale[0] : 1.0f;
-  mine.norm(place, false, false, 0.0f, 0.0f);
+  mine.widen();
   mine.rotate(place, angles);
   if (head == 0) mine.store(place, divisor, target);
   for (int i = threadIdx.x * VECTOR; i < rank; i += THREADS * VECTOR) {

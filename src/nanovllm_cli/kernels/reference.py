@@ -254,13 +254,19 @@ def qk_norm_rope(
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool,
+    turned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [T, heads, D] and k, v [T, kv_heads, D] of qkv [T, (heads + 2 kv_heads) * D]: their heads normed, where there is a norm
-    [D], then those of q and k rotated. Not rounded yet."""
+    [D], then those of q and k rotated; or with turned rotated first. Not rounded yet."""
     head_rows = wide(qkv).reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
-    parts = zip(torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1), (q_norm, k_norm, v_norm), strict=True)
+    q, k, v = torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1)
+    if turned:
+        q, k = (rope(x, cos, sin, interleaved) for x in (q, k))
+    parts = zip((q, k, v), (q_norm, k_norm, v_norm), strict=True)
     q, k, v = (x if norm is None else add_rms_norm(x, None, norm, eps, norm_offset) for x, norm in parts)
-    return rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved), v
+    if not turned:
+        q, k = (rope(x, cos, sin, interleaved) for x in (q, k))
+    return q, k, v
 
 
 def write_cache(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:

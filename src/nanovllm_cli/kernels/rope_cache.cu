@@ -1,5 +1,5 @@
-// What happens to q, k and v between their projection and attention: norm of each head, rotation of those of q and k by position,
-// and the write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a
+// What happens to q, k and v between their projection and attention: norm of each head, rotation of those of q and k by position
+// (or first the rotation: TURNED), and the write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a
 // head. In steps of decodes attention does it itself (decode_split.cuh). With no kv_heads there is q alone, and no write.
 //
 //   q_norm, k_norm, v_norm: gains, or null
@@ -35,8 +35,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
   if (!is_value) angles.load(place, cos + token * num_angles, sin + token * num_angles);
   const int64_t slot = is_query ? -1 : slots[token];
 
-  mine.norm(place, q_norm || k_norm || v_norm, gains, eps, norm_offset);
-  if (!is_value) mine.rotate(place, angles);
+  mine.norm_and_rotate(place, q_norm || k_norm || v_norm, gains, eps, norm_offset, !is_value, angles);
 
   if (is_query) return mine.store(place, 1.0f, q + (token * heads + head) * dim);
   if (slot < 0 || head >= num_heads) return;

@@ -27,7 +27,7 @@ class Projected(NamedTuple):
 
     qkv [T, (heads + 2 kv_heads) * dim], which may be columns of a wider tensor, behind heads * dim others; q_norm, k_norm, v_norm
     [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no rope: see `reference.qk_norm_rope`. shared: k and v of
-    these tokens, another layer's, are in the cache; qkv is [T, heads * dim].
+    these tokens, another layer's, are in the cache; qkv is [T, heads * dim]. turned: norms come behind the rotation.
     """
 
     qkv: torch.Tensor
@@ -43,6 +43,7 @@ class Projected(NamedTuple):
     sin: torch.Tensor
     interleaved: bool
     shared: bool = False
+    turned: bool = False
 
     def check(self, launcher: Launcher) -> None:
         """Raises UnsupportedError for heads past the limit."""
@@ -103,7 +104,7 @@ def rope_and_cache(
     v_scale [kv_heads] fp32: what is stored is round(value / scale), saturated.
     """
     projected.check(launcher)
-    qkv, heads, kv_heads, dim, *norms, eps, norm_offset, cos, sin, interleaved, shared = projected
+    qkv, heads, kv_heads, dim, *norms, eps, norm_offset, cos, sin, interleaved, shared, turned = projected
     tokens, half = projected.num_tokens, projected.num_angles
     blocks, _, block_size, _ = k_cache.shape
     assert block_size in BLOCK_SIZES, block_size
@@ -121,7 +122,7 @@ def rope_and_cache(
     if tokens:
         units = -(-dim // (2 * projected.load))
         lane_bits = min(WARP.bit_length() - 1, (units - 1).bit_length())
-        kernel = variant(qkv.dtype, k_cache.dtype, projected.load, -(-units // WARP), block_size)
+        kernel = variant(qkv.dtype, k_cache.dtype, projected.load, -(-units // WARP), block_size, turned)
         grid = (tokens, -(-(projected.own_heads << lane_bits) // THREADS), 1)
         numbers = (projected.row_heads, heads, 0 if shared else kv_heads, dim, half, interleaved, lane_bits)
         sizes = (np.int32(size) for size in numbers)
@@ -130,14 +131,18 @@ def rope_and_cache(
     return q
 
 
-def variant(dtype: torch.dtype, kv_dtype: torch.dtype, vector: int, units: int, block_size: int) -> Kernel:
+def variant(
+    dtype: torch.dtype, kv_dtype: torch.dtype, vector: int, units: int, block_size: int, turned: bool = False
+) -> Kernel:
     """units: pairs of loads a lane."""
     types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
-    return Kernel("rope_cache", "rope_and_cache", (*types, ("VECTOR", vector), ("UNITS", units), ("BLOCK_SIZE", block_size)))
+    sizes = (("VECTOR", vector), ("UNITS", units), ("BLOCK_SIZE", block_size), *((("TURNED", 1),) if turned else ()))
+    return Kernel("rope_cache", "rope_and_cache", (*types, *sizes))
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds: 16-byte loads, and a head of 100 dims."""
+    """What the compile gate builds: 16-byte loads, also of heads that are turned first, and a head of 100 dims."""
     dtypes = (torch.bfloat16, torch.float16)
     kinds = [(dtype, kv_dtype) for dtype in dtypes for kv_dtype in (dtype, torch.float8_e4m3fn)]
-    return [variant(dtype, kv_dtype, vector, 1, 16) for dtype, kv_dtype in kinds for vector in (8, 2)]
+    built = [variant(dtype, kv_dtype, vector, 1, 16) for dtype, kv_dtype in kinds for vector in (8, 2)]
+    return [*built, *(variant(torch.bfloat16, kv_dtype, 8, 1, 16, True) for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn))]
