@@ -59,7 +59,8 @@ def matrices_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "family",
-    [experts.qwen, experts.qwen2, experts.mixtral, experts.granite, experts.gpt_oss, experts.glm, experts.ernie, experts.lfm2],
+    [experts.qwen, experts.qwen2, experts.mixtral, experts.granite, experts.gpt_oss, experts.glm, experts.ernie, experts.lfm2,
+     experts.olmoe],
 )
 def test_a_folder_becomes_the_file_that_llama_cpp_makes(family: Any, tmp_path: Path) -> None:
     model = random_model(with_tokenizer(family().config))
@@ -91,6 +92,7 @@ WRITTEN = {
     "granite 4 h, 2 of 5 and shared": "granitehybrid",
     "gemma4, 2 of 5 beside": "gemma4",
     "mixtral, 2 of 4, window": "llama",
+    "olmoe, 3 of 5": "olmoe",
 }
 
 
@@ -246,6 +248,7 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
     "weights that are made 1 together": (
         lambda: changed(experts.qwen2().config, norm_topk_prob=True), "a qwen2_moe model: norm_topk",
     ),
+    "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from transformers import (
     GraniteMoeConfig,
     Lfm2MoeConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -347,7 +348,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
     config = model.config
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
-           "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe"}  # fmt: skip
+           "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe",
+           "olmoe": "olmoe"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -358,7 +360,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
-    if not mixtral:
+    if not mixtral and arch != "olmoe":
         writer.add_expert_feed_forward_length(config.intermediate_size if gpt_oss else config.moe_intermediate_size)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -502,6 +504,12 @@ def qwen2() -> Any:
     return random_model(config)
 
 
+def olmoe() -> Any:
+    """With weights that are not made 1 together."""
+    shape = SHAPE | {"num_attention_heads": 4, "intermediate_size": 64}
+    return random_model(OlmoeConfig(**shape, num_experts=5, num_experts_per_tok=2))
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -511,7 +519,7 @@ def gpt_oss() -> Any:
 
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2])
+@pytest.mark.parametrize("family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe])
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()
     sees = "qwen3vlmoe" if family is qwen and "MXFP4" in types else ""  # whose part that writes is as Qwen3's

@@ -23,6 +23,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -48,6 +49,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -99,6 +101,7 @@ LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermed
 GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
 }
+WIDE_EXPERTS = SMALL | {"head_dim": 8, "intermediate_size": 33, "num_hidden_layers": 2}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -337,6 +340,10 @@ CASES: dict[str, Any] = {
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
+    "olmoe, 3 of 5": OlmoeConfig(**WIDE_EXPERTS, num_experts=5, num_experts_per_tok=3),
+    "flex olmo, 2 of 5, weights of those alone": FlexOlmoConfig(
+        **WIDE_EXPERTS, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
+    ),
 }  # fmt: skip
 
 

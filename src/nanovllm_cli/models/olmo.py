@@ -1,5 +1,6 @@
 """OLMo 2 and 3: norms of what attention and MLP add, none of what they read, and norms of all heads of q, and of k, together.
-Most layers of an OLMo 3 have a window, and positions as they are, whatever those of the others are stretched by.
+Most layers of an OLMo 3 have a window, and positions as they are, whatever those of the others are stretched by. OLMoE: Qwen's
+experts, and such norms of heads, in a Llama; FlexOlmo: the same experts in an OLMo 2.
 """
 
 from __future__ import annotations
@@ -7,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
+from nanovllm_cli.models.experts import QWEN_KEYS, QWEN_NAMES
 from nanovllm_cli.models.families import FULL
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
@@ -58,6 +60,17 @@ def _third_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {"rope.freq_base_swa": local[0], **window_pattern(spec)} if local else {}
 
 
+def _with_experts(spec: ModelSpec) -> ModelSpec:
+    return spec.with_attention(qk_norm_of="all heads")
+
+
+def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.values.get("clip_qkv") is not None:
+        raise UnsupportedError("queries, keys and values that are clipped are not supported", ANOTHER)
+    return _with_experts(spec)
+
+
+_EXPERTS = replace(QWEN_KEYS, size="intermediate_size", norm_in_gguf=True)
 OLMO2 = Family(
     "olmo2",
     qk_norm=True,
@@ -77,3 +90,21 @@ OLMO3 = replace(
     hf=_third_from_hf,
     gguf_keys=_third_keys,
 )
+OLMOE = Family(
+    "olmoe",
+    qk_norm=True,
+    experts=_EXPERTS,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+    hf_names=QWEN_NAMES,
+    hf=_with_experts_from_hf,
+    gguf=lambda spec, read, key: _with_experts(spec),
+)
+FLEX_OLMO = replace(
+    OLMO2,
+    name="flex_olmo",
+    experts=_EXPERTS,
+    defaults={"rope_theta": 5e5, "max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
+    hf_names=QWEN_NAMES | POST_HF_NAMES,
+    gguf_keys=None,
+)
+"""llama.cpp has no architecture for it."""

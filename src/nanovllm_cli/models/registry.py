@@ -31,7 +31,7 @@ from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GR
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
-from nanovllm_cli.models.olmo import OLMO2, OLMO3
+from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -84,6 +84,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
+    "OlmoeForCausalLM": OLMOE,
+    "FlexOlmoForCausalLM": FLEX_OLMO,
     "Phi3ForCausalLM": PHI3,
     "SeedOssForCausalLM": SEED_OSS,
     "SmolLM3ForCausalLM": SMOLLM3,
@@ -125,6 +127,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "lfm2moe": LFM2_MOE,
     "mistral3": MINISTRAL3,
     "olmo2": OLMO2,
+    "olmoe": OLMOE,
     "phi3": PHI3,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
