@@ -60,7 +60,7 @@ def matrices_of(path: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "family",
     [experts.qwen, experts.qwen2, experts.mixtral, experts.granite, experts.gpt_oss, experts.glm, experts.ernie, experts.lfm2,
-     experts.olmoe],
+     experts.olmoe, experts.minimax, experts.dots, experts.solar, experts.exaone],
 )
 def test_a_folder_becomes_the_file_that_llama_cpp_makes(family: Any, tmp_path: Path) -> None:
     model = random_model(with_tokenizer(family().config))
@@ -70,9 +70,10 @@ def test_a_folder_becomes_the_file_that_llama_cpp_makes(family: Any, tmp_path: P
     found = matrices_of(tmp_path / "made.gguf")
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
-    keys, further = fields(tmp_path / "made.gguf"), ("block_count", "nextn_predict_layers")  # GLM's, which guesses
+    keys, further = fields(tmp_path / "made.gguf"), ("block_count", "nextn_predict_layers")
+    guesses = keys["general.architecture"] == "glm4moe"
     for key, value in fields(expected).items():
-        if not key.startswith(("GGUF.", "tokenizer.")) and not (family is experts.glm and key.endswith(further)):
+        if not key.startswith(("GGUF.", "tokenizer.")) and not (guesses and key.endswith(further)):
             assert keys[key] == pytest.approx(value), key
 
 
@@ -93,6 +94,10 @@ WRITTEN = {
     "gemma4, 2 of 5 beside": "gemma4",
     "mixtral, 2 of 4, window": "llama",
     "olmoe, 3 of 5": "olmoe",
+    "minimax m2, 3 of 5": "minimax-m2",
+    "dots1, 3 of 8 in two of four groups": "dots1",
+    "solar open, 3 of 5 and shared": "glm4moe",
+    "exaone moe, 2 of 5 and shared, windows": "exaone-moe",
 }
 
 
@@ -247,6 +252,9 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
     ),
     "weights that are made 1 together": (
         lambda: changed(experts.qwen2().config, norm_topk_prob=True), "a qwen2_moe model: norm_topk",
+    ),
+    "windows in the last layers": (
+        lambda: TEXTS["dots1, weights as they are, a window in the last layers"], "a dots1 model: window",
     ),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),
 }  # fmt: skip

@@ -13,15 +13,19 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Dots1Config,
     Ernie4_5_MoeConfig,
+    ExaoneMoeConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
     Lfm2MoeConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SolarOpenConfig,
 )
 
 from engines import SMALL, add_shape, engine_for, random_model, run, save, worker_for
@@ -349,7 +353,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     config = model.config
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
            "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe",
-           "olmoe": "olmoe"}  # fmt: skip
+           "olmoe": "olmoe", "minimax_m2": "minimax-m2", "dots1": "dots1", "solar_open": "glm4moe",
+           "exaone_moe": "exaone-moe"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -361,7 +366,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
     if not mixtral and arch != "olmoe":
-        writer.add_expert_feed_forward_length(config.intermediate_size if gpt_oss else config.moe_intermediate_size)
+        own_size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        writer.add_expert_feed_forward_length(own_size)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if gpt_oss:
@@ -369,14 +375,24 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     if arch == "granitemoe":
         granite_keys(writer, config)
     if arch == "glm4moe":
-        writer.add_rope_dimension_count(config.head_dim // 2)
-        writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        if config.model_type == "glm4_moe":
+            writer.add_rope_dimension_count(config.head_dim // 2)
+        writer.add_nextn_predict_layers(1)
+        writer.add_block_count(config.num_hidden_layers + 1)
+    if arch in ("glm4moe", "dots1", "exaone-moe"):
+        writer.add_expert_shared_count(config.num_shared_experts if arch == "exaone-moe" else config.n_shared_experts)
+        if hasattr(config, "first_k_dense_replace"):
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_nextn_predict_layers(1)
-        writer.add_block_count(config.num_hidden_layers + 1)
+    if arch == "exaone-moe":
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if arch == "minimax-m2":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch == "ernie4_5-moe":
         writer.add_expert_shared_count(config.moe_num_shared_experts)
         writer.add_expert_shared_feed_forward_length(config.moe_num_shared_experts * config.moe_intermediate_size)
@@ -510,6 +526,30 @@ def olmoe() -> Any:
     return random_model(OlmoeConfig(**shape, num_experts=5, num_experts_per_tok=2))
 
 
+def minimax() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    shape = SHAPE | {"intermediate_size": 64, "rope_parameters": rope}
+    return random_model(MiniMaxM2Config(**shape, num_local_experts=5, num_experts_per_tok=2))
+
+
+SIGMOIDS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5}
+
+
+def dots() -> Any:
+    experts = {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    return random_model(Dots1Config(**SHAPE, **SIGMOIDS, **experts, sliding_window=None))
+
+
+def solar() -> Any:
+    """To llama.cpp a GLM-4.5."""
+    return random_model(SolarOpenConfig(**SHAPE, **SIGMOIDS, n_routed_experts=5))
+
+
+def exaone() -> Any:
+    shape = SHAPE | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    return random_model(ExaoneMoeConfig(**shape, **SIGMOIDS, num_experts=5, sliding_window=20))
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -519,7 +559,9 @@ def gpt_oss() -> Any:
 
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe])
+@pytest.mark.parametrize(
+    "family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe, minimax, dots, solar, exaone]
+)
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()
     sees = "qwen3vlmoe" if family is qwen and "MXFP4" in types else ""  # whose part that writes is as Qwen3's

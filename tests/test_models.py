@@ -20,9 +20,11 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
@@ -43,6 +45,7 @@ from transformers import (
     Lfm2MoeConfig,
     Lfm2VlConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -66,6 +69,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
     YoutuConfig,
 )
 
@@ -102,6 +106,7 @@ GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
 }
 WIDE_EXPERTS = SMALL | {"head_dim": 8, "intermediate_size": 33, "num_hidden_layers": 2}
+EXAONE_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 1}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -340,6 +345,28 @@ CASES: dict[str, Any] = {
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
+    "dots1, 3 of 8 in two of four groups": Dots1Config(
+        **SMALL | {"num_key_value_heads": 6}, **LATENT_EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2}, n_group=4,
+        topk_group=2, norm_topk_prob=True, sliding_window=None,
+    ),
+    "dots1, weights as they are, a window in the last layers": Dots1Config(
+        **SMALL, **LATENT_EXPERTS, sliding_window=20, max_window_layers=1,
+    ),
+    "solar open, 3 of 5 and shared": SolarOpenConfig(
+        **{name: value for name, value in SMALL.items() if name != "intermediate_size"},
+        **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"},
+    ),
+    "exaone moe, 2 of 5 and shared, windows": ExaoneMoeConfig(
+        **SMALL | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}, **EXAONE_EXPERTS,
+    ),
+    "exaone moe, none dense, weights as they are": ExaoneMoeConfig(
+        **SMALL, **EXAONE_EXPERTS | {"first_k_dense_replace": 0, "num_shared_experts": 2}, norm_topk_prob=False,
+        layer_types=["full_attention"] * 3, sliding_window=20,
+    ),
+    "minimax m2, 3 of 5": MiniMaxM2Config(
+        **WIDE_EXPERTS | {"head_dim": 24}, num_local_experts=5, num_experts_per_tok=3,
+        **rope("default", partial_rotary_factor=0.5),
+    ),
     "olmoe, 3 of 5": OlmoeConfig(**WIDE_EXPERTS, num_experts=5, num_experts_per_tok=3),
     "flex olmo, 2 of 5, weights of those alone": FlexOlmoConfig(
         **WIDE_EXPERTS, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
@@ -594,6 +621,9 @@ DEFAULTS = {
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
+    "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
+    "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
+    "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
     "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,
@@ -763,6 +793,29 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "exaone 4, no window, tied", {"layer_types": None, "sliding_window": 20, "sliding_window_pattern": "LLLG"},
         CheckpointError, "'sliding_window_pattern' must be a whole number",
     ),
+    "other norms of heads": ("minimax m2, 3 of 5", {"qk_norm_type": "per_head"}, UnsupportedError, "heads are normed otherwise"),
+    "scores of another kind": (
+        "minimax m2, 3 of 5", {"scoring_func": "softmax"}, UnsupportedError, "experts that are weighed by 'softmax'",
+    ),
+    "linear attention": ("minimax m2, 3 of 5", {"attn_type_list": [0, 1]}, UnsupportedError, "a MiniMax with linear attention"),
+    "layers by letters": ("minimax m2, 3 of 5", {"attn_type_list": 1}, CheckpointError, "'attn_type_list' must be a list"),
+    "too large a part of a head": (
+        "minimax m2, 3 of 5", {"rope_parameters": None, "rotary_dim": 26}, CheckpointError,
+        "26 rotary dims do not fit heads of 24",
+    ),
+    "experts in layers between": (
+        "exaone moe, 2 of 5 and shared, windows", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, UnsupportedError,
+        "experts in other layers than all behind the first ones",
+    ),
+    "windows that begin nowhere": (
+        "dots1, weights as they are, a window in the last layers", {"max_window_layers": -1}, CheckpointError,
+        "'max_window_layers' must be",
+    ),
+    "another activation of experts": (
+        "solar open, 3 of 5 and shared", {"hidden_act": "relu2"}, UnsupportedError, "activation 'relu2' is not supported",
+    ),
+    "scores of a Solar": ("solar open, 3 of 5 and shared", {"scoring_func": "sqrtsoftplus"}, UnsupportedError, "'sqrtsoftplus'"),
+    "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
 }  # fmt: skip
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MiniMaxM2Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from engines import engine_for, greedy, random_model, run, worker_for
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
 from quantized_checkpoints import Maker, Tensors, awq, awq_config, fp8, gptq, gptq_config, module, packed, write
 from test_models import whole_batch
 
@@ -238,3 +241,30 @@ def test_bitsandbytes_as_transformers_writes_them(bits: int, tmp_path: Path) -> 
     assert "quantization_config" in json.loads((quantized / "config.json").read_text())
     exact = model.dequantize(torch.float32).eval()  # its own kernels round activations
     assert worst_difference(worker_for(quantized, dtype="float32"), exact) < 1e-3
+
+
+def test_minimax_m2_as_it_is_published(tmp_path: Path) -> None:
+    """In fp8 by blocks, under Mixtral's names, with a config that says what of a head is rotated by dims, and much that is not
+    read."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    shape = SIZES | {"intermediate_size": 128, "num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": rope}
+    config = MiniMaxM2Config(**shape)
+    reference = build(tmp_path, config, fp8("block", "weight_scale_inv"), FP8_BLOCKS)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    parts = {f"{part}_proj": theirs for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
+    pattern = "|".join([r"\.mlp\.", *parts])
+    names = {".mlp.": ".block_sparse_moe."} | parts
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {re.sub(pattern, lambda found: names[found[0]], name): tensor for name, tensor in tensors.items()}
+    values = {key: value for key, value in whole.items() if "rope" not in key}
+    published = {
+        "rotary_dim": 32, "rope_theta": 5000000, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
+        "use_routing_bias": True, "attn_type_list": [1, 1], "num_mtp_modules": 3, "use_mtp": True, "mtp_transformer_layers": 1,
+        "shared_intermediate_size": 0,
+    }  # fmt: skip
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(values | published))
+    worker = worker_for(tmp_path, dtype="float32")
+    assert worker.spec == spec_from_hf(whole, hf_family(whole))
+    assert {form.name for form in worker.formats if form is not None} == {"fp8:block=128"}
+    assert worst_difference(worker, reference) < 1e-4

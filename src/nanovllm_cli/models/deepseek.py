@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys, only_behind_the_first
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched
 
@@ -101,13 +101,6 @@ def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
             raise UnsupportedError(f"experts chosen by {other!r} are not supported", ANOTHER)
 
 
-def _glm_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    kinds = read.values.get("mlp_layer_types")
-    if kinds is not None and kinds != [("sparse" if isinstance(b.mlp, MoESpec) else "dense") for b in spec.blocks]:
-        raise UnsupportedError("experts in other layers than all behind the first ones are not supported", ANOTHER)
-    return latent_from_hf(spec, read)
-
-
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """What its files call yarn_log_multiplier is a tenth of mscale_all_dim, and its mscale is as large: angles don't grow."""
     by_head = read.has(key("attention.key_length_mla"))  # else a file of before 2025's April
@@ -195,7 +188,7 @@ GLM4_MOE_LITE = Family(
                           "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
                           "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
     hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
-    hf=_glm_from_hf,
+    hf=lambda spec, read: latent_from_hf(only_behind_the_first(spec, read), read),
     **_OF_ALL,
 )  # fmt: skip
 YOUTU = Family(

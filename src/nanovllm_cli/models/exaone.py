@@ -1,5 +1,5 @@
 """EXAONE 4: norms of what attention and MLP add, none of what they read, as in OLMo 2. Where most layers have a window, only
-those have positions.
+those have positions, in K-EXAONE, whose experts are DeepSeek-V3's, as well.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, only_behind_the_first, scored_by
 from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
@@ -18,20 +19,30 @@ def turned_in_windows(spec: ModelSpec) -> ModelSpec:
     return spec.each_attention(lambda layer, a: a if a.window is not None else replace(a, rope=None))
 
 
-def _exaone(spec: ModelSpec, is_hybrid: bool) -> ModelSpec:
-    spec = spec.in_order("post")
+def _turned(spec: ModelSpec, is_hybrid: bool) -> ModelSpec:
     return turned_in_windows(spec) if is_hybrid else spec
 
 
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    """A window counts whenever a file has one; to llama.cpp, in models of 64 layers, which are those that have one."""
-    return _exaone(spec, read.integer(key("attention.sliding_window"), 0, least=0) > 0)
+def _has_window(read: ConfigReader, key: Callable[[str], str]) -> bool:
+    """Whenever a file has one; an EXAONE 4's counts to llama.cpp in models of 64 layers, which are those that have one."""
+    return read.integer(key("attention.sliding_window"), 0, least=0) > 0
 
 
 def window_pattern(spec: ModelSpec) -> dict[str, GGUFField]:
     """Which layers have a window, where some do."""
     windows = [attention.window is not None for attention in spec.attentions]
     return {"attention.sliding_window_pattern": windows} if any(windows) else {}
+
+
+def _keys_of_experts(spec: ModelSpec) -> dict[str, GGUFField]:
+    mixture = spec.mixture
+    if mixture is None:
+        return window_pattern(spec)
+    shared = 0 if mixture.shared is None else mixture.shared.intermediate_size
+    return window_pattern(spec) | {
+        "expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk,
+        "expert_shared_feed_forward_length": shared,
+    }  # fmt: skip
 
 
 EXAONE4 = Family(
@@ -43,7 +54,25 @@ EXAONE4 = Family(
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
     hf_names=POST_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
-    hf=lambda spec, read: _exaone(spec, read.has("sliding_window")),
-    gguf=_from_gguf,
+    hf=lambda spec, read: _turned(spec.in_order("post"), read.has("sliding_window")),
+    gguf=lambda spec, read, key: _turned(spec.in_order("post"), _has_window(read, key)),
     gguf_keys=window_pattern,
 )
+
+EXAONE_MOE = replace(
+    EXAONE4,
+    name="exaone_moe",
+    gguf_name="exaone-moe",
+    experts=ExpertKeys(
+        ("num_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace", shared="num_shared_experts",
+        scale="routed_scaling_factor", groups=("n_group", "topk_group"), scoring="sigmoid", selection_bias=True,
+    ),
+    defaults={**EXAONE4.defaults, "norm_topk_prob": True, "first_k_dense_replace": 1, "num_shared_experts": 1,
+              "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5},
+    hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.e_score_correction_bias"},
+    gguf_names={},
+    hf=lambda spec, read: _turned(scored_by(only_behind_the_first(spec, read), read), read.has("sliding_window")),
+    gguf=lambda spec, read, key: _turned(spec, _has_window(read, key)),
+    gguf_keys=_keys_of_experts,
+)  # fmt: skip
+"""K-EXAONE: norms of what attention and MLP read, as usual. What guesses further tokens is left aside."""

@@ -121,7 +121,8 @@ def mlps_from_gguf(
         raise UnsupportedError(f"{read.where}: experts that are chosen by groups", "known: one group")
     size = read.integer(key("expert_feed_forward_length"), dense.intermediate_size)
     expert = replace(dense, intermediate_size=size, bias="blk.0.ffn_gate_exps.bias" in names)
-    norm = read.flag(key("expert_weights_norm"), False) if says_norm else True
+    always = keys is not None and keys.norm_topk is True
+    norm = read.flag(key("expert_weights_norm"), False) if says_norm and not always else True
     mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm, keys)
     mixture = _in_groups(mixture, groups, read.integer(key("expert_group_used_count"), groups), read)
     shared = size * read.integer(key("expert_shared_count"), 0, least=0)
@@ -131,6 +132,23 @@ def mlps_from_gguf(
     chooses = mixture.selection_bias and any(name.endswith(".exp_probs_b.bias") for name in names)
     mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, selection_bias=chooses, scale=scale)
     return [mixture if f"blk.{i}.ffn_gate_inp.weight" in names else dense for i in range(layers)]
+
+
+def only_behind_the_first(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """The same; UnsupportedError where "mlp_layer_types" has experts in other layers than all behind the first ones."""
+    kinds = read.values.get("mlp_layer_types")
+    if kinds is not None and kinds != [("sparse" if isinstance(b.mlp, MoESpec) else "dense") for b in spec.blocks]:
+        what = "experts in other layers than all behind the first ones are not supported"
+        raise UnsupportedError(f"{read.where}: {what}", "known: 'sparse' in all layers behind 'dense' ones")
+    return spec
+
+
+def scored_by(spec: ModelSpec, read: ConfigReader, known: str = "sigmoid") -> ModelSpec:
+    """The same; UnsupportedError where its config names another function of the router's logits."""
+    name = read.text("scoring_func", known)
+    if name != known:
+        raise UnsupportedError(f"{read.where}: experts that are weighed by {name!r}", f"known: {known}")
+    return spec
 
 
 def _in_groups(mixture: MoESpec, groups: int, taken: int, read: ConfigReader) -> MoESpec:

@@ -1,14 +1,16 @@
 """GLM-4 (0414, dense): half of each head is rotated, in pairs side by side; norms on either side of attention and MLP. GLM-4.5 to
-4.7 with experts: as Llama has it, but for half of each head, a shared expert and a router of sigmoids."""
+4.7 with experts: as Llama has it, but for half of each head, a shared expert and a router of sigmoids. Solar Open is such a one
+with experts in all layers, whose heads are rotated whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
@@ -33,6 +35,11 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
 
 
+_EXPERTS = ExpertKeys(
+    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
+    shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
+    scoring="sigmoid", selection_bias=True,
+)  # fmt: skip
 GLM4 = Family(
     "glm4",
     interleaved=True,
@@ -51,11 +58,7 @@ GLM4 = Family(
 GLM4_MOE = Family(
     "glm4_moe",
     gguf_name="glm4moe",
-    experts=ExpertKeys(
-        ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
-        shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
-        scoring="sigmoid", selection_bias=True,
-    ),
+    experts=_EXPERTS,
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
               "norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
     hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"},
@@ -63,3 +66,13 @@ GLM4_MOE = Family(
     hf=_with_experts_from_hf,
     gguf_keys=_keys,
 )  # fmt: skip
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    name="solar_open",
+    experts=replace(_EXPERTS, first=None),
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+              "rope_theta": 1e6, "norm_topk_prob": True, "n_shared_experts": 1, "n_routed_experts": 128,
+              "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "intermediate_size": 10240},
+    hf=lambda spec, read: scored_by(spec.with_attention(out_bias=False), read),
+)  # fmt: skip
+"""To llama.cpp it is a GLM-4.5. No layer has an MLP of "intermediate_size"."""

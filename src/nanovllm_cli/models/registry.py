@@ -9,8 +9,9 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
+from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
-from nanovllm_cli.models.exaone import EXAONE4
+from nanovllm_cli.models.exaone import EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.families import (
     LLAMA,
     MISTRAL,
@@ -25,11 +26,12 @@ from nanovllm_cli.models.families import (
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from nanovllm_cli.models.glm import GLM4, GLM4_MOE
+from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_STATES
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
+from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI3
@@ -60,7 +62,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "Ernie4_5ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
+    "Dots1ForCausalLM": DOTS1,
     "Exaone4ForCausalLM": EXAONE4,
+    "ExaoneMoEForCausalLM": EXAONE_MOE,
+    "ExaoneMoeForCausalLM": EXAONE_MOE,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -80,6 +85,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm2VlForConditionalGeneration": LFM2,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Olmo2ForCausalLM": OLMO2,
@@ -88,6 +94,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "FlexOlmoForCausalLM": FLEX_OLMO,
     "Phi3ForCausalLM": PHI3,
     "SeedOssForCausalLM": SEED_OSS,
+    "SolarOpenForCausalLM": SOLAR_OPEN,
     "SmolLM3ForCausalLM": SMOLLM3,
     "YoutuForCausalLM": YOUTU,
 }
@@ -111,7 +118,9 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "qwen3vlmoe": QWEN3_MOE,
     "ernie4_5": ERNIE4_5,
     "ernie4_5-moe": ERNIE4_5_MOE,
+    "dots1": DOTS1,
     "exaone4": EXAONE4,
+    "exaone-moe": EXAONE_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -125,6 +134,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "hunyuan-dense": HUNYUAN_DENSE,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "minimax-m2": MINIMAX_M2,
     "mistral3": MINISTRAL3,
     "olmo2": OLMO2,
     "olmoe": OLMOE,

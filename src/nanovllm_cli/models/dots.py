@@ -1,0 +1,43 @@
+"""dots.llm1: DeepSeek-V3's experts behind attention that is Qwen3's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by
+from nanovllm_cli.models.family import Family, GGUFField
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """Where "layer_types" says nothing, layers from this one on have a window, which in what is published are none."""
+    first = read.integer("max_window_layers", least=0)
+    listed = read.values.get("layer_types") is not None
+
+    def windows(layer: int, attention: AttentionSpec) -> AttentionSpec:
+        return attention if listed or layer >= first else replace(attention, window=None)
+
+    return scored_by(spec.each_attention(windows), read)
+
+
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    mixture = spec.mixture
+    return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
+
+
+DOTS1 = Family(
+    "dots1",
+    qk_norm=True,
+    has_window=True,
+    experts=ExpertKeys(
+        ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
+        shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
+        scoring="sigmoid", selection_bias=True,
+    ),
+    defaults={"num_key_value_heads": 32, "moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62,
+              "n_shared_experts": 2},
+    hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"},
+    hf=_from_hf,
+    gguf_keys=_keys,
+)  # fmt: skip
