@@ -45,6 +45,8 @@ PUBLISHED = {
     "olmo-3-7b": 7_298_011_136, "olmo-3-32b": 32_233_522_176, "exaone-4.0-1.2b": 1_279_391_488,
     "exaone-4.0-32b": 32_003_216_384, "hunyuan-1.8b": 1_791_080_448, "command-r-35b": 34_980_831_232,
     "command-r7b": 8_028_033_024,
+    "olmoe-7b-a1b": 6_919_161_856, "minimax-m2": 228_689_748_992 + 62 * 256, "dots.llm1-142b": 142_774_373_888 + 61 * 128,
+    "solar-open-100b": 102_651_793_408 + 48 * 128, "k-exaone-236b-a23b": 236_571_150_336 + 47 * 128,
     "granite-4.0-h-tiny": 6_939_037_248, "granite-4.0-h-small": 32_207_337_984,
 }  # fmt: skip
 
@@ -169,7 +171,7 @@ def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
         LLM(f"random:{write(tmp_path, huge)}", config=EngineConfig(max_model_len=64))
 
 
-WINDOWED = ("gpt-oss", "gemma-4", "olmo-3", "exaone-4.0-32b", "command-r7b")
+WINDOWED = ("gpt-oss", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exaone", "command-r7b")
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith(WINDOWED)])

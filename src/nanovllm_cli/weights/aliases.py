@@ -133,6 +133,12 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "32b-think": "allenai/Olmo-3-32B-Think",
     },
     "exaone4": {"1.2b": "LGAI-EXAONE/EXAONE-4.0-1.2B", "32b": "LGAI-EXAONE/EXAONE-4.0-32B"},
+    "k-exaone": {"236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
+    "olmoe": {"7b-a1b": "allenai/OLMoE-1B-7B-0125-Instruct"},
+    "flex-olmo": {"7x7b": "allenai/FlexOlmo-7x7B-1T"},
+    "minimax-m2": {"230b-a10b": "MiniMaxAI/MiniMax-M2"},
+    "dots.llm1": {"142b-a14b": "rednote-hilab/dots.llm1.inst"},
+    "solar-open": {"100b": "upstage/Solar-Open-100B"},
     "hunyuan": {
         "0.5b": "tencent/Hunyuan-0.5B-Instruct",
         "1.8b": "tencent/Hunyuan-1.8B-Instruct",

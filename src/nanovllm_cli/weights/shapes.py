@@ -189,6 +189,32 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "olmo-3-32b": _olmo(3, 64, 5120, 27648, 40, 8),
     "exaone-4.0-1.2b": _exaone4(30, 2048, 4096, 32, tied=True, window=None),
     "exaone-4.0-32b": _exaone4(64, 5120, 27392, 40, tied=False, window=4096),
+    "olmoe-7b-a1b": _config(
+        "Olmoe", 16, 2048, 1024, 16, 16, 50304, tied=False, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
+        max_position_embeddings=4096, rope_theta=1e4, rms_norm_eps=1e-5,
+    ),
+    "minimax-m2": _config(
+        "MiniMaxM2", 62, 3072, 1536, 48, 8, 200064, tied=False, head_dim=128, rotary_dim=64, num_local_experts=256,
+        num_experts_per_tok=8, scoring_func="sigmoid", use_qk_norm=True, use_routing_bias=True, qk_norm_type="per_layer",
+        max_position_embeddings=196608, rope_theta=5e6,
+    ),
+    "dots.llm1-142b": _config(
+        "Dots1", 62, 4096, 10944, 32, 32, 152064, tied=False, n_routed_experts=128, num_experts_per_tok=6, n_shared_experts=2,
+        moe_intermediate_size=1408, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1,
+        topk_group=1, max_position_embeddings=32768, rope_theta=1e7, rms_norm_eps=1e-5, sliding_window=None,
+    ),
+    "solar-open-100b": _config(
+        "SolarOpen", 48, 4096, 10240, 64, 8, 196608, tied=False, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
+        n_shared_experts=1, moe_intermediate_size=1280, norm_topk_prob=True, routed_scaling_factor=1.0, n_group=1, topk_group=1,
+        max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-5,
+        rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+    ),
+    "k-exaone-236b-a23b": _config(
+        "ExaoneMoE", 48, 6144, 18432, 64, 8, 153600, tied=False, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        num_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=1, norm_topk_prob=True,
+        routed_scaling_factor=2.5, n_group=1, topk_group=1, sliding_window=128, max_position_embeddings=262144, rope_theta=1e6,
+        rms_norm_eps=1e-5, layer_types=["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(48)],
+    ),
     "hunyuan-1.8b": _config(
         "HunYuanDenseV1", 32, 2048, 6144, 16, 4, 120818, tied=True, rms_norm_eps=1e-5, max_position_embeddings=262144,
         rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
