@@ -98,6 +98,7 @@ WRITTEN = {
     "dots1, 3 of 8 in two of four groups": "dots1",
     "solar open, 3 of 5 and shared": "glm4moe",
     "exaone moe, 2 of 5 and shared, windows": "exaone-moe",
+    "afmoe, 2 of 5 and shared": "afmoe",
 }
 
 
@@ -255,6 +256,9 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
     ),
     "windows in the last layers": (
         lambda: TEXTS["dots1, weights as they are, a window in the last layers"], "a dots1 model: window",
+    ),
+    "embeddings as they are": (
+        lambda: TEXTS["afmoe, windows in every second layer, as they are"], "a afmoe model: embedding_scale",
     ),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),
 }  # fmt: skip

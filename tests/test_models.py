@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
@@ -107,6 +108,10 @@ GRANITE_4_H = GRANITE_4 | {
 }
 WIDE_EXPERTS = SMALL | {"head_dim": 8, "intermediate_size": 33, "num_hidden_layers": 2}
 EXAONE_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 1}
+AFMOE_SHAPE = SMALL | {
+    "num_hidden_layers": 5, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "num_dense_layers": 1,
+    "num_shared_experts": 1, "route_scale": 2.5, "sliding_window": 20,
+}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -345,6 +350,10 @@ CASES: dict[str, Any] = {
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
+    "afmoe, 2 of 5 and shared": AfmoeConfig(**AFMOE_SHAPE, mup_enabled=True),
+    "afmoe, windows in every second layer, as they are": AfmoeConfig(
+        **AFMOE_SHAPE | {"num_dense_layers": 0, "num_shared_experts": 2, "route_scale": 1.0}, global_attn_every_n_layers=2,
+    ),
     "dots1, 3 of 8 in two of four groups": Dots1Config(
         **SMALL | {"num_key_value_heads": 6}, **LATENT_EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2}, n_group=4,
         topk_group=2, norm_topk_prob=True, sliding_window=None,
@@ -623,7 +632,7 @@ DEFAULTS = {
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
-    "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
+    "AfmoeForCausalLM": AfmoeConfig, "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
     "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,
@@ -803,6 +812,11 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "minimax m2, 3 of 5", {"rope_parameters": None, "rotary_dim": 26}, CheckpointError,
         "26 rotary dims do not fit heads of 24",
     ),
+    "scores of an AFMoE": ("afmoe, 2 of 5 and shared", {"score_func": "softmax"}, UnsupportedError, "weighed by 'softmax'"),
+    "an AFMoE that sees everything": (
+        "afmoe, 2 of 5 and shared", {"sliding_window": None}, UnsupportedError, "an AFMoE without a window",
+    ),
+    "biases of an AFMoE": ("afmoe, 2 of 5 and shared", {"attention_bias": True}, UnsupportedError, "gated attention with biases"),
     "experts in layers between": (
         "exaone moe, 2 of 5 and shared, windows", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, UnsupportedError,
         "experts in other layers than all behind the first ones",

@@ -47,6 +47,7 @@ PUBLISHED = {
     "command-r7b": 8_028_033_024,
     "olmoe-7b-a1b": 6_919_161_856, "minimax-m2": 228_689_748_992 + 62 * 256, "dots.llm1-142b": 142_774_373_888 + 61 * 128,
     "solar-open-100b": 102_651_793_408 + 48 * 128, "k-exaone-236b-a23b": 236_571_150_336 + 47 * 128,
+    "trinity-mini": 26_123_974_400,
     "granite-4.0-h-tiny": 6_939_037_248, "granite-4.0-h-small": 32_207_337_984,
 }  # fmt: skip
 
@@ -171,7 +172,7 @@ def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
         LLM(f"random:{write(tmp_path, huge)}", config=EngineConfig(max_model_len=64))
 
 
-WINDOWED = ("gpt-oss", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exaone", "command-r7b")
+WINDOWED = ("gpt-oss", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exaone", "trinity", "command-r7b")
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith(WINDOWED)])

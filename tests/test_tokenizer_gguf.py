@@ -324,6 +324,17 @@ def test_kimi_k2_cuts_as_another_engine_of_expressions_does() -> None:
     assert pieces == regex.findall(KIMI, text, regex.V1)
 
 
+def test_trinity_cuts_digits_by_threes_from_their_end() -> None:
+    def pieces(text: str) -> list[str]:
+        return [text[begin:end] for _, (begin, end) in pre_tokenization("afmoe").build().pre_tokenize_str(text)]
+
+    for length in range(1, 9):
+        digits = "1234567890"[:length]
+        assert pieces(f"a {digits}.5") == ["a", " ", *f"{int(digits):_}".split("_"), ".", "5"]
+    assert pieces("I'm \u4f60\u597d\u0e40\u0e41 don't!\n") == ["I", "'m", " ", "\u4f60\u597d\u0e40\u0e41", " don", "'t", "!\n"]
+    assert max(map(len, pieces("7" * 100_000))) == 3, "and soon"
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [

@@ -77,8 +77,9 @@ class AttentionSpec:
     head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
     keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having none of its
     own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has behind each
-    head's query. latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and head_dim what is kept of
-    a token: a head's query is turned into what its key is made of, and rotates its first numbers.
+    head's query; gate_apart: or which have a projection of their own. latent: keys and values are made of what all heads share,
+    so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and
+    rotates its first numbers.
     """
 
     num_heads: int
@@ -98,6 +99,7 @@ class AttentionSpec:
     keys_are_values: bool = False
     reads: int | None = None
     gated: bool = False
+    gate_apart: bool = False
     latent: LatentSpec | None = None
 
     @property

@@ -176,7 +176,7 @@ class LoadedModel:
         """In the order in which the layer has the weight's, of which this one has so many."""
         place, _, part = name.removesuffix(".weight").rpartition(".")
         match part, self.spec.blocks[int(place.split(".")[1])].mixer if part in ("q", "k", "mamba_in") else None:
-            case "q", AttentionSpec(gated=True) as mixer:
+            case "q", AttentionSpec(gated=True, gate_apart=False) as mixer:
                 return gates_first(up, mixer.head_dim)
             case "k", AttentionSpec(keys_are_values=True):
                 return torch.cat([up, up])

@@ -31,7 +31,8 @@ class Attention(Mixer):
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         assert not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
         assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
-        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * spec.gated}
+        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
+        parts = {"attention_gate": q} | parts if spec.gate_apart else parts
         if spec.reads is None and not spec.fused_qkv:
             parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
         cut, self._gather = None, None
@@ -74,7 +75,7 @@ class Attention(Mixer):
         if self._whole.keys_are_values:
             rows, width = slots["k.weight"].shape
             slots["k.weight"] = WeightSlot((rows // 2, width), self._load_twice)
-        if self._whole.gated:
+        if self._whole.gated and not self._whole.gate_apart:
             slots["q.weight"] = WeightSlot(slots["q.weight"].shape, self._load_gated)
         for part in self._whole.qk_norm_sizes:
             gains = self.whole_norms.get(part, self.norm.q if part == "q" else self.norm.k)

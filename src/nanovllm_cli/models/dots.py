@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.family import Family, GGUFField
 
 
@@ -18,7 +18,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     def windows(layer: int, attention: AttentionSpec) -> AttentionSpec:
         return attention if listed or layer >= first else replace(attention, window=None)
 
-    return scored_by(spec.each_attention(windows), read)
+    return scored_by_sigmoids(spec.each_attention(windows), read)
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, only_behind_the_first, scored_by
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, only_behind_the_first, scored_by_sigmoids
 from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
@@ -71,7 +71,7 @@ EXAONE_MOE = replace(
               "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5},
     hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.e_score_correction_bias"},
     gguf_names={},
-    hf=lambda spec, read: _turned(scored_by(only_behind_the_first(spec, read), read), read.has("sliding_window")),
+    hf=lambda spec, read: _turned(scored_by_sigmoids(only_behind_the_first(spec, read), read), read.has("sliding_window")),
     gguf=lambda spec, read, key: _turned(spec, _has_window(read, key)),
     gguf_keys=_keys_of_experts,
 )  # fmt: skip

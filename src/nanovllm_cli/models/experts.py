@@ -143,11 +143,10 @@ def only_behind_the_first(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec
 
 
-def scored_by(spec: ModelSpec, read: ConfigReader, known: str = "sigmoid") -> ModelSpec:
+def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_func") -> ModelSpec:
     """The same; UnsupportedError where its config names another function of the router's logits."""
-    name = read.text("scoring_func", known)
-    if name != known:
-        raise UnsupportedError(f"{read.where}: experts that are weighed by {name!r}", f"known: {known}")
+    if (name := read.text(key, "sigmoid")) != "sigmoid":
+        raise UnsupportedError(f"{read.where}: experts that are weighed by {name!r}", "known: sigmoid")
     return spec
 
 

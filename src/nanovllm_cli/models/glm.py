@@ -10,7 +10,7 @@ from dataclasses import replace
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
@@ -73,6 +73,6 @@ SOLAR_OPEN = replace(
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
               "rope_theta": 1e6, "norm_topk_prob": True, "n_shared_experts": 1, "n_routed_experts": 128,
               "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "intermediate_size": 10240},
-    hf=lambda spec, read: scored_by(spec.with_attention(out_bias=False), read),
+    hf=lambda spec, read: scored_by_sigmoids(spec.with_attention(out_bias=False), read),
 )  # fmt: skip
 """To llama.cpp it is a GLM-4.5. No layer has an MLP of "intermediate_size"."""

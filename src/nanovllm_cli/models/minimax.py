@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, scored_by
+from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import checked_rope, rope_section
 
@@ -31,7 +31,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise CheckpointError(f"{read.where}: 'attn_type_list' must be a list", BROKEN)
     if any(kind != 1 for kind in kinds):
         raise UnsupportedError(f"{read.where}: a MiniMax with linear attention", ANOTHER)
-    spec = _made(scored_by(spec, read))
+    spec = _made(scored_by_sigmoids(spec, read))
     if rope_section(read).has("partial_rotary_factor") or not read.has("rotary_dim"):
         return spec
     dim, head_dim = read.integer("rotary_dim"), spec.attention.head_dim

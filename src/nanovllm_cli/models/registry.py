@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
@@ -40,6 +41,7 @@ from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
 
 HF_ARCHITECTURES: dict[str, Family] = {
+    "AfmoeForCausalLM": AFMOE,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": MIXTRAL,
@@ -101,6 +103,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
 TEXT_MODELS = {"ministral3": MINISTRAL3}
 """Inside of models of several architectures, by "model_type"."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
+    "afmoe": AFMOE,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "cohere2": COHERE2,

@@ -97,7 +97,8 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]
     if spec.order == "post":  # what reads the residual stream as it is has nothing before it to take scales
         return [inner, *mlp[1:]]
-    return [_Fold("attention_norm", ("q", "k", "v"), "qkv"), inner, *mlp]
+    gate = ("attention_gate",) if mixer.gate_apart else ()
+    return [_Fold("attention_norm", (*gate, "q", "k", "v"), "qkv"), inner, *mlp]
 
 
 def _search(readers: list[tuple[torch.Tensor, Format]], seen: InputStatistics, fold: _Fold) -> torch.Tensor:

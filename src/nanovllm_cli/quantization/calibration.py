@@ -51,7 +51,7 @@ EVERY_INPUT: dict[str, tuple[str, ...]] = {
     "conv_in": ("conv_in",), "conv_out": ("conv_out",),
     "delta_qkv": ("delta_qkv", "delta_z"), "delta_out": ("delta_out",),
     "mamba_in": ("mamba_in",), "mamba_out": ("mamba_out",),
-    "qkv": ("q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
+    "qkv": ("attention_gate", "q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
     "gate_up": ("gate", "up"), "down": ("down",),
     "per_layer_gate": ("per_layer_gate",), "per_layer_out": ("per_layer_out",),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from nanovllm_cli.weights.stacked import holds_several, stack_of, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
-ATTENTION = ("q", "k", "v", "qkv", "o")
+ATTENTION = ("attention_gate", "q", "k", "v", "qkv", "o")
 CONV = ("conv_in", "conv_out")
 DELTA = ("delta_qkv", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
@@ -314,6 +314,7 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
         case _:
             kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")
+            mixer = ("attention_gate", *mixer) if block.mixer.gate_apart else mixer
     present = (*mixer, *(("gate_up",) if mlp.fused else ("gate", "up")), "down")
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):

@@ -126,6 +126,14 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
+# Digits by threes from their end; runs past 510, of which all are but the last, bound what a look ahead costs.
+_AFMOE = (
+    r"\p{N}{1,510}",
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}\x{0E40}-\x{0EFF}"
+    r"\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
+    _DEEPSEEK_V3[-1],
+)
 _KIMI = r"[\p{Han}]+|" + _cased_words(r"\p{N}{1,3}", but=r"&&[^\p{Han}]", ends=r"\r\n")
 _YOUTU = (
     r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}"
@@ -179,6 +187,7 @@ def _table() -> dict[str, PreTokenization]:
     add("bailingmoe bailingmoe2 llada-moe", _BAILING)
     add("seed-coder", _SEED_CODER)
     add("exaone-moe", _EXAONE_MOE)
+    add("afmoe", *_AFMOE)
     add("jais-2", _JAIS2)
     add("minicpm5", r"\p{N}{1,3}", _words(r"\p{N}+"), ignore_merges=True)
     return rules

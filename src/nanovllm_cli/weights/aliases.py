@@ -133,6 +133,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "32b-think": "allenai/Olmo-3-32B-Think",
     },
     "exaone4": {"1.2b": "LGAI-EXAONE/EXAONE-4.0-1.2B", "32b": "LGAI-EXAONE/EXAONE-4.0-32B"},
+    "trinity": {"nano": "arcee-ai/Trinity-Nano-Preview", "mini": "arcee-ai/Trinity-Mini"},
     "k-exaone": {"236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
     "olmoe": {"7b-a1b": "allenai/OLMoE-1B-7B-0125-Instruct"},
     "flex-olmo": {"7x7b": "allenai/FlexOlmo-7x7B-1T"},

@@ -53,6 +53,8 @@ _CARRIED = {
     "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "position_embedding_type", "swiglu_limit", "swiglu_alpha",
     "conv_L_cache", "norm_eps", "qkv_bias", "moe_norm_min", "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of",
     "block_ffn_dim_multiplier", "time_step_limit", "layer_norm_eps", "logit_scale",
+    "rotary_dim", "qk_norm_type", "use_routing_bias", "attn_type_list", "clip_qkv", "num_shared_experts", "route_norm",
+    "route_scale", "score_func", "mup_enabled", "global_attn_every_n_layers",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {

@@ -189,6 +189,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "olmo-3-32b": _olmo(3, 64, 5120, 27648, 40, 8),
     "exaone-4.0-1.2b": _exaone4(30, 2048, 4096, 32, tied=True, window=None),
     "exaone-4.0-32b": _exaone4(64, 5120, 27392, 40, tied=False, window=4096),
+    "trinity-mini": _config(
+        "Afmoe", 32, 2048, 6144, 32, 4, 200192, tied=False, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        num_shared_experts=1, moe_intermediate_size=1024, num_dense_layers=2, route_norm=True, route_scale=2.826,
+        score_func="sigmoid", mup_enabled=True, global_attn_every_n_layers=4, sliding_window=2048,
+        max_position_embeddings=131072, rope_theta=1e4, rms_norm_eps=1e-5,
+    ),
     "olmoe-7b-a1b": _config(
         "Olmoe", 16, 2048, 1024, 16, 16, 50304, tied=False, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
         max_position_embeddings=4096, rope_theta=1e4, rms_norm_eps=1e-5,
