@@ -93,12 +93,8 @@ WRITTEN = {
     "granite 4 h, 2 of 5 and shared": "granitehybrid",
     "gemma4, 2 of 5 beside": "gemma4",
     "mixtral, 2 of 4, window": "llama",
-    "olmoe, 3 of 5": "olmoe",
-    "minimax m2, 3 of 5": "minimax-m2",
-    "dots1, 3 of 8 in two of four groups": "dots1",
-    "solar open, 3 of 5 and shared": "glm4moe",
-    "exaone moe, 2 of 5 and shared, windows": "exaone-moe",
     "afmoe, 2 of 5 and shared": "afmoe",
+    "granite swa, positions in some layers": "granite_swa",
 }
 
 
@@ -118,6 +114,18 @@ def test_a_granite_4_without_states_keeps_the_mlp_beside_its_experts(tmp_path: P
     assert fields(tmp_path / "made.gguf")["general.architecture"] == "granitemoe"
     tokens = prompts(512)
     assert difference(logits_of(worker_for(tmp_path / "made.gguf"), tokens), expected_logits(model, tokens)) < 1e-4
+
+
+def test_an_mlp_beside_experts_of_a_granite_with_windows_is_not_written(tmp_path: Path) -> None:
+    config = TEXTS["granite moe swa, 3 of 5 and shared"]
+    folder = save(random_model(with_tokenizer(config)), tmp_path / "shared")
+    with pytest.raises(UnsupportedError, match="GGUF files of a Granite SWA with an MLP beside its experts are not written"):
+        make_gguf(folder, tmp_path / "m.gguf")
+    model = random_model(with_tokenizer(changed(config, shared_intermediate_size=0)))
+    make_gguf(save(model, tmp_path / "alone"), tmp_path / "m.gguf")
+    assert {"blk.0.ffn_gate_up_exps.weight", "blk.0.attn_sinks.weight"} <= tensors(tmp_path / "m.gguf").keys()
+    tokens = prompts(512)
+    assert difference(logits_of(worker_for(tmp_path / "m.gguf"), tokens), expected_logits(model, tokens)) < 1e-4
 
 
 def test_groups_of_experts_are_said(tmp_path: Path) -> None:
@@ -258,7 +266,11 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
         lambda: TEXTS["dots1, weights as they are, a window in the last layers"], "a dots1 model: window",
     ),
     "embeddings as they are": (
-        lambda: TEXTS["afmoe, windows in every second layer, as they are"], "a afmoe model: embedding_scale",
+        lambda: changed(TEXTS["afmoe, 2 of 5 and shared"], mup_enabled=False), "a afmoe model: embedding_scale",
+    ),
+    "bases of layers": (
+        lambda: changed(TEXTS["granite swa, positions in some layers"], layer_rope_theta=[1e4, 500.0, 1e4]),
+        "a granite_swa model: theta",
     ),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),
 }  # fmt: skip

@@ -16,7 +16,6 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     Lfm2MoeConfig,
-    MiniMaxM2Config,
     MixtralConfig,
     Qwen3MoeConfig,
 )
@@ -63,10 +62,6 @@ FAMILIES: dict[str, Any] = {
     "lfm2": Lfm2MoeConfig(
         **SHAPE, layer_types=["conv", "full_attention"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         num_dense_layers=1,
-    ),
-    "minimax": MiniMaxM2Config(
-        **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ),
     "afmoe": AfmoeConfig(
         **SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=1, sliding_window=10,

@@ -19,6 +19,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
+    GraniteMoeSWAConfig,
     Lfm2MoeConfig,
     MiniMaxM2Config,
     MixtralConfig,
@@ -354,9 +355,9 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
            "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe",
            "olmoe": "olmoe", "minimax_m2": "minimax-m2", "dots1": "dots1", "solar_open": "glm4moe",
-           "exaone_moe": "exaone-moe"}  # fmt: skip
+           "exaone_moe": "exaone-moe", "granitemoe_swa": "granite_swa"}  # fmt: skip
     arch = arch or own[config.model_type]
-    mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
+    mixtral, gpt_oss = arch in ("llama", "granitemoe", "granite_swa"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
     add_shape(writer, config)
     writer.add_rope_dimension_count(config.head_dim)
@@ -372,8 +373,13 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if gpt_oss:
         writer.add_sliding_window(config.sliding_window)
-    if arch == "granitemoe":
+    if arch in ("granitemoe", "granite_swa"):
         granite_keys(writer, config)
+    if arch == "granite_swa":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_array("granite_swa.attention.rope_pattern", [theta > 0 for theta in config.layer_rope_theta])
     if arch == "glm4moe":
         if config.model_type == "glm4_moe":
             writer.add_rope_dimension_count(config.head_dim // 2)
@@ -411,6 +417,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     names |= {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
     names |= {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
     names |= {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    names |= {"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"}  # gate and up as one
     if gpt_oss or arch == "glm4moe":
         names |= {"post_attention_layernorm": "post_attention_norm"}
     names |= {f"conv.{part}": f"shortconv.{part}" for part in ("in_proj", "out_proj", "conv")}
@@ -550,6 +557,15 @@ def exaone() -> Any:
     return random_model(ExaoneMoeConfig(**shape, **SIGMOIDS, num_experts=5, sliding_window=20))
 
 
+def granite_swa() -> Any:
+    config = GraniteMoeSWAConfig(
+        **SHAPE | {"intermediate_size": 64, "sliding_window": 20}, **GRANITE, num_local_experts=5, num_experts_per_tok=2,
+        shared_intermediate_size=96, layer_rope_theta=[1e4, 0],
+    )
+    config.head_dim = SHAPE["head_dim"]
+    return random_model(config)
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -560,7 +576,7 @@ def gpt_oss() -> Any:
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
 @pytest.mark.parametrize(
-    "family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe, minimax, dots, solar, exaone]
+    "family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe, minimax, dots, solar, exaone, granite_swa]
 )
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()

@@ -41,6 +41,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSWAConfig,
+    GraniteSWAConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -106,12 +108,10 @@ LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermed
 GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
 }
-WIDE_EXPERTS = SMALL | {"head_dim": 8, "intermediate_size": 33, "num_hidden_layers": 2}
+TWO_LAYERS = SMALL | {"num_hidden_layers": 2}
+WIDE_EXPERTS = TWO_LAYERS | {"head_dim": 8, "intermediate_size": 33}
 EXAONE_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 1}
-AFMOE_SHAPE = SMALL | {
-    "num_hidden_layers": 5, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "num_dense_layers": 1,
-    "num_shared_experts": 1, "route_scale": 2.5, "sliding_window": 20,
-}
+SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -350,27 +350,28 @@ CASES: dict[str, Any] = {
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
-    "afmoe, 2 of 5 and shared": AfmoeConfig(**AFMOE_SHAPE, mup_enabled=True),
-    "afmoe, windows in every second layer, as they are": AfmoeConfig(
-        **AFMOE_SHAPE | {"num_dense_layers": 0, "num_shared_experts": 2, "route_scale": 1.0}, global_attn_every_n_layers=2,
+    "afmoe, 2 of 5 and shared": AfmoeConfig(
+        **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=33, num_dense_layers=1,
+        num_shared_experts=1, route_scale=2.5, sliding_window=20, mup_enabled=True,
+    ),
+    "granite swa, positions in some layers": GraniteSWAConfig(**SWA, **GRANITE, layer_rope_theta=[1e4, 0, 1e4]),
+    "granite moe swa, 3 of 5 and shared": GraniteMoeSWAConfig(
+        **SWA | WIDE_EXPERTS, **GRANITE, num_local_experts=5, num_experts_per_tok=3,
+        shared_intermediate_size=41,
     ),
     "dots1, 3 of 8 in two of four groups": Dots1Config(
-        **SMALL | {"num_key_value_heads": 6}, **LATENT_EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2}, n_group=4,
+        **TWO_LAYERS | {"num_key_value_heads": 6}, **LATENT_EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2}, n_group=4,
         topk_group=2, norm_topk_prob=True, sliding_window=None,
     ),
     "dots1, weights as they are, a window in the last layers": Dots1Config(
-        **SMALL, **LATENT_EXPERTS, sliding_window=20, max_window_layers=1,
+        **TWO_LAYERS, **LATENT_EXPERTS, sliding_window=20, max_window_layers=1,
     ),
     "solar open, 3 of 5 and shared": SolarOpenConfig(
-        **{name: value for name, value in SMALL.items() if name != "intermediate_size"},
+        **{name: value for name, value in TWO_LAYERS.items() if name != "intermediate_size"},
         **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"},
     ),
     "exaone moe, 2 of 5 and shared, windows": ExaoneMoeConfig(
-        **SMALL | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}, **EXAONE_EXPERTS,
-    ),
-    "exaone moe, none dense, weights as they are": ExaoneMoeConfig(
-        **SMALL, **EXAONE_EXPERTS | {"first_k_dense_replace": 0, "num_shared_experts": 2}, norm_topk_prob=False,
-        layer_types=["full_attention"] * 3, sliding_window=20,
+        **SMALL | {"sliding_window": 20, "sliding_window_pattern": 2}, **EXAONE_EXPERTS,
     ),
     "minimax m2, 3 of 5": MiniMaxM2Config(
         **WIDE_EXPERTS | {"head_dim": 24}, num_local_experts=5, num_experts_per_tok=3,
@@ -632,7 +633,9 @@ DEFAULTS = {
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
-    "AfmoeForCausalLM": AfmoeConfig, "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
+    "AfmoeForCausalLM": AfmoeConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
+    "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
+    "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
     "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,
@@ -817,8 +820,14 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "afmoe, 2 of 5 and shared", {"sliding_window": None}, UnsupportedError, "an AFMoE without a window",
     ),
     "biases of an AFMoE": ("afmoe, 2 of 5 and shared", {"attention_bias": True}, UnsupportedError, "gated attention with biases"),
+    "bases of too few layers": (
+        "granite swa, positions in some layers", {"layer_rope_theta": [1e4, 0]}, CheckpointError, "must be a list of 3 numbers",
+    ),
+    "a base below what is believed": (
+        "granite swa, positions in some layers", {"layer_rope_theta": [1e4, 0, 1]}, CheckpointError, "must be above 1",
+    ),
     "experts in layers between": (
-        "exaone moe, 2 of 5 and shared, windows", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, UnsupportedError,
+        "exaone moe, 2 of 5 and shared, windows", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, UnsupportedError,
         "experts in other layers than all behind the first ones",
     ),
     "windows that begin nowhere": (

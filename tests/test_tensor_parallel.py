@@ -40,7 +40,7 @@ FAMILIES = [
     "llama, bias, tied, group 1", "llama, head dim 80, group 8", "gemma2, caps, window in every other layer", "command r",
     "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "olmo2, group 1", "phi3, longrope of a part",
     "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared", "gemma4, numbers a layer",
-    "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu", "minimax m2, 3 of 5",
+    "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "afmoe, 2 of 5 and shared",
 ]  # fmt: skip
 """Of those of test_models.py, all of which were seen to, what has parts of its own."""

@@ -1,5 +1,6 @@
 """Granite 3, with and without experts, and Granite 4: Llama, with factors for embeddings, scores, what joins the residual stream,
-and logits. Most layers of a Granite 4 H have Mamba-2's rule in place of attention."""
+and logits. Most layers of a Granite 4 H have Mamba-2's rule in place of attention; most of a Granite SWA, dense or with experts,
+a window, all its heads a sink, and some layers no positions."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import DeltaSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MLPSpec, ModelSpec, MoESpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.rotary import checked_rope
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"
 _MOE_NAMES = {
@@ -130,6 +133,49 @@ def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str
     return _from_gguf(_with_shared(spec, read.integer(shared)) if read.has(shared) else spec, read, key)
 
 
+def _windowed_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """Where "layer_types" says nothing, each fourth layer has no window, from the first on. "layer_rope_theta" has a 0 for those
+    without positions."""
+    thetas = read.values.get("layer_rope_theta")
+    if thetas is not None and not _is_a_number_a_layer(thetas, spec.num_layers):
+        raise CheckpointError(f"{read.where}: 'layer_rope_theta' must be a list of {spec.num_layers} numbers", BROKEN)
+    window = read.integer("sliding_window") if read.has("sliding_window") else None
+    is_listed = read.values.get("layer_types") is not None
+
+    def turned(rope: RopeSpec | None, layer: int) -> RopeSpec | None:
+        if rope is None or thetas is None:
+            return rope
+        return checked_rope(replace(rope, theta=float(thetas[layer])), rope.dim, read) if thetas[layer] else None
+
+    def own(layer: int, attention: AttentionSpec) -> AttentionSpec:
+        seen = attention.window if is_listed else window if layer % 4 else None
+        return replace(attention, window=seen, rope=turned(attention.rope, layer), sinks=True)
+
+    spec = _from_hf(spec.each_attention(own), read)
+    shared = read.integer("shared_intermediate_size", 0, least=0)
+    return spec if spec.mixture is None or not shared else _with_shared(spec, shared)
+
+
+def _is_a_number_a_layer(values: object, layers: int) -> bool:
+    return isinstance(values, list) and len(values) == layers and all(type(value) in (int, float) for value in values)
+
+
+def _windowed_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    turns = read.values.get(key("attention.rope_pattern"), [True] * spec.num_layers)
+    if not isinstance(turns, list | tuple) or [type(each) for each in turns] != [bool] * spec.num_layers:
+        raise CheckpointError(f"{read.where}: the rope_pattern must be a list of {spec.num_layers} flags", BROKEN)
+    spec = spec.each_attention(lambda layer, a: replace(a, rope=a.rope if turns[layer] else None, sinks=True))
+    return _moe_from_gguf(spec, read, key)
+
+
+def _windowed_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    if spec.mixture is not None and spec.mixture.shared is not None:
+        what = "GGUF files of a Granite SWA with an MLP beside its experts are not written"
+        raise UnsupportedError(what, "llama.cpp's converter knows them")
+    turns = [attention.rope is not None for attention in spec.attentions]
+    return _keys(spec) | window_pattern(spec) | ({} if all(turns) else {"attention.rope_pattern": turns})
+
+
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     mixture = spec.mixture
     shared = None if mixture is None else mixture.shared
@@ -183,3 +229,27 @@ GRANITE_STATES = replace(
     gguf_keys=_hybrid_keys,
 )
 """Files of those that have states."""
+GRANITE_SWA = replace(
+    GRANITE,
+    name="granite_swa",
+    gguf_name="granite_swa",
+    has_window=True,
+    full_every=4,
+    tied_by_default=True,
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 128},
+    hf_names={"blocks.{i}.sinks": "model.layers.{i}.self_attn.sinks"},
+    gguf_names={"blocks.{i}.sinks": "blk.{i}.attn_sinks.weight"},
+    hf=_windowed_from_hf,
+    gguf=_windowed_from_gguf,
+    gguf_keys=_windowed_keys,
+)
+GRANITE_MOE_SWA = replace(
+    GRANITE_SWA,
+    name="granitemoe_swa",
+    tied_by_default=False,
+    experts=GRANITE_MOE.experts,
+    defaults={"sliding_window": 128, "num_local_experts": 8, "num_experts_per_tok": 2},
+    hf_names={**GRANITE_SWA.hf_names, **_HYBRID_NAMES, "blocks.{i}.router.weight": f"{_EXPERTS}.router.weight"},
+    gguf_gate_up=True,
+)
+"""Its GGUF files, and those of dense ones, have one architecture."""

@@ -29,7 +29,14 @@ from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
 from nanovllm_cli.models.gpt_oss import GPT_OSS
-from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_STATES
+from nanovllm_cli.models.granite import (
+    GRANITE,
+    GRANITE_HYBRID,
+    GRANITE_MOE,
+    GRANITE_MOE_SWA,
+    GRANITE_STATES,
+    GRANITE_SWA,
+)
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.minimax import MINIMAX_M2
@@ -82,6 +89,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
+    "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "Lfm2ForCausalLM": LFM2,
@@ -134,6 +143,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "granite": GRANITE,
     "granitehybrid": GRANITE_STATES,
     "granitemoe": GRANITE_MOE,
+    "granite_swa": GRANITE_MOE_SWA,
     "hunyuan-dense": HUNYUAN_DENSE,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,

@@ -55,6 +55,7 @@ _CARRIED = {
     "block_ffn_dim_multiplier", "time_step_limit", "layer_norm_eps", "logit_scale",
     "rotary_dim", "qk_norm_type", "use_routing_bias", "attn_type_list", "clip_qkv", "num_shared_experts", "route_norm",
     "route_scale", "score_func", "mup_enabled", "global_attn_every_n_layers",
+    "layer_rope_theta",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {

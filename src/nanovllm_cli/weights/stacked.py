@@ -13,6 +13,8 @@
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
+    Granite SWA block_sparse_moe.experts.gate_up_proj as Gemma 4's; GGUF's ffn_up_shexp.weight [2 N, K] is ffn_gate_shexp and
+                ffn_up_shexp
     LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight and
                                                                 Granite's mamba.conv1d.weight alike
     Granite     blk.3.ssm_a [N, 1], ssm_norm.weight [1, N]      the same [N], which some files have anyway; ssm_d alike
@@ -103,6 +105,13 @@ def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
             yield f"{found[1]}.ffn_{part}_exps.{e}.weight", _Part(stack, e, rows)
 
 
+def _gguf_shared_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    if config.get("general.architecture") == "granite_swa":
+        half = shape[0] // 2
+        for part, rows in (("gate", slice(0, half)), ("up", slice(half, None))):
+            yield f"{found[1]}.ffn_{part}_shexp.weight", _Part(stack, None, rows)
+
+
 def _gemma4(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which = found.groups()
     return _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
@@ -179,6 +188,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     "gguf": [
         (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
         (re.compile(r"(blk\.\d+)\.ffn_gate_up_exps\.weight"), 3, _gguf_halves),
+        (re.compile(r"(blk\.\d+)\.ffn_up_shexp\.weight"), 2, _gguf_shared_halves),
         (re.compile(r"(blk\.\d+\.attn_[kv]_b)\.(weight)"), 3, _gguf),
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
@@ -191,7 +201,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
         (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
-        (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.experts)\.(gate_up|down)_proj"), 3, _gemma4),
+        (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.(?:block_sparse_moe\.)?experts)\.(gate_up|down)_proj"), 3,
+         _gemma4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|(?:linear_attn|mamba)\.conv1d)\.weight"), 3,
