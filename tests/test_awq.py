@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,6 +116,22 @@ def test_every_product_through_a_fold_stays(order: str, offset: float, kv_heads:
         assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()), name
     assert not torch.equal(after["o.weight"], weights["o.weight"])
     assert not torch.equal(after["q.weight"], weights["q.weight"])
+
+
+def test_what_goes_into_a_square_is_scaled_by_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """down @ relu(up) ** 2 in float64."""
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    spec, weights, seen = block()
+    del weights["gate.weight"]
+    after = scale_and_clip(weights, seen, replace(spec, mlp=MLPSpec(INNER, "relu2")), 0.0, formats(Integer(8)))
+    assert not torch.equal(after["down.weight"], weights["down.weight"])
+    x = torch.randn(HIDDEN, dtype=torch.float64)
+    outputs = []
+    for each in (weights, after):
+        n = {name: value.double() for name, value in each.items()}
+        inner = n["up.weight"] @ (n["mlp_norm.weight"] * x) + n["up.bias"]
+        outputs.append(n["down.weight"] @ inner.relu() ** 2)
+    assert torch.allclose(*outputs, rtol=1e-5, atol=1e-5 * float(outputs[0].abs().max()))
 
 
 def column_scales(weights: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

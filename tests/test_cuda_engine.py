@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
     Cohere2Config,
     Exaone4Config,
     Gemma2Config,
@@ -160,6 +161,13 @@ def test_other_families_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) 
     device = EmulatedDevice()
     assert tokens(engine_on(model, device), greedy(6), PROMPTS[:3]) == tokens(engine_on(model, None), greedy(6), PROMPTS[:3])
     assert device.graphs
+
+
+def test_an_mlp_without_a_gate_is_refused(tmp_path: Path) -> None:
+    model = save(random_model(ArceeConfig(**SHAPE | {"head_dim": 8}), dtype=torch.bfloat16), tmp_path)
+    assert tokens(engine_on(model, None), greedy(3), PROMPTS[:1])
+    with pytest.raises(UnsupportedError, match="MLPs without a gate on a GPU"):
+        engine_on(model, EmulatedDevice())
 
 
 def launches_of_a_decode_step(folder: Path) -> int:

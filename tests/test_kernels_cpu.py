@@ -107,10 +107,11 @@ def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"])
 def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
     x = randn(5, 2 * 37, dtype=dtype) * 8
-    assert error(gates.gated_activation(x, activation), reference.gated_activation(x, activation)) < TOLERANCE[dtype]
+    expected = reference.gated_activation(x, activation)
+    assert error(gates.gated_activation(x, activation), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,6 +153,15 @@ def test_activation_of_extremes_is_finite_and_nan_stays_nan() -> None:
     assert out[1].abs() < 1e-30
     assert out[2].isnan()
     assert out[3] == 0.0
+
+
+def test_squares_of_relu_are_what_their_formula_says() -> None:
+    """In more numbers than a task has, too."""
+    numbers = [3.0, -3.0, 0.5, -0.0, float("inf"), -float("inf"), float("nan")]
+    for gated in (gates.gated_activation, reference.gated_activation):
+        out = gated(torch.tensor([numbers * 1000]), "relu2").view(1000, 7)
+        assert out[:, :6].tolist() == [[9.0, 0.0, 0.25, 0.0, float("inf"), 0.0]] * 1000
+        assert out[:, 6].isnan().all()
 
 
 def test_the_clamped_activation_is_what_its_formula_says() -> None:

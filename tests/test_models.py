@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AfmoeConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
@@ -135,6 +136,8 @@ CASES: dict[str, Any] = {
     "llama, head dim 80, group 8": LlamaConfig(
         **SMALL | {"head_dim": 80, "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_size": 40}
     ),
+    "arcee": ArceeConfig(**SMALL | {"head_dim": 8}, **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)),
+    "arcee, biases, tied": ArceeConfig(**SMALL | {"head_dim": 8, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama, linear": LlamaConfig(**SMALL, **rope("linear", factor=4.0)),
     "llama, dynamic": LlamaConfig(**SMALL | {"max_position_embeddings": ORIGINAL}, **rope("dynamic", factor=6.0)),
     "llama, llama3": LlamaConfig(
@@ -446,6 +449,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 
 COUNTED = [
+    "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
@@ -750,6 +754,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "gemma3, ropes of two bases", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, CheckpointError,
         "says nothing of sliding_attention",
     ),
+    "an activation that has a gate": ("arcee", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
     "another activation": ("gemma", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' in a gemma model"),
     "another activation in Gemma 2": (
         "gemma2, caps, window in every other layer", {"hidden_activation": "silu"}, UnsupportedError, "in a gemma2 model",

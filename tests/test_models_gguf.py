@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
     Cohere2Config,
     CohereConfig,
     Ernie4_5Config,
@@ -225,6 +226,7 @@ def taken_apart(numbers: np.ndarray, config: Any) -> dict[str, np.ndarray]:
 TIED = {"tie_word_embeddings": True}
 QWEN35 = TEXTS["qwen3.5"]
 CASES: dict[str, tuple[str, Any, Add]] = {
+    "arcee": ("arcee", ArceeConfig(**SMALL | {"head_dim": 8}), theta),
     "ernie 4.5": ("ernie4_5", Ernie4_5Config(**SMALL), theta),
     "llama": ("llama", LlamaConfig(**SMALL), nothing),
     "mistral": ("llama", MistralConfig(**SMALL | {"sliding_window": 20}), window),
@@ -297,7 +299,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "seed-oss": ("seed_oss", SeedOssConfig(**SMALL), nothing),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
-PAIRS = ("llama", "granite", "mistral3", "smollm3")
+PAIRS = ("llama", "arcee", "granite", "mistral3", "smollm3")
 """Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head."""
 
 

@@ -193,16 +193,28 @@ MixerSpec = AttentionSpec | ConvSpec | DeltaSpec
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
-    `kernels.reference.gated_activation`."""
+    `kernels.reference.gated_activation`. relu2: without a gate, down(relu(up(x)) ** 2)."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"] = "silu"
     bias: bool = False
     fused: bool = False
 
+    @property
+    def gated(self) -> bool:
+        return self.activation != "relu2"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Rows of what reads its input, by name, as a checkpoint has it."""
+        if self.fused:
+            return {"gate_up": 2 * self.intermediate_size}
+        return dict.fromkeys(("gate", "up") if self.gated else ("up",), self.intermediate_size)
+
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
-        return 3 * hidden_size * self.intermediate_size + (2 * self.intermediate_size + hidden_size) * self.bias
+        inner = (2 if self.gated else 1) * self.intermediate_size
+        return hidden_size * (inner + self.intermediate_size) + (inner + hidden_size) * self.bias
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
@@ -374,6 +386,11 @@ class ModelSpec:
     def mixture(self) -> MoESpec | None:
         """The first layer's that has experts; None where none has."""
         return next((block.mlp for block in self.blocks if isinstance(block.mlp, MoESpec)), None)
+
+    @property
+    def mlps(self) -> list[MLPSpec]:
+        """Of each layer its MLP, or the experts'; all of a mixture's are of one kind."""
+        return [block.mlp if isinstance(block.mlp, MLPSpec) else block.mlp.expert for block in self.blocks]
 
     @property
     def ropes(self) -> set[RopeSpec]:

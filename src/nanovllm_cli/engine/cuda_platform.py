@@ -114,6 +114,8 @@ class CudaPlatform:
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
+        if not all(mlp.gated for mlp in spec.mlps):
+            raise UnsupportedError("MLPs without a gate on a GPU", "take another model, or the CPU")
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),

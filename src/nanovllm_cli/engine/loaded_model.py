@@ -113,7 +113,7 @@ class LoadedModel:
     def _experts_are_alike(self) -> bool:
         """Whether the experts of each layer are in the same formats."""
         return all(
-            len({tuple(self._formats.of(f"blocks.{i}.experts.{e}.{part}.weight") for part in ("gate", "up", "down"))
+            len({tuple(self._formats.of(f"blocks.{i}.experts.{e}.{part}.weight") for part in (*block.mlp.expert.parts, "down"))
                  for e in range(block.mlp.num_experts)}) == 1
             for i, block in enumerate(self.spec.blocks)
             if isinstance(block.mlp, MoESpec)

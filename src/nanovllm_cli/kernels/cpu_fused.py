@@ -93,6 +93,18 @@ def scale(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def squared_relu(arguments, thread, team):
+    """x [size] = max(x, 0) ** 2."""
+    tag, x, size = fields(arguments)
+    numbers = carray(typed_pointer(x, tag), (size,))
+    for chunk in share(-(-size // CHUNK), thread, team):
+        for i in range(CHUNK * chunk, min(size, CHUNK * (chunk + 1))):
+            value = load(numbers, i)
+            value = np.float32(0.0) if value < np.float32(0.0) else value
+            store(numbers, i, value * value)
+
+
+@kernel(fastmath=FAST)
 def sigmoid_gate(arguments, thread, team):
     """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width], whose rows lie gate_stride numbers apart, or with
     whole_rows [num_rows, 1]."""

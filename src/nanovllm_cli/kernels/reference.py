@@ -60,7 +60,10 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
 
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu; or swiglu_oai, gpt-oss's
-    gate * sigmoid(1.702 gate) * (1 + up), of a gate of at most 7 and an up between -7 and 7."""
+    gate * sigmoid(1.702 gate) * (1 + up), of a gate of at most 7 and an up between -7 and 7. Or relu2, which has no gate:
+    relu(x) ** 2 of all columns (So et al. 2021)."""
+    if activation == "relu2":
+        return F.relu(wide(x)).square().to(x.dtype)
     gate, up = wide(x).chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1

@@ -29,7 +29,7 @@ class Linear:
         return self.weight.matmul(x, self.bias, self.dtype)
 
     def gated(self, x: Hidden, activation: str) -> torch.Tensor:
-        """act(y's first half) * y's second half."""
+        """act(y's first half) * y's second half; of relu2, relu(y) ** 2."""
         return self.weight.gated_matmul(x, self.bias, activation)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The gated MLP of a block."""
+"""The MLP of a block, with a gate in most models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nanovllm_cli.model_spec import MLPSpec
 
 
 class MLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)); see `MLPSpec`. Without a gate `gate_up` is up alone."""
 
     def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
         self.activation = spec.activation
-        parts = {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}
-        self.gate_up = Linear(hidden_size, parts, kit, spec.bias, Cut((inner, inner)))
+        sections = (inner, inner) if spec.gated else (inner,)
+        self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
 
     def __call__(self, x: Hidden) -> torch.Tensor:

@@ -25,6 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+SQUARED = {"relu2": "relu2"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -34,6 +35,10 @@ LLAMA = Family("llama", interleaved_gguf=True)
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
+ARCEE = Family(
+    "arcee", interleaved_gguf=True, squared=True, gguf_activation="relu2",
+    defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+)  # fmt: skip
 MIXTRAL = replace(
     MISTRAL,
     name="mixtral",
@@ -66,11 +71,9 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     layers = _layers(read.integer("num_hidden_layers"), read)
     max_position = read.integer("max_position_embeddings", 2048)
     _check_heads(heads, kv_heads, head_dim, read)
-    activation = read.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation {activation!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
-        )
+    activation, known = read.text("hidden_act", "silu"), SQUARED if family.squared else ACTIVATIONS
+    if activation not in known:
+        raise UnsupportedError(f"activation {activation!r} is not supported", f"known: {', '.join(sorted(known))}")
     has_rope = _layers_with_rope(read, family, layers)
     window, kinds = _windows_from_hf(read, family, has_rope)
     ropes = _ropes_from_hf(read, family, kinds, head_dim, max_position)
@@ -86,7 +89,7 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     )
     mlp = MLPSpec(
         read.integer("intermediate_size"),
-        ACTIVATIONS[activation],  # type: ignore[arg-type]
+        known[activation],  # type: ignore[arg-type]
         bias=read.flag("mlp_bias", False),
         fused=family.fused_mlp,
     )
@@ -231,7 +234,8 @@ def spec_from_gguf(
         inner = key("expert_feed_forward_length")  # of a model without a dense layer
     mlp = MLPSpec(
         read.integer(inner),
-        bias="blk.0.ffn_gate.bias" in names,
+        "relu2" if family.squared else "silu",
+        bias="blk.0.ffn_up.bias" in names if family.squared else "blk.0.ffn_gate.bias" in names,
         fused=family.fused_mlp and "blk.0.ffn_gate.weight" not in names,
     )
     sees_all = replace(attention, rope=rope)

@@ -29,7 +29,8 @@ class Family:
     wherever it is given. full_every: where a config doesn't list its layers, each so many-th has no window, None: all have one.
     local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config doesn't list them,
     each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in its GGUF files.
-    fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. convolutions: in place of attention, in some
+    fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. squared: its MLPs have no gate, and the
+    activation relu2. convolutions: in place of attention, in some
     layers. varied: layers have key-value heads and MLPs of their own numbers. latent: its attention is, so that its GGUF files
     speak of what is kept where others do of keys and values. experts: what its configs call them, where it has any. defaults:
     what configs leave out. hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or
@@ -54,6 +55,7 @@ class Family:
     interleaved_gguf: bool = False
     fused_qkv: bool = False
     fused_mlp: bool = False
+    squared: bool = False
     tied_by_default: bool = False
     convolutions: bool = False
     varied: bool = False

@@ -14,6 +14,7 @@ from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.exaone import EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.families import (
+    ARCEE,
     LLAMA,
     MISTRAL,
     MIXTRAL,
@@ -61,6 +62,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "ArceeForCausalLM": ARCEE,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
@@ -115,6 +117,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "afmoe": AFMOE,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "arcee": ARCEE,
     "cohere2": COHERE2,
     "command-r": COHERE,
     "deepseek2": DEEPSEEK2,

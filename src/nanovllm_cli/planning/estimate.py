@@ -99,8 +99,9 @@ def _expert_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, d
     total, hidden = 0.0, spec.hidden_size
     for i, block in enumerate(spec.blocks):
         if isinstance(block.mlp, MoESpec):
-            inner = block.mlp.expert.intermediate_size
-            for part, rows, width in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            expert = block.mlp.expert
+            reading = [(part, rows, hidden) for part, rows in expert.parts.items()]
+            for part, rows, width in (*reading, ("down", hidden, expert.intermediate_size)):
                 form = formats.of(f"blocks.{i}.experts.0.{part}.weight")
                 each = dense_bytes(rows, width, dtype) if form is None else rows * form.row_bytes(width)
                 total += block.mlp.num_experts * each

@@ -4,7 +4,7 @@ Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression 
 it did: a scale goes into the norm or the rows of the weight before. Then each group's largest weights are clipped as far as that
 lowers the error. What comes out is floats, to be rounded to nearest in any format.
 
-    attention norm -> q, k, v      norm -> gate, up      v -> o      up -> down
+    attention norm -> q, k, v      norm -> gate, up      v -> o      up -> down, by their roots where up is squared
     norm -> conv_in                the part of conv_in that multiplies the convolution -> conv_out
     norm -> mamba_in               the state space's norm -> mamba_out
     norm -> q or q_a, kv_a         the norm of q_a -> q_b
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec, MLPSpec, MoESpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 
@@ -34,13 +34,14 @@ CLIP_PASSES = 2
 class _Fold(NamedTuple):
     """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. input: where the
     statistics of what they read are. heads: (key-value heads, query heads each serves) where one row of the source is read by
-    several columns. rows: those of the source that it is about."""
+    several columns. rows: those of the source that it is about. power: of what the source's rows give, as the readers read it."""
 
     source: str
     readers: tuple[str, ...]
     input: str
     heads: tuple[int, int] = (1, 1)
     rows: slice = slice(None)
+    power: int = 1
 
 
 def scale_and_clip(
@@ -75,7 +76,7 @@ def scale_and_clip(
 
 
 def _folds(spec: BlockSpec) -> list[_Fold]:
-    mixer, mlp = spec.mixer, [_Fold("mlp_norm", ("gate", "up"), "gate_up"), _Fold("up", ("down",), "down")]
+    mixer, mlp = spec.mixer, _mlp_folds(spec.mlp)
     if isinstance(mixer, ConvSpec):
         middle = slice(mixer.channels, 2 * mixer.channels)
         return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
@@ -99,6 +100,12 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         return [inner, *mlp[1:]]
     gate = ("attention_gate",) if mixer.gate_apart else ()
     return [_Fold("attention_norm", (*gate, "q", "k", "v"), "qkv"), inner, *mlp]
+
+
+def _mlp_folds(mlp: MLPSpec | MoESpec) -> list[_Fold]:
+    if isinstance(mlp, MLPSpec) and not mlp.gated:
+        return [_Fold("mlp_norm", ("up",), "gate_up"), _Fold("up", ("down",), "down", power=2)]
+    return [_Fold("mlp_norm", ("gate", "up"), "gate_up"), _Fold("up", ("down",), "down")]
 
 
 def _search(readers: list[tuple[torch.Tensor, Format]], seen: InputStatistics, fold: _Fold) -> torch.Tensor:
@@ -129,7 +136,7 @@ def _spread(scales: torch.Tensor, fold: _Fold) -> torch.Tensor:
 def _apply(weights: dict[str, torch.Tensor], fold: _Fold, scales: torch.Tensor, norm_offset: float) -> None:
     for name in fold.readers:
         weights[f"{name}.weight"] *= _spread(scales, fold)
-    source = f"{fold.source}.weight"
+    scales, source = scales ** (1 / fold.power), f"{fold.source}.weight"
     if weights[source].dim() == 1:
         weights[source] = (weights[source] + norm_offset) / scales - norm_offset
         return

@@ -48,9 +48,9 @@ class CpuDivided(CpuStorage):
         return self._whole(self._own.matmul(x, self._own_part(bias), out_dtype), self._division)
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        gates, values = self._division.sections
-        assert gates == values, "a gate for each value"
-        division = Division((gates,), self._division.size, self._division.units)
+        values, *gates = self._division.sections
+        assert gates in ([], [values]), "a gate for each value, or none"
+        division = Division((values,), self._division.size, self._division.units)
         return self._whole(self._own.gated_matmul(x, self._own_part(bias), activation), division)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:

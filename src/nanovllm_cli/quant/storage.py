@@ -33,7 +33,8 @@ class WeightStorage(Protocol):
         """x [T, width] @ weight.T + bias: [T, num_rows] in out_dtype. A row's bits don't depend on the other rows."""
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        """y = matmul in the compute type, then act(first half of y's columns) * second half: [T, num_rows / 2]."""
+        """y = matmul in the compute type, then act(first half of y's columns) * second half: [T, num_rows / 2]. Of relu2, which
+        has no gate: relu(y) ** 2 [T, num_rows]."""
 
     def add_matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor

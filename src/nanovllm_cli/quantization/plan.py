@@ -248,7 +248,7 @@ def _split_weights(items: list[Planned]) -> list[str]:
     return [
         f"vLLM keeps {', '.join(parts)} of a layer as one weight, and won't load them in several formats"
         for parts in (("q", "k", "v"), ("gate", "up"))
-        if any(len({formats.get(f"{unit}.{part}.weight") for part in parts}) > 1 for unit in units)
+        if any(len({formats[name] for part in parts if (name := f"{unit}.{part}.weight") in formats}) > 1 for unit in units)
     ]
 
 
@@ -315,7 +315,7 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")
             mixer = ("attention_gate", *mixer) if block.mixer.gate_apart else mixer
-    present = (*mixer, *(("gate_up",) if mlp.fused else ("gate", "up")), "down")
+    present = (*mixer, *mlp.parts, "down")
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
         if kind == "gguf" and block.mlp.shared is not None:

@@ -21,7 +21,6 @@ from nanovllm_cli.model_spec import (
     MixerSpec,
     MLPSpec,
     ModelSpec,
-    MoESpec,
 )
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
@@ -41,8 +40,9 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
 
 def activation_of(spec: ModelSpec) -> str:
     """Of all layers' MLPs and experts."""
-    mlp = spec.blocks[0].mlp
-    return mlp.expert.activation if isinstance(mlp, MoESpec) else mlp.activation
+    mlp = spec.dense_mlp if spec.mixture is None else spec.mixture.expert
+    assert mlp is not None
+    return mlp.activation
 
 
 def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:
@@ -240,9 +240,8 @@ def _mamba_shapes(mamba: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    inner = mlp.intermediate_size
-    shapes = _linear(f"{place}down", hidden, inner, mlp.bias)
-    for name, rows in ({"gate_up": 2 * inner} if mlp.fused else {"gate": inner, "up": inner}).items():
+    shapes = _linear(f"{place}down", hidden, mlp.intermediate_size, mlp.bias)
+    for name, rows in mlp.parts.items():
         shapes |= _linear(f"{place}{name}", rows, hidden, mlp.bias)
     return shapes
 
