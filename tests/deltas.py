@@ -80,7 +80,7 @@ SPACES = [
     space((1, 2), (1, 3), 1, [[3], [1], [40]], bias=True),
     space((1, 37), (2, 3), 3, [[2, 40], [1, 1], [33, 1]], bias=True),
     space((1, 40), (2, 72), 2, [[70], [64], [1]], bias=False),
-    space((1, 24), (4, 64), 4, GUESSED, bias=True),
+    space((2, 24), (4, 64), 4, GUESSED, bias=True),
 ]
 """Of Mamba-2's rule."""
 

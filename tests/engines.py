@@ -116,5 +116,5 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_value_length(head_dim)
     if hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
-    else:
+    elif not hasattr(config, "layer_norm_epsilon"):
         writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

@@ -22,6 +22,7 @@ from transformers import (
     GraniteConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    NemotronHConfig,
     Olmo2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -47,6 +48,7 @@ from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_models import NEMOTRON
 
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 64,
@@ -163,8 +165,17 @@ def test_other_families_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) 
     assert device.graphs
 
 
-def test_an_mlp_without_a_gate_is_refused(tmp_path: Path) -> None:
-    model = save(random_model(ArceeConfig(**SHAPE | {"head_dim": 8}), dtype=torch.bfloat16), tmp_path)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ArceeConfig(**SHAPE | {"head_dim": 8}), "MLPs without a gate on a GPU"),
+        (NemotronHConfig(**NEMOTRON), "MLPs without a gate on a GPU"),
+        (NemotronHConfig(**NEMOTRON | {"hybrid_override_pattern": "M*"}), "norms of a state space's groups on a GPU"),
+    ],
+    ids=["no gate", "sublayers", "groups"],
+)
+def test_what_gpus_have_no_kernels_for_is_refused(config: Any, message: str, tmp_path: Path) -> None:
+    model = save(random_model(config, dtype=torch.bfloat16), tmp_path)
     assert tokens(engine_on(model, None), greedy(3), PROMPTS[:1])
     with pytest.raises(UnsupportedError, match="MLPs without a gate on a GPU"):
         engine_on(model, EmulatedDevice())

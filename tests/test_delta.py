@@ -46,7 +46,7 @@ def test_equal_to_the_formula(case: Case, dtype: torch.dtype, threads: int) -> N
 @pytest.mark.parametrize("mamba", [False, True])
 @pytest.mark.parametrize("values", [(2, 40), (2, 64), (8, 64)])
 def test_a_token_has_the_same_bits_whatever_it_is_computed_with(values: tuple[int, int], mamba: bool) -> None:
-    check_same_bits(delta.gated_delta, Case((1, 24), values, 4, [[83]], mamba=mamba, bias=mamba))
+    check_same_bits(delta.gated_delta, Case((2 if values[0] == 8 else 1, 24), values, 4, [[83]], mamba=mamba, bias=mamba))
 
 
 @pytest.mark.parametrize("case", [CASES[3], SPACES[1], SPACES[5]])

@@ -115,6 +115,15 @@ def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_rows_are_normed_by_themselves(dtype: torch.dtype) -> None:
+    x, weight = randn(7, 3 * 37, dtype=dtype), randn(3 * 37, dtype=dtype)
+    found = norms.add_rms_norm(x.view(21, 37), None, weight, 1e-6, 0.5).view(7, 111)
+    for part in (slice(37 * i, 37 * i + 37) for i in range(3)):
+        expected = reference.add_rms_norm(x[:, part].double(), None, weight[part], 1e-6, 0.5)
+        assert error(found[:, part], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 33), (3, 1000)])
 def test_two_norms_and_a_sum_equal_reference(rows: int, width: int, dtype: torch.dtype) -> None:
     x, residual, gains, weight = (randn(*shape, dtype=dtype) for shape in ((rows, width), (rows, width), (width,), (width,)))

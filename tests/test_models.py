@@ -54,6 +54,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -113,6 +114,11 @@ TWO_LAYERS = SMALL | {"num_hidden_layers": 2}
 WIDE_EXPERTS = TWO_LAYERS | {"head_dim": 8, "intermediate_size": 33}
 EXAONE_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 1}
 SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
+NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
+    "hybrid_override_pattern": "M-M*-MM--*", "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 16,
+}
+NEMOTRON_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33,
+                    "moe_shared_expert_intermediate_size": 41, "routed_scaling_factor": 2.5}  # fmt: skip
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -352,6 +358,17 @@ CASES: dict[str, Any] = {
     "granite 4 h, 2 of 5 and shared": GraniteMoeHybridConfig(
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
+    "nemotron h": NemotronHConfig(**NEMOTRON),
+    "nemotron h, one group, no bias, three taps, biases of MLPs": NemotronHConfig(
+        **NEMOTRON | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "mlp_bias": True},
+    ),
+    "nemotron h, 3 of 5 and shared": NemotronHConfig(
+        **NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "MEM*EM-E", "n_groups": 2},
+    ),
+    "nemotron h, 2 of 8 in one of two groups, weights as they are": NemotronHConfig(
+        **NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "E*M", "n_routed_experts": 8, "num_experts_per_tok": 2},
+        n_group=2, topk_group=1, norm_topk_prob=False,
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
     "afmoe, 2 of 5 and shared": AfmoeConfig(
         **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=33, num_dense_layers=1,
@@ -416,7 +433,7 @@ def whole_batch(token_lists: list[list[int]]) -> Batch:
 def forget_lengths(reference: Any) -> None:
     """transformers' dynamic scaling remembers the longest sequence it ever saw; each prompt is to be the first."""
     inner = reference.model
-    rotary = inner.pos_emb if hasattr(inner, "pos_emb") else inner.rotary_emb
+    rotary = getattr(inner, "pos_emb", None) or getattr(inner, "rotary_emb", None)
     if rotary is not None and rotary.rope_type == "dynamic":
         rotary.max_seq_len_cached = rotary.original_max_seq_len
         rotary.register_buffer("inv_freq", rotary.original_inv_freq, persistent=False)
@@ -449,6 +466,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 
 COUNTED = [
+    "nemotron h",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
@@ -465,7 +483,8 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "per_layer": "per layer", "embed_tokens": "embedding", "lm_head": "head", "attn": "attention",
+    names = {"norm": "norms", "per_layer": "per layer", "embed": "embedding", "lm_head": "head", "attn": "attention",
+             "mixer.up": "mlp", "mixer.down": "mlp", "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
@@ -771,6 +790,36 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "states over too many tokens": ("granite 4 h", {"mamba_d_conv": 65}, CheckpointError, "and 65 taps"),
     "biases of states": ("granite 4 h", {"mamba_proj_bias": True}, UnsupportedError, "biases of its state spaces"),
     "bounded steps": ("granite 4 h", {"time_step_limit": [0.0, 0.1]}, UnsupportedError, "time steps of a state space"),
+    "sublayers by a letter that none has": (
+        "nemotron h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*-MX--*"}, CheckpointError,
+        "'hybrid_override_pattern' must say of 10 layers what they are: M, *, -, E",
+    ),
+    "a letter too few": (
+        "nemotron h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*-M--*", "num_hidden_layers": 10},
+        CheckpointError, "'hybrid_override_pattern' must say of 10 layers",
+    ),
+    "sublayers that are no list": ("nemotron h", {"layers_block_type": {"a": 1}}, CheckpointError, "has no 'num_hidden_layers'"),
+    "kinds that are no words": (
+        "nemotron h", {"layers_block_type": [[], {}, 1]}, CheckpointError, "'layers_block_type' must say of 3 layers",
+    ),
+    "sublayers of no kind": ("nemotron h", {"layers_block_type": ["mlp", "conv"]}, CheckpointError, "must say of 2 layers"),
+    "sublayers without attention": (
+        "nemotron h", {"layers_block_type": ["mamba", "mlp"]}, UnsupportedError, "no layer has attention",
+    ),
+    "experts of which nothing is said": (
+        "nemotron h", {"layers_block_type": ["attention", "moe"], "n_routed_experts": None}, CheckpointError,
+        "nothing is said of the experts",
+    ),
+    "groups that heads can't share": ("nemotron h", {"n_groups": 4}, CheckpointError, "6 heads of a state space can't share 4"),
+    "biases of a nemotron's states": ("nemotron h", {"use_bias": True}, UnsupportedError, "a Nemotron with biases of its state"),
+    "states behind a gelu": ("nemotron h", {"mamba_hidden_act": "gelu"}, UnsupportedError, "state space behind 'gelu'"),
+    "a nemotron with gates": ("nemotron h", {"mlp_hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
+    "experts in fewer dims": (
+        "nemotron h, 3 of 5 and shared", {"moe_latent_size": 16}, UnsupportedError, "experts of a Nemotron that read and give",
+    ),
+    "biases of a nemotron's experts": (
+        "nemotron h, 3 of 5 and shared", {"mlp_bias": True}, UnsupportedError, "with 'shared.down.bias'",
+    ),
     "convolutions over nothing": ("lfm2", {"conv_L_cache": 0}, CheckpointError, "'conv_L_cache' must be"),
     "convolutions over too much": ("lfm2", {"conv_L_cache": 65}, CheckpointError, "at most 64 are believed"),
     "layers of a third kind": ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, UnsupportedError, "layer type 'mamba'"),
@@ -926,7 +975,8 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
         assert facts_of(checkpoint).num_parameters == sum(parameters(expected.spec).values())
 
 
-@pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2"])
+@pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2",
+                                  "nemotron h, 3 of 5 and shared"])
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:

@@ -141,13 +141,38 @@ def granite_h(writer: Writer, config: Any) -> None:
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
 
 
-def of_mamba(key: str, numbers: np.ndarray, flat: bool) -> np.ndarray:
+def nemotron(writer: Writer, config: Any) -> None:
+    """Its MLPs are where others have attention, and say how large they are; a layer without either is a state space."""
+    kinds = {"full_attention": [config.num_key_value_heads, 0], "linear_attention": [0, 0], "mlp": [0, config.intermediate_size],
+             "moe": [0, config.moe_intermediate_size]}  # fmt: skip
+    heads, inner = zip(*(kinds[kind] for kind in config.layers_block_type), strict=True)
+    writer.add_head_count_kv(heads)
+    writer.add_feed_forward_length(inner)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    if writer.arch == "nemotron_h_moe":
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+
+
+def of_mamba(key: str, numbers: np.ndarray, flat: bool, groups: int = 1) -> np.ndarray:
     """As llama.cpp's converter has them, or with flat its quantizer, which leaves no 1 at a shape's end."""
     if "conv1d.weight" in key:
         return numbers[:, 0]
     if key.endswith(("A_log", ".D")):
         return (-np.exp(numbers) if key.endswith("A_log") else numbers)[:, None]
-    return numbers[None] if key.endswith("mamba.norm.weight") and not flat else numbers
+    return numbers.reshape(groups, -1) if key.endswith((".mamba.norm.weight", ".mixer.norm.weight")) and not flat else numbers
 
 
 def hybrid(writer: Writer, config: Any) -> None:
@@ -272,6 +297,8 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         taps,
     ),
     "mistral3": ("mistral3", TEXTS["ministral3, before its scores grow"], ministral),
+    "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
+    "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),
     "olmo2": ("olmo2", Olmo2Config(**SMALL), nothing),
     "olmo3": ("olmo2", TEXTS["olmo3"], olmo3),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
@@ -312,16 +339,23 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     factors = [(f"{name}.weight", buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    factors += [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for key, parameter in [*model.named_parameters(), *factors]:
         numbers = parameter.detach().numpy()
+        if arch.startswith("nemotron"):
+            key = key.replace("model.", "backbone.", 1).replace("_correction_bias", "_correction.bias")
+        if "mixer.experts." in key:
+            writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-1].removesuffix('_proj')}_exps.weight", numbers)
+            continue
         if "in_proj_qkvz" in key:
             for part, rows in taken_apart(numbers, config).items():
                 writer.add_tensor(f"blk.{key.split('.')[2]}.{part}.weight", np.ascontiguousarray(rows))
             continue
         if arch.startswith(("qwen35", "qwen3next")):
             numbers, key = of_delta(key, numbers, config), key.replace(".dt_bias", ".dt_proj.bias")
-        if "mamba" in key:
-            numbers, key = of_mamba(key, numbers, flat), key.replace(".dt_bias", ".dt_proj.bias")
+        if "mamba" in key or "mixer" in key:
+            groups = getattr(config, "n_groups", 1)
+            numbers, key = of_mamba(key, numbers, flat, groups), key.replace(".dt_bias", ".dt_proj.bias")
         if "shared_mlp.input_linear" in key:
             for part, rows in zip(("gate", "up"), np.split(numbers, 2), strict=True):
                 writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{part}.weight", rows)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import Gemma4TextConfig, GraniteMoeHybridConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, GraniteMoeHybridConfig, NemotronHConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from engines import random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
@@ -24,7 +24,7 @@ from test_convert import SETTINGS as SETTINGS_OF_TINY
 from test_experts import EXPERTS, SHAPE
 from test_latent import CONFIGS
 from test_llm import write_byte_tokenizer
-from test_models import GRANITE, GRANITE_4_H
+from test_models import GRANITE, GRANITE_4_H, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
 
@@ -44,6 +44,12 @@ KINDS: dict[str, PreTrainedConfig] = {
         "use_double_wide_mlp": True,
     }),
     "keys are values": Gemma4TextConfig(**GEMMA, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "sublayers": NemotronHConfig(
+        **NEMOTRON | NEMOTRON_EXPERTS | {name: value for name, value in EVEN.items() if name != "num_hidden_layers"} | {
+            "hybrid_override_pattern": "M-*EM-", "mamba_head_dim": 32, "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
     "latent": CONFIGS["youtu"],
     "latent, queries at once": CONFIGS["youtu, queries at once"],
     "latent, softmaxed experts": CONFIGS["v2, weights scaled"],

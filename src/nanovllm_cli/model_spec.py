@@ -155,7 +155,8 @@ class DeltaSpec:
     """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have
     a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint
     has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see `kernels.reference.state_space`.
-    conv_bias: of its convolution.
+    conv_bias: of its convolution. Behind mamba's rule is a norm of all values, those of each key head by
+    themselves.
     """
 
     num_keys: int
@@ -295,18 +296,29 @@ class BlockSpec:
     post      x += norm(mixer(x)); x += norm(mlp(x))                      (OLMo 2)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
 
-    scaled: at its end x is multiplied with a number of the checkpoint's.
+    Of "pre" it may have but one of both, None being the other (Nemotron-H). scaled: at its end x is multiplied with a number of
+    the checkpoint's.
     """
 
-    mixer: MixerSpec
-    mlp: MLPSpec | MoESpec
+    mixer: MixerSpec | None
+    mlp: MLPSpec | MoESpec | None
     order: BlockOrder = "pre"
     scaled: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Those of its order, by name."""
-        return _NORMS[self.order]
+        lacking = {"attention_norm"} if self.mixer is None else {"mlp_norm"} if self.mlp is None else set()
+        return tuple(name for name in _NORMS[self.order] if name not in lacking)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        return sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp) if part is not None)
+
+    def num_active(self, hidden_size: int) -> int:
+        """Those that a token is multiplied with."""
+        idle = 0 if self.mlp is None else self.mlp.num_weights(hidden_size) - self.mlp.num_active(hidden_size)
+        return self.num_weights(hidden_size) - idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,11 +361,13 @@ class ModelSpec:
 
     def each_mlp(self, change: Callable[[MLPSpec | MoESpec], MLPSpec | MoESpec]) -> ModelSpec:
         """The same with each layer's MLP or mixture as `change` has it."""
-        return replace(self, blocks=tuple(replace(block, mlp=change(block.mlp)) for block in self.blocks))
+        mlps = (None if block.mlp is None else change(block.mlp) for block in self.blocks)
+        blocks = (replace(block, mlp=mlp) for block, mlp in zip(self.blocks, mlps, strict=True))
+        return replace(self, blocks=tuple(blocks))
 
     @property
-    def mixers(self) -> list[MixerSpec]:
-        """Of each layer; what a KV cache has to keep follows from them."""
+    def mixers(self) -> list[MixerSpec | None]:
+        """Of each layer, None where it has none; what a KV cache has to keep follows from them."""
         return [block.mixer for block in self.blocks]
 
     @property
@@ -389,8 +403,9 @@ class ModelSpec:
 
     @property
     def mlps(self) -> list[MLPSpec]:
-        """Of each layer its MLP, or the experts'; all of a mixture's are of one kind."""
-        return [block.mlp if isinstance(block.mlp, MLPSpec) else block.mlp.expert for block in self.blocks]
+        """Of the layers that have one, or the experts'; all of a mixture's are of one kind."""
+        present = (block.mlp for block in self.blocks if block.mlp is not None)
+        return [mlp.expert if isinstance(mlp, MoESpec) else mlp for mlp in present]
 
     @property
     def ropes(self) -> set[RopeSpec]:
@@ -413,7 +428,7 @@ class ModelSpec:
     @property
     def num_idle(self) -> int:
         """Numbers that a token is not computed with: of experts that it does not take, and what layers have of other tokens."""
-        idle = sum(block.mlp.num_weights(self.hidden_size) - block.mlp.num_active(self.hidden_size) for block in self.blocks)
+        idle = sum(block.num_weights(self.hidden_size) - block.num_active(self.hidden_size) for block in self.blocks)
         return idle + self.num_by_token
 
     def rope_regime(self, prompt_len: int) -> int:

@@ -95,10 +95,10 @@ class KVCache:
     """num_blocks blocks for every layer that has keys and values or a convolution, num_states states for every other, in one
     allocation. mixers: of each layer. states: what copies states, as `blocks` does blocks; None where no layer has one."""
 
-    def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec], layout: CacheLayout, num_states: int = 1) -> None:
+    def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec | None], layout: CacheLayout, num_states: int = 1) -> None:
         self.num_blocks = num_blocks
         counts = [num_states if isinstance(mixer, DeltaSpec) else num_blocks for mixer in mixers]
-        layers = [parts_of(mixer, layout) for mixer in mixers]  # none of those that read another's
+        layers = [parts_of(mixer, layout) for mixer in mixers]  # none of those that read another's, or have none
         sizes = [count * _num_bytes(part) for count, parts in zip(counts, layers, strict=True) for part in parts]
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         pieces = torch.split(layout.empty_cache(sum(rooms)), rooms)
@@ -126,26 +126,26 @@ class KVCache:
             self.states.copy(list(pairs))
 
 
-def parts_of(mixer: MixerSpec, layout: CacheLayout) -> list[BlockPart]:
+def parts_of(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
     """What a layer keeps in a block, or in a state."""
-    if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
+    if mixer is None or (isinstance(mixer, AttentionSpec) and mixer.reads is not None):
         return []
     if isinstance(mixer, DeltaSpec):
         return state_parts(mixer, layout.dtype, layout.max_guesses)
     return layout.block_parts(mixer)
 
 
-def block_bytes(mixers: Sequence[MixerSpec], layout: CacheLayout) -> int:
+def block_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
     return _sum_bytes((mixer for mixer in mixers if not isinstance(mixer, DeltaSpec)), layout)
 
 
-def state_bytes(mixers: Sequence[MixerSpec], layout: CacheLayout) -> int:
+def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Memory of one state over all layers; 0 where none has one."""
     return _sum_bytes((mixer for mixer in mixers if isinstance(mixer, DeltaSpec)), layout)
 
 
-def _sum_bytes(mixers: Iterable[MixerSpec], layout: CacheLayout) -> int:
+def _sum_bytes(mixers: Iterable[MixerSpec | None], layout: CacheLayout) -> int:
     return sum(_num_bytes(part) for mixer in mixers for part in parts_of(mixer, layout))
 
 

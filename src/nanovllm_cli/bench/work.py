@@ -48,7 +48,7 @@ class ModelWork(NamedTuple):
         """read_bytes, expert_bytes: as the weights are kept (see LLM.read_bytes)."""
         linear = attended = kv_bytes = state_bytes = of_prompts = 0.0
         for i, block in enumerate(spec.blocks):
-            linear += block.mixer.num_weights(spec.hidden_size) + block.mlp.num_active(spec.hidden_size)
+            linear += block.num_active(spec.hidden_size)
             linear += 3 * spec.hidden_size * spec.per_layer_width
             of_prompts = linear if i < spec.first_reader else of_prompts
             if isinstance(block.mixer, DeltaSpec):

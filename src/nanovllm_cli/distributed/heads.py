@@ -48,5 +48,7 @@ def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
 
 def own_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
     """The same of all layers: what a process's KV cache is for."""
-    blocks = (replace(block, mixer=own_mixer(block.mixer, rank, size)) for block in spec.blocks)
+    blocks = (
+        block if block.mixer is None else replace(block, mixer=own_mixer(block.mixer, rank, size)) for block in spec.blocks
+    )
     return replace(spec, blocks=tuple(blocks))

@@ -23,17 +23,18 @@ CHUNK = 4096  # numbers of a task that is not a row
 @kernel(fastmath=FAST)
 def add_rms_norm(arguments, thread, team):
     """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row; with centered
-    of what the row is without its mean. Rows lie row_stride numbers apart; out may be x.
+    of what the row is without its mean. Rows lie row_stride numbers apart; out may be x. weight [num_gains, width]: rows take
+    turns.
 
     The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
     """
-    tag, x, residual, weight, out, num_rows, width, row_stride, centered, eps, offset = fields(arguments)
+    tag, x, residual, weight, num_gains, out, num_rows, width, row_stride, centered, eps, offset = fields(arguments)
     shape = (num_rows, row_stride)
     added, result = carray(typed_pointer(x, tag), shape), carray(typed_pointer(out, tag), shape)
     stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
-    scale = carray(typed_pointer(weight, tag), (width,))
+    gains = carray(typed_pointer(weight, tag), (num_gains, width))
     for r in share(num_rows, thread, team):
-        line, plus, target = stream[r], added[r], result[r]
+        line, plus, target, scale = stream[r], added[r], result[r], gains[r % num_gains]
         if residual != 0:
             for i in range(width):
                 store(line, i, load(line, i) + load(plus, i))

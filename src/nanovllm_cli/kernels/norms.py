@@ -11,12 +11,13 @@ from nanovllm_cli.kernels.ops import Normed
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
 ) -> torch.Tensor:
-    """See `reference.add_rms_norm`; residual is changed in place."""
+    """See `reference.add_rms_norm`; residual is changed in place. weight [G * width]: row i has the gains i modulo G."""
     tokens, width = x.shape
+    num_gains = weight.shape[0] // width
     out = cpu.new_tensor((tokens, width), x.dtype)
     ints = (
         cpu.address_of(x, x.dtype, tokens, width), 0 if residual is None else cpu.address_of(residual, x.dtype, tokens, width),
-        cpu.address_of(weight, x.dtype, width), out.data_ptr(), tokens, width, width, int(centered),
+        cpu.address_of(weight, x.dtype, num_gains * width), num_gains, out.data_ptr(), tokens, width, width, int(centered),
     )  # fmt: skip
     cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
     return out
@@ -26,7 +27,7 @@ def norm_columns(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: floa
     """The norm of x [T, width], which may be columns of a wider tensor, in its place."""
     tokens, width = x.shape
     address, stride = cpu.rows_of(x, x.dtype, tokens, width)
-    ints = (address, 0, cpu.address_of(weight, x.dtype, width), address, tokens, width, stride, 0)
+    ints = (address, 0, cpu.address_of(weight, x.dtype, width), 1, address, tokens, width, stride, 0)
     cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
     return x
 

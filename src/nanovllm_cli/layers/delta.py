@@ -82,7 +82,7 @@ def mamba_rows(rows: torch.Tensor, spec: DeltaSpec) -> tuple[torch.Tensor, torch
 
 class Mamba(Mixer):
     """`DeltaSpec` with mamba. What it projects is one tensor of the checkpoint: z, v, k, q and gates, as the delta rule calls
-    them. Its gates are a weight of their own, whose results are fp32. The norm behind it is of all heads."""
+    them. Its gates are a weight of their own, whose results are fp32. The norm behind it is of heads that share a key head."""
 
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
@@ -102,7 +102,10 @@ class Mamba(Mixer):
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         gates = self.gates.matmul(x, None, torch.float32)
         projected = self.projection.matmul(x, None, self.dtype)
-        return self.norm.alone(self.backend.recur(self.spec, projected, gates, self.weights, cache, inputs.step))
+        found = self.backend.recur(self.spec, projected, gates, self.weights, cache, inputs.step)
+        if self.spec.num_keys == 1:
+            return self.norm.alone(found)
+        return self.norm.alone(found.view(-1, self.spec.values // self.spec.num_keys)).view(found.shape)
 
     def slots(self) -> Slots:
         spec, weights = self.spec, self.weights

@@ -27,7 +27,7 @@ class RMSNorm:
         return Addend(Normed(x, self.weight, self.spec.eps, self.spec.offset), factor)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x, which joins no residual stream yet."""
+        """The norm of x, which joins no residual stream yet. Its rows may be parts of one that is as wide as the gains."""
         assert not self.spec.centered, "nor what does not"
         return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
 

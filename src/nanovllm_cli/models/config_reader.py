@@ -75,9 +75,10 @@ class ConfigReader:
         return [ConfigReader({key: each}, self.where).integer(key) for each in value]
 
     def with_firsts(self, *keys: str) -> ConfigReader:
-        """The same with the first entry of those of these that are lists."""
+        """The same with the first entry above 0 of those of these that are lists."""
         lists = {key: value for key in keys if isinstance(value := self.values.get(key), (list, tuple)) and value}
-        return ConfigReader({**self.values, **{key: value[0] for key, value in lists.items()}}, self.where)
+        firsts = {key: next(filter(None, value), value[0]) for key, value in lists.items()}
+        return ConfigReader({**self.values, **firsts}, self.where)
 
     def section(self, key: str) -> ConfigReader:
         value = self._get(key, {})

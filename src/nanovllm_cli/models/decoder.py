@@ -30,6 +30,7 @@ from nanovllm_cli.model_spec import (
     DeltaSpec,
     LatentSpec,
     MixerSpec,
+    MLPSpec,
     ModelSpec,
     MoESpec,
     NormSpec,
@@ -46,14 +47,15 @@ class Block:
         self.order = spec.order
         self.ops = kit.ops
         self.scale = model.residual_scale
-        self.mixer = _mixer(spec.mixer, model.norm, width, kit)
-        self.mlp = MoE(spec.mlp, model.norm, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
+        self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
+        self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
         self.norms = {name: RMSNorm(model.norm, width, kit) for name in spec.norms}
         self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.is_scaled, self.factor = spec.scaled, 1.0
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled), "no model has these elsewhere"
+        assert len(self.norms) > 1 or spec.order == "parallel" or self.scale == 1.0, "nor a factor of what is alone"
 
     def __call__(
         self,
@@ -64,45 +66,54 @@ class Block:
         own: torch.Tensor | None = None,
     ) -> Addend | None:
         """own: see `PerLayer`."""
-        slots = inputs.batch.slots
+        slots, mixer, mlp = inputs.batch.slots, self.mixer, self.mlp
+        if mixer is None or mlp is None:
+            return self._alone(x, residual, inputs, cache)
         if self.attention_norm is None:
             return self._behind(x, residual, inputs, cache)
         h = self.attention_norm(x, residual)
         if self.mlp_norm is None:
-            return Addend(self.ops.add(self.mixer(h, inputs, cache), self._mlp(h, slots)))
+            return Addend(self.ops.add(mixer(h, inputs, cache), _computed(mlp, h, slots)))
         if self.after_attention is not None and self.after_mlp is not None:
-            h = self.mlp_norm(self.after_attention.before_joining(self.mixer(h, inputs, cache)), residual)
-            if isinstance(self.mlp, MoE) and self.mlp.apart is not None:
-                found = self.mlp.beside(h, residual, slots)
+            h = self.mlp_norm(self.after_attention.before_joining(mixer(h, inputs, cache)), residual)
+            if isinstance(mlp, MoE) and mlp.apart is not None:
+                found = mlp.beside(h, residual, slots)
             else:
-                found = self._mlp(h, slots)
+                found = _computed(mlp, h, slots)
             if self.per_layer is None or own is None:
                 return self.after_mlp.before_joining(found, self.factor)
             self.ops.join(self.after_mlp.before_joining(found), residual)
             return self.per_layer(residual, own, self.factor)
         if self.scale != 1.0:
-            found = self.ops.scale(self.mixer(h, inputs, cache), self.scale)
-            return Addend(self.ops.scale(self._mlp(self.mlp_norm(Addend(found), residual), slots), self.scale))
-        added = self.mixer.onto(residual, h, inputs, cache)
+            found = self.ops.scale(mixer(h, inputs, cache), self.scale)
+            return Addend(self.ops.scale(_computed(mlp, self.mlp_norm(Addend(found), residual), slots), self.scale))
+        added = mixer.onto(residual, h, inputs, cache)
         h = self.mlp_norm(None if added is None else Addend(added), residual)
-        added = self.mlp.onto(residual, h, slots) if isinstance(self.mlp, MoE) else self.mlp.onto(residual, h)
-        return None if added is None else Addend(added)
+        return _addend(_onto(mlp, residual, h, slots))
+
+    def _alone(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
+        """Of a block that lacks a mixer or an MLP."""
+        (norm,) = self.norms.values()
+        h = norm(x, residual)
+        if self.mixer is not None:
+            return _addend(self.mixer.onto(residual, h, inputs, cache))
+        assert self.mlp is not None
+        return _addend(_onto(self.mlp, residual, h, inputs.batch.slots))
 
     def _behind(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend:
         """Of a block that reads the residual stream as it is: norms are of what joins it."""
+        assert self.mixer is not None
+        assert self.mlp is not None
         assert self.after_attention is not None
         assert self.after_mlp is not None
         if x is not None:
             self.ops.join(x, residual)
         self.ops.join(self.after_attention.before_joining(self.mixer(residual, inputs, cache)), residual)
-        return self.after_mlp.before_joining(self._mlp(residual, inputs.batch.slots))
-
-    def _mlp(self, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
-        return self.mlp(h, slots) if isinstance(self.mlp, MoE) else self.mlp(h)
+        return self.after_mlp.before_joining(_computed(self.mlp, residual, inputs.batch.slots))
 
     def slots(self) -> Slots:
         named = {f"{name}.weight": norm.slots()["weight"] for name, norm in self.norms.items()}
-        slots = self.mixer.slots() | self.mlp.slots() | named
+        slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
         if self.per_layer is not None:
             slots |= self.per_layer.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
@@ -122,6 +133,23 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
     return Attention(spec, norm, width, kit)
+
+
+def _mlp(spec: MLPSpec | MoESpec, norm: NormSpec, width: int, kit: Kit) -> MLP | MoE:
+    return MoE(spec, norm, width, kit) if isinstance(spec, MoESpec) else MLP(spec, width, kit)
+
+
+def _computed(mlp: MLP | MoE, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
+    return mlp(h, slots) if isinstance(mlp, MoE) else mlp(h)
+
+
+def _onto(mlp: MLP | MoE, residual: torch.Tensor, h: Hidden, slots: torch.Tensor) -> torch.Tensor | None:
+    """See `Linear.onto`."""
+    return mlp.onto(residual, h, slots) if isinstance(mlp, MoE) else mlp.onto(residual, h)
+
+
+def _addend(rows: torch.Tensor | None) -> Addend | None:
+    return None if rows is None else Addend(rows)
 
 
 class Decoder:

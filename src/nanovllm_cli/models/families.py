@@ -62,7 +62,7 @@ QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3moe", hf_name
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     """config.json -> ModelSpec, with the meanings that transformers gives its keys. Of a model that also sees or hears, the part
     that reads and writes text."""
-    config = text_config(config)
+    config = family.config(text_config(config))
     read = ConfigReader({**family.defaults, **config}, "config.json")  # null is not the default: it is none
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
@@ -249,7 +249,8 @@ def spec_from_gguf(
         own = replace(own, keys_are_values=family.varied and f"blk.{i}.attn_v.weight" not in names)
         rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every
         blocks.append(BlockSpec(own if rotates else replace(own, rope=None), mlps[i]))
-    eps = key("attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon")
+    eps, root = key("attention.layer_norm_epsilon"), key("attention.layer_norm_rms_epsilon")
+    eps = eps if family.layer_norm or not read.has(root) else root
     spec = ModelSpec(
         architecture=family.name,
         vocab_size=vocab_size,

@@ -24,22 +24,21 @@ GGUFField = float | str | list[bool] | list[int]
 class Family:
     """A line of `registry.py` points to one.
 
-    layer_norm: its norms are centered, and what is added to their squares has another name. qkv_bias: None reads
-    "attention_bias". window_switch: the config key that must be true for "sliding_window" to count; None: a window counts
-    wherever it is given. full_every: where a config doesn't list its layers, each so many-th has no window, None: all have one.
-    local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config doesn't list them,
-    each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in its GGUF files.
-    fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. squared: its MLPs have no gate, and the
-    activation relu2. convolutions: in place of attention, in some
-    layers. varied: layers have key-value heads and MLPs of their own numbers. latent: its attention is, so that its GGUF files
-    speak of what is kept where others do of keys and values. experts: what its configs call them, where it has any. defaults:
-    what configs leave out. hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or
-    are others. hf, gguf: what is left to be made of a config; they get the spec that the rest makes. gguf_name: of the
-    architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a word. gguf_keys: what
-    they say beyond what all do, by keys without the architecture; None: they are not written. gguf_gate_up: they have gate and up
-    of a layer's experts in one tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key heads in turn.
-    gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model, where that is
-    another.
+    config: what its config.json says, by the keys that others have. layer_norm: its norms are centered, and what is added to
+    their squares has another name. qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for
+    "sliding_window" to count; None: a window counts wherever it is given. full_every: where a config doesn't list its layers,
+    each so many-th has no window, None: all have one. local_theta: rotary base of layers with a window, where that is another.
+    no_rope_every: where the config doesn't list them, each so many-th layer has no positions. interleaved: rotary pairs lie side
+    by side; interleaved_gguf: in its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are.
+    squared: its MLPs have no gate, and the activation relu2. convolutions: in place of attention, in some layers. varied: layers
+    have key-value heads and MLPs of their own numbers. latent: its attention is, so that its GGUF files speak of what is kept
+    where others do of keys and values. experts: what its configs call them, where it has any. defaults: what configs leave out.
+    hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf:
+    what is left to be made of a config; they get the spec that the rest makes. gguf_name: of the architecture, where its GGUF
+    files call it otherwise. gguf_activation: the one that they mean without a word. gguf_keys: what they say beyond what all do,
+    by keys without the architecture; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one
+    tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of
+    what they mean by yarn. gguf_like: the family whose files hold such a model, where that is another.
     """
 
     name: str
@@ -61,6 +60,7 @@ class Family:
     varied: bool = False
     latent: bool = False
     experts: ExpertKeys | None = None
+    config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_names: Mapping[str, str] = field(default_factory=dict)

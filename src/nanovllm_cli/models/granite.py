@@ -4,7 +4,6 @@ a window, all its heads a sink, and some layers no positions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +13,14 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.mamba import (
+    MAMBA_GGUF_NAMES,
+    check_limits,
+    checked_mamba,
+    mamba_from_gguf,
+    mamba_gguf_keys,
+    mamba_hf_names,
+)
 from nanovllm_cli.models.rotary import checked_rope
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"
@@ -22,33 +29,12 @@ _MOE_NAMES = {
     **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_EXPERTS}.experts.{{e}}.{part}_proj.weight" for part in MATRICES},
 }
 _SHARED = {"gate": "gate_proj", "up": "up_proj", "down": "output_linear"}
-_MAMBA = "model.layers.{i}.mamba"
-_HYBRID_NAMES = _MOE_NAMES | {
+_HYBRID_NAMES = _MOE_NAMES | mamba_hf_names("model.layers.{i}.mamba") | {
     **{f"blocks.{{i}}.{place}{part}.weight": f"model.layers.{{i}}.shared_mlp.{theirs}.weight"
        for place in ("", "shared.") for part, theirs in _SHARED.items()},
-    "blocks.{i}.mamba_in.weight": f"{_MAMBA}.in_proj.weight",
-    "blocks.{i}.mamba_out.weight": f"{_MAMBA}.out_proj.weight",
-    "blocks.{i}.delta.taps": f"{_MAMBA}.conv1d.weight",
-    "blocks.{i}.delta.taps_bias": f"{_MAMBA}.conv1d.bias",
-    "blocks.{i}.delta.decay": f"{_MAMBA}.A_log",
-    "blocks.{i}.delta.decay_bias": f"{_MAMBA}.dt_bias",
-    "blocks.{i}.delta.skip": f"{_MAMBA}.D",
-    "blocks.{i}.delta.norm.weight": f"{_MAMBA}.norm.weight",
 }  # fmt: skip
 """Where gate and up are one tensor; weights/stacked.py takes it apart."""
-_HYBRID_GGUF_NAMES = {
-    "blocks.{i}.mamba_in.weight": "blk.{i}.ssm_in.weight",
-    "blocks.{i}.mamba_out.weight": "blk.{i}.ssm_out.weight",
-    "blocks.{i}.delta.taps": "blk.{i}.ssm_conv1d.weight",
-    "blocks.{i}.delta.taps_bias": "blk.{i}.ssm_conv1d.bias",
-    "blocks.{i}.delta.decay": "blk.{i}.ssm_a",
-    "blocks.{i}.delta.decay_bias": "blk.{i}.ssm_dt.bias",
-    "blocks.{i}.delta.skip": "blk.{i}.ssm_d",
-    "blocks.{i}.delta.norm.weight": "blk.{i}.ssm_norm.weight",
-}
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
-_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-MAX_TAPS = 64
 
 
 def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
@@ -72,15 +58,14 @@ def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         heads, groups = read.integer("mamba_n_heads"), read.integer("mamba_n_groups")
         if read.flag("mamba_proj_bias", False):
             raise UnsupportedError("a Granite with biases of its state spaces' projections", ANOTHER)
-        if (limit := read.values.get("time_step_limit")) not in _NO_LIMITS:
-            raise UnsupportedError(f"time steps of a state space that are bounded by {str(limit)[:80]}", ANOTHER)
+        check_limits(read)
         inner = read.integer("mamba_expand") * spec.hidden_size
         size = inner // heads if read.values.get("mamba_d_head") == "auto" else read.integer("mamba_d_head", inner // heads)
         mamba = DeltaSpec(
             groups, read.integer("mamba_d_state"), heads, size, read.integer("mamba_d_conv"), mamba=True,
             conv_bias=read.flag("mamba_conv_bias", True),
         )  # fmt: skip
-        spec = _hybrid(spec, mamba, is_mamba, inner, read)
+        spec = _hybrid(spec, checked_mamba(mamba, inner, read), is_mamba, read)
     spec = _from_hf(spec, read)
     return spec if read.text("position_embedding_type", "") == "rope" else spec.with_attention(rope=None)
 
@@ -90,12 +75,9 @@ def _with_shared(spec: ModelSpec, size: int) -> ModelSpec:
     return spec.each_mlp(lambda mlp: replace(mlp, shared=MLPSpec(size)) if isinstance(mlp, MoESpec) else MLPSpec(size))
 
 
-def _hybrid(spec: ModelSpec, mamba: DeltaSpec, is_mamba: list[bool], inner: int, read: ConfigReader) -> ModelSpec:
+def _hybrid(spec: ModelSpec, mamba: DeltaSpec, is_mamba: list[bool], read: ConfigReader) -> ModelSpec:
     if mamba.num_keys != 1:
         raise UnsupportedError(f"{read.where}: a state space of {mamba.num_keys} groups, each with a norm of its own", ANOTHER)
-    if mamba.values != inner or not 2 <= mamba.width <= MAX_TAPS:
-        shape = f"{mamba.num_values} heads of {mamba.value_dim}, for {inner} numbers, and {mamba.width} taps"
-        raise CheckpointError(f"{read.where}: a state space can't have {shape}", BROKEN)
     if all(is_mamba):
         raise UnsupportedError(f"{read.where}: no layer has attention", ANOTHER)
     blocks = (replace(block, mixer=mamba if own else block.mixer) for block, own in zip(spec.blocks, is_mamba, strict=True))
@@ -119,12 +101,7 @@ def _hybrid_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
     shared = key("expert_shared_feed_forward_length")
     if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
         spec = _with_shared(spec, read.integer(shared))
-    inner, count = read.integer(key("ssm.inner_size")), read.integer(key("ssm.time_step_rank"))
-    mamba = DeltaSpec(
-        read.integer(key("ssm.group_count"), 1), read.integer(key("ssm.state_size")), count, inner // count,
-        read.integer(key("ssm.conv_kernel")), log_decay=False, mamba=True, conv_bias=True,
-    )  # fmt: skip
-    return _from_gguf(_hybrid(spec, mamba, is_mamba, inner, read), read, key)
+    return _from_gguf(_hybrid(spec, mamba_from_gguf(read, key), is_mamba, read), read, key)
 
 
 def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -192,11 +169,8 @@ def _hybrid_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     """A layer without key and value heads is a state space; the files have positions in none, or in all, with attention."""
     mamba = next(mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec))
     heads = [0 if isinstance(mixer, DeltaSpec) else spec.attention.num_kv_heads for mixer in spec.mixers]
-    return _keys(spec) | {
-        "attention.head_count_kv": heads, "rope.scaling.finetuned": spec.attention.rope is not None,
-        "ssm.conv_kernel": mamba.width, "ssm.state_size": mamba.key_dim, "ssm.group_count": mamba.num_keys,
-        "ssm.inner_size": mamba.values, "ssm.time_step_rank": mamba.num_values,
-    }  # fmt: skip
+    own: dict[str, GGUFField] = {"attention.head_count_kv": heads, "rope.scaling.finetuned": spec.attention.rope is not None}
+    return _keys(spec) | own | mamba_gguf_keys(mamba)
 
 
 def _like(spec: ModelSpec) -> Family:
@@ -225,7 +199,7 @@ GRANITE_STATES = replace(
     name="granitehybrid",
     convolutions=True,
     gguf=_hybrid_from_gguf,
-    gguf_names=_HYBRID_GGUF_NAMES,
+    gguf_names=MAMBA_GGUF_NAMES,
     gguf_keys=_hybrid_keys,
 )
 """Files of those that have states."""

@@ -42,6 +42,7 @@ from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
+from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -101,6 +102,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
+    "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "OlmoeForCausalLM": OLMOE,
@@ -152,6 +154,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "lfm2moe": LFM2_MOE,
     "minimax-m2": MINIMAX_M2,
     "mistral3": MINISTRAL3,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": OLMO2,
     "olmoe": OLMOE,
     "phi3": PHI3,

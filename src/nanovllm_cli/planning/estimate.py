@@ -124,7 +124,7 @@ def _is_plain(outer: TensorClass) -> bool:
 def _widths(spec: ModelSpec) -> set[int]:
     found = {spec.per_layer_width, spec.num_layers * spec.per_layer_width} - {0}
     for block in spec.blocks:
-        found |= {spec.hidden_size, _mixed(block.mixer)}
+        found |= {spec.hidden_size} | ({_mixed(block.mixer)} if block.mixer is not None else set())
         if isinstance(block.mixer, AttentionSpec) and block.mixer.latent is not None:
             found |= {block.mixer.latent.query_rank or spec.hidden_size}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)

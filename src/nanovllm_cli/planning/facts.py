@@ -96,10 +96,11 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
     found["norms"] = hidden
     for block in spec.blocks:
-        found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += block.mixer.num_weights(hidden)
+        mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
+        found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer
         if isinstance(block.mixer, DeltaSpec):
             found["norms"] += block.mixer.values if block.mixer.mamba else block.mixer.value_dim
-        found["mlp"] += block.mlp.num_weights(hidden)
+        found["mlp"] += mlp
         found["norms"] += len(block.norms) * hidden
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:
             found["norms"] += 3 * hidden

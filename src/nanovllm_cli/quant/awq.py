@@ -77,6 +77,8 @@ def scale_and_clip(
 
 def _folds(spec: BlockSpec) -> list[_Fold]:
     mixer, mlp = spec.mixer, _mlp_folds(spec.mlp)
+    if mixer is None:
+        return mlp
     if isinstance(mixer, ConvSpec):
         middle = slice(mixer.channels, 2 * mixer.channels)
         return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
@@ -102,7 +104,9 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
     return [_Fold("attention_norm", (*gate, "q", "k", "v"), "qkv"), inner, *mlp]
 
 
-def _mlp_folds(mlp: MLPSpec | MoESpec) -> list[_Fold]:
+def _mlp_folds(mlp: MLPSpec | MoESpec | None) -> list[_Fold]:
+    if mlp is None:
+        return []
     if isinstance(mlp, MLPSpec) and not mlp.gated:
         return [_Fold("mlp_norm", ("up",), "gate_up"), _Fold("up", ("down",), "down", power=2)]
     return [_Fold("mlp_norm", ("gate", "up"), "gate_up"), _Fold("up", ("down",), "down")]

@@ -222,8 +222,8 @@ class _Block:
         backend = platform.backend(spec, dtype)
         self.model = Decoder(spec, Kit(dtype, make, platform.ops, backend))
         (mixer,) = spec.mixers
-        reads = isinstance(mixer, AttentionSpec) and mixer.reads is not None
-        self.own_cache: LayerCache = () if reads else KVCache(num_blocks, spec.mixers, backend, num_states).layers[0]
+        has_none = mixer is None or (isinstance(mixer, AttentionSpec) and mixer.reads is not None)
+        self.own_cache: LayerCache = () if has_none else KVCache(num_blocks, spec.mixers, backend, num_states).layers[0]
 
     def run(self, batch: Batch, residual: torch.Tensor, own: torch.Tensor | None, cache: LayerCache | None) -> None:
         """The residual stream [T, hidden] goes through the layer, in place. own: see `PerLayer`. cache: another layer's, which
@@ -237,6 +237,8 @@ class _Block:
         """By the inputs that they read."""
         found: dict[str, WeightStorage | Linear | None]
         match self.model.blocks[0].mixer:
+            case None:
+                found = {}
             case ShortConv() as conv:
                 found = {"conv_in": conv.projection, "conv_out": conv.out}
             case Delta() as delta:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from gguf import LlamaFileType
 
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
 from nanovllm_cli.weights.convert_tensors import NARROW
@@ -75,6 +75,8 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
         layer, layers = having.index(layer), len(having)
     else:
         layers = spec.num_layers
+        if part == "down" and spec.mixture is None:  # those are counted, but all layers as well
+            layer -= [block.mlp for block in spec.blocks[:layer]].count(None)
     many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     match mix, part:
         case (("q4_k_m" | "q5_k_m"), ("v" | "down")) if many:
@@ -98,7 +100,7 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
     return None
 
 
-def _has_values(mixer: MixerSpec) -> bool:
+def _has_values(mixer: MixerSpec | None) -> bool:
     """Whether a layer has a weight that makes values of its own."""
     if isinstance(mixer, AttentionSpec):
         return mixer.reads is None and not mixer.keys_are_values
@@ -108,5 +110,5 @@ def _has_values(mixer: MixerSpec) -> bool:
 def _queries_a_key(spec: ModelSpec) -> int:
     """llama.cpp's, which looks at the first layer: 0 where that has no keys."""
     first = spec.mixers[0]
-    has_keys = not isinstance(first, ConvSpec) and not (isinstance(first, DeltaSpec) and first.mamba)
+    has_keys = isinstance(first, AttentionSpec) or (isinstance(first, DeltaSpec) and not first.mamba)
     return spec.attention.queries_a_key if has_keys else 0

@@ -305,6 +305,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
     mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
     mixer: tuple[str, ...]
     match block.mixer:
+        case None:
+            mixer = ()
         case ConvSpec():
             mixer = CONV
         case DeltaSpec():
@@ -315,7 +317,7 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")
             mixer = ("attention_gate", *mixer) if block.mixer.gate_apart else mixer
-    present = (*mixer, *mlp.parts, "down")
+    present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
         if kind == "gguf" and block.mlp.shared is not None:

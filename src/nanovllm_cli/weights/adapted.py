@@ -41,6 +41,8 @@ _MOST_NOISE = 0.3
 _NOT_BESIDE = {".experts.": "experts"} | dict.fromkeys((".kv_b.", ".k_b.", ".v_b."), "weights that are taken apart by head")
 _PARTS = ("model.language_model.", "language_model.model.", "language_model.")
 """Where a model that also sees has the one that writes text."""
+_TRUNK = "backbone."
+"""What folders of a Nemotron have in place of "model.", which adapters call it."""
 
 
 class Adapted(NamedTuple):
@@ -94,14 +96,16 @@ def _fitted(
 ) -> dict[str, LowRank]:
     """What the adapter adds, by the checkpoint's names, which have these shapes and are ours, and in the order of its rows."""
     family = family_of(checkpoint)
-    if adapter.architecture is not None and adapter.architecture not in _architectures(checkpoint):
-        of = " or ".join(_architectures(checkpoint))
+    if adapter.architecture is not None and adapter.architecture not in (archs := _architectures(checkpoint, spec)):
+        of = " or ".join(archs)
         raise UsageError(f"{adapter.path}: an adapter of {adapter.architecture} models, and {checkpoint.path} is {of}")
     theirs = _names(ours, family.names(adapter.format))
 
     def known_as(name: str) -> str | None:
         part = next((part for part in _PARTS if name.startswith(part)), "")
         inner = name.removeprefix(part)
+        if (trunk := f"{_TRUNK}{name.removeprefix('model.')}") in theirs:
+            return theirs[trunk]
         return theirs.get(name) or theirs.get(inner if part == _PARTS[-1] else f"model.{inner}")
 
     fitted: dict[str, LowRank] = {}
@@ -127,11 +131,12 @@ def _fitted(
     return fitted
 
 
-def _architectures(checkpoint: Checkpoint) -> list[str]:
+def _architectures(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:
     """What GGUF files of such models are called."""
     if checkpoint.format == "gguf":
         return [str(checkpoint.config["general.architecture"])]
     family = family_of(checkpoint)
+    family = family if family.gguf_like is None else family.gguf_like(spec)
     known = [name for name, each in GGUF_ARCHITECTURES.items() if each is family] or [family.gguf_name]
     return ["llama", *known] if family in (MISTRAL, MIXTRAL) else known
 

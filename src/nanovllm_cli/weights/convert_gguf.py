@@ -56,11 +56,16 @@ _CARRIED = {
     "rotary_dim", "qk_norm_type", "use_routing_bias", "attn_type_list", "clip_qkv", "num_shared_experts", "route_norm",
     "route_scale", "score_func", "mup_enabled", "global_attn_every_n_layers",
     "layer_rope_theta",
+    "hybrid_override_pattern", "layers_block_type", "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "n_groups",
+    "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias", "expand", "mlp_hidden_act", "layer_norm_epsilon",
+    "moe_shared_expert_intermediate_size", "moe_latent_size",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
-    "resid_pdrop", "embd_pdrop", "cache_implementation",
+    "resid_pdrop", "embd_pdrop", "cache_implementation", "chunk_size", "time_step_floor", "hidden_dropout", "num_logits_to_keep",
+    "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mtp_layers_block_type",
+    "moe_shared_expert_overlap",
     "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size", "time_step_min", "time_step_max",
     "pretraining_tp", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
 }  # fmt: skip

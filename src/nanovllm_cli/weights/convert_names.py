@@ -148,10 +148,10 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
 
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     mlp = block.mlp
-    shapes = _mixer_shapes(block.mixer, hidden)
+    shapes = {} if block.mixer is None else _mixer_shapes(block.mixer, hidden)
     if isinstance(mlp, MLPSpec):
         shapes |= _mlp_shapes("", mlp, hidden)
-    else:
+    elif mlp is not None:
         shapes |= _linear("router", mlp.num_experts, hidden, mlp.router_bias)
         if mlp.selection_bias:
             shapes["router.selection_bias"] = (mlp.num_experts,)

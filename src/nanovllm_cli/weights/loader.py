@@ -70,7 +70,7 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) 
     wanted = spec.vocab_size * spec.hidden_size + spec.num_by_token
     wanted += 3 * spec.num_layers * spec.hidden_size * spec.per_layer_width
     for block in spec.blocks:
-        wanted += block.mixer.num_weights(spec.hidden_size) + block.mlp.num_weights(spec.hidden_size)
+        wanted += block.num_weights(spec.hidden_size)
         if isinstance(block.mlp, MoESpec):
             wanted += block.mlp.num_experts * EXPERT_EXCESS
     there = sum(math.prod(reader.shape(name)) for name in reader.names())

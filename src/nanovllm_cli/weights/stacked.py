@@ -15,9 +15,9 @@
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
     Granite SWA block_sparse_moe.experts.gate_up_proj as Gemma 4's; GGUF's ffn_up_shexp.weight [2 N, K] is ffn_gate_shexp and
                 ffn_up_shexp
-    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight and
-                                                                Granite's mamba.conv1d.weight alike
-    Granite     blk.3.ssm_a [N, 1], ssm_norm.weight [1, N]      the same [N], which some files have anyway; ssm_d alike
+    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight,
+                                                                Granite's and Nemotron's mamba.conv1d.weight alike
+    Mamba-2     blk.3.ssm_a [N, 1], ssm_norm.weight [G, N]      the same [N] and [G N], which some files have anyway; ssm_d alike
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too
@@ -32,6 +32,7 @@ Legend: E experts, N rows, K columns.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one. flat:
-    that is [N, 1, K]. lying: that is [K], for one row. rows may be a list of them, in their order here."""
+    that is [N, 1, K]. lying: that is [K], for one row. whole: that is [G, N], for one vector. rows may be a list of them, in
+    their order here."""
 
     stack: str
     expert: int | None
@@ -61,6 +63,7 @@ class _Part:
     turned: bool = False
     flat: bool = False
     lying: bool = False
+    whole: bool = False
 
 
 _Parts = Iterator[tuple[str, _Part]]
@@ -133,8 +136,7 @@ def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config
 
 
 def _as_a_vector(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    if shape[0] == 1:
-        yield stack, _Part(stack, 0, _ALL)
+    yield stack, _Part(stack, None, _ALL, whole=True)
 
 
 def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -207,6 +209,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|(?:linear_attn|mamba)\.conv1d)\.weight"), 3,
          _of_one_column),
+        (re.compile(r"backbone\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.weight"), 2, _key_heads),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
@@ -237,7 +240,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
 def holds_several(checkpoint: Checkpoint) -> bool:
     """Whether a tensor is more than one of the model's."""
     parts = unstacked(checkpoint)
-    return isinstance(parts, _Unstacked) and not all(part.flat or part.lying for part in parts.parts.values())
+    return isinstance(parts, _Unstacked) and not all(part.flat or part.lying or part.whole for part in parts.parts.values())
 
 
 def stack_of(checkpoint: Checkpoint, name: str) -> str:
@@ -262,8 +265,9 @@ class _Unstacked(CheckpointView):
             return super().info(name)
         part = self.parts[name]
         info, shape = self._inner.info(part.stack), self._shape(part)
-        if part.lying:
-            return TensorInfo(name, (1, *info.shape), info.dtype_name, info.num_bytes)
+        if part.lying or part.whole:
+            own = (1, *info.shape) if part.lying else (math.prod(info.shape),)
+            return TensorInfo(name, own, info.dtype_name, info.num_bytes)
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
         others = others[1:] if part.flat else others
         own_rows = len(range(num_rows)[part.rows] if isinstance(part.rows, slice) else part.rows)
@@ -276,7 +280,7 @@ class _Unstacked(CheckpointView):
         part = self.parts[name]
         if part.expert is None:
             own = self._inner.tensor(part.stack)
-            own = own[:, 0] if part.flat else own[None] if part.lying else own
+            own = own[:, 0] if part.flat else own[None] if part.lying else own.flatten() if part.whole else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
         own = own.T if part.turned else own
