@@ -326,8 +326,9 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "seed-oss": ("seed_oss", SeedOssConfig(**SMALL), nothing),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
-PAIRS = ("llama", "arcee", "granite", "mistral3", "smollm3")
-"""Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head."""
+PAIRS = ("llama", "arcee", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "mistral3", "smollm3")
+"""Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head; those whose
+heads don't rotate, too."""
 
 
 def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat: bool = False) -> Path:

@@ -146,7 +146,7 @@ def _like(spec: ModelSpec) -> Family:
 
 
 NEMOTRON_H = Family(
-    "nemotron_h", squared=True, qkv_bias=False, varied=True, config=_usual_keys,
+    "nemotron_h", interleaved_gguf=True, squared=True, qkv_bias=False, varied=True, config=_usual_keys,
     experts=ExpertKeys(
         ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", switch="n_routed_experts", shared="n_shared_experts",
         scale="routed_scaling_factor", groups=("n_group", "topk_group"), scoring="sigmoid", selection_bias=True,

@@ -21,7 +21,13 @@ from nanovllm_cli.models.families import MISTRAL, MIXTRAL
 from nanovllm_cli.models.registry import GGUF_ARCHITECTURES
 from nanovllm_cli.weights.adapter import MERGE_FIRST, Adapter, LowRank, open_adapter
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
-from nanovllm_cli.weights.convert_names import attention_of, halves_to_pairs, pairs_to_halves, tensor_shapes
+from nanovllm_cli.weights.convert_names import (
+    attention_of,
+    halves_to_pairs,
+    pairs_to_halves,
+    rotary_dims,
+    tensor_shapes,
+)
 from nanovllm_cli.weights.convert_tensors import is_blocks
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.loader import read_spec
@@ -168,10 +174,9 @@ def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkp
     family = family_of(checkpoint)
     interleaved = {"hf": family.interleaved, "gguf": family.interleaved_gguf}
     was, becomes = interleaved[adapter.format], interleaved[checkpoint.format]
-    attention = attention_of(spec)
-    if was == becomes or attention.rope is None or not ours.endswith((".q.weight", ".k.weight")):
+    if was == becomes or not ours.endswith((".q.weight", ".k.weight")):
         return up
-    return (halves_to_pairs if becomes else pairs_to_halves)(up, attention.head_dim, attention.rope.dim)
+    return (halves_to_pairs if becomes else pairs_to_halves)(up, *rotary_dims(attention_of(spec)))
 
 
 class _Sum(CheckpointView):

@@ -40,6 +40,7 @@ from nanovllm_cli.weights.convert_names import (
     hf_family_of,
     named_on_both_sides,
     pairs_to_halves,
+    rotary_dims,
     rotary_heads,
 )
 from nanovllm_cli.weights.convert_stacked import by_head, stacked, with_ba_as_one
@@ -326,14 +327,13 @@ def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
 
 
 def _turned(step: Step, spec: ModelSpec, family: Family, *, to_gguf: bool) -> Step:
-    """`step`, with the rows of q and k in the order of the other side."""
+    """`step`, with the rows of q and k in the order of the other side; where nothing rotates, too, as llama.cpp has them."""
     turns = family.interleaved_gguf and not family.interleaved
     heads = rotary_heads(step.name if to_gguf else step.source or "", spec) if turns else None
-    rope = attention_of(spec).rope
-    if heads is None or rope is None or step.name.endswith("_norm.weight"):
+    if heads is None or step.name.endswith("_norm.weight"):
         return step
-    head_dim = attention_of(spec).head_dim
-    turn = partial(halves_to_pairs if to_gguf else pairs_to_halves, head_dim=head_dim, rotary_dim=rope.dim)
+    head_dim, rotary_dim = rotary_dims(attention_of(spec))
+    turn = partial(halves_to_pairs if to_gguf else pairs_to_halves, head_dim=head_dim, rotary_dim=rotary_dim)
     return step._replace(reorder=turn, rows_together=head_dim)
 
 

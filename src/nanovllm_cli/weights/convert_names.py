@@ -55,6 +55,11 @@ def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:
     return {"attn_q": attention.num_heads, "attn_k": attention.num_kv_heads}.get(part)
 
 
+def rotary_dims(attention: AttentionSpec) -> tuple[int, int]:
+    """Of a head, and of what is ordered in pairs of it: all, where nothing rotates."""
+    return attention.head_dim, attention.head_dim if attention.rope is None else attention.rope.dim
+
+
 def halves_to_pairs(rows: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
     """Rows of whole heads, [heads * head_dim, ...]: from Hugging Face's order to that of GGUF's llama."""
     return _reorder(rows, head_dim, rotary_dim, (2, rotary_dim // 2))
