@@ -116,6 +116,10 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "tiny": "ibm-granite/granite-4.0-h-tiny",
         "small": "ibm-granite/granite-4.0-h-small",
     },
+    "nemotron-h": {"8b": "nvidia/Nemotron-H-8B-Base-8K"},
+    "nemotron-nano": {"9b": "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "12b": "nvidia/NVIDIA-Nemotron-Nano-12B-v2"},
+    "nemotron3-nano": {"30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
+    "afm": {"4.5b": "arcee-ai/AFM-4.5B"},
     "granite3.1-moe": {
         "1b": "ibm-granite/granite-3.1-1b-a400m-instruct",
         "3b": "ibm-granite/granite-3.1-3b-a800m-instruct",

@@ -79,6 +79,17 @@ def _granite_h(hidden: int, inner: int, shared: int, heads: int, kv_heads: int, 
     return _config("GraniteMoeHybrid", 40, hidden, inner, heads, kv_heads, 100352, tied=True, **own | more)
 
 
+def _nemotron(pattern: str, hidden: int, inner: int, kv_heads: int, heads: int, size: int, **more: Any) -> dict[str, Any]:
+    """heads, size: of a state space. Attention is 128 wide."""
+    own = {
+        "model_type": "nemotron_h", "hybrid_override_pattern": pattern, "head_dim": 128, "mlp_hidden_act": "relu2",
+        "mamba_num_heads": heads, "mamba_head_dim": size, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+        "layer_norm_epsilon": 1e-5,
+    }  # fmt: skip
+    queries = {4480: 40}.get(hidden, 32)
+    return _config("NemotronH", len(pattern), hidden, inner, queries, kv_heads, 131072, tied=False, **own | more)
+
+
 def _latent(
     family: str, layers: int, hidden: int, inner: int, heads: int, vocab: int, dims: tuple[int, int, int], **more: Any
 ) -> dict[str, Any]:
@@ -176,6 +187,23 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "youtu-2b": _latent(
         "Youtu", 32, 2048, 6144, 16, 128256, (128, 64, 128), q_lora_rank=1536, tied=True, max_position_embeddings=131072,
         rope_theta=1.6e6,
+    ),
+    "nemotron-h-8b": _nemotron(
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, 21504, 8, 128, 64, max_position_embeddings=8192,
+    ),
+    "nemotron-nano-9b-v2": _nemotron(
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 4480, 15680, 8, 128, 80, max_position_embeddings=131072,
+    ),
+    "nemotron-3-nano-30b-a3b": _nemotron(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 1856, 2, 64, 64, max_position_embeddings=262144,
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1, topk_group=1,
+    ),
+    "afm-4.5b": _config(
+        "Arcee", 36, 2560, 18432, 20, 4, 128004, tied=False, hidden_act="relu2", rms_norm_eps=1e-5,
+        max_position_embeddings=65536, rope_theta=1e4,
+        rope_scaling={"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+                      "beta_slow": 1.0, "mscale": 1.0},
     ),
     "granite-4.0-h-1b": _granite_h(1536, 4096, 4096, 12, 4),
     "granite-4.0-h-micro": _granite_h(2048, 8192, 8192, 32, 8),
