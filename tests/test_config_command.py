@@ -170,6 +170,8 @@ def test_a_variable_without_an_option_is_pointed_out(home: Path) -> None:
         ("[aliases]\na = 'b'\nc = 3", ":3: [aliases] c is not the name", ""),
         ("[default]\ntemp = \n", "(at line 2", "line"),
         ("[default]\ntemp = " + "[" * 5000, "is not TOML", "line"),
+        ("a." * 50000 + "b = 1", "a key of more than 100 parts", "line"),
+        ("x = {" + '"a!" . ' * 50000 + "b = 1}", "a key of more than 100 parts", "line"),
     ],
 )
 def test_a_mistake_has_its_line_and_the_nearest_name(home: Path, text: str, says: str, hint: str) -> None:

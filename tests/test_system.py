@@ -154,6 +154,13 @@ def test_who_asks_for_more_threads_than_there_can_be_is_told(
     assert [line[: len(start)] for line, start in zip(said, noted, strict=True)] == noted
 
 
+def test_models_that_take_turns_have_their_own_numbers_of_threads() -> None:
+    one, two = (cpu_platform.CpuPlatform(EngineConfig(threads=threads), None) for threads in (1, 2))
+    for platform in (one, two, one, two):
+        platform.enter()
+        assert cpu_platform.cpu.num_threads() == platform.threads
+
+
 def test_a_processor_is_known_by_name(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "_cpuinfo", lambda: "processor\t: 0\nmodel name\t: AMD EPYC: 9\n\nmodel name\t: another\n")
     assert system.processor_name() == "AMD EPYC: 9"

@@ -212,6 +212,15 @@ def test_broken_json_is_a_typed_error(case: str, tmp_path: Path) -> None:
     assert "\n" not in raised.value.message
 
 
+def test_an_infinity_of_configs_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_bytes(b'{"time_step_limit": [0.0, Infinity]}')
+    assert read_json_file(path, 100, infinity=True) == {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    for other in (b"NaN", b"-Infinity"):
+        path.write_bytes(b'{"a": ' + other + b"}")
+        with pytest.raises(CheckpointError, match="not a JSON number"):
+            read_json_file(path, 100, infinity=True)
+
+
 def test_json_as_it_was_written(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None, True, "ż"], "b": {"c": {}}}
     (path := tmp_path / "config.json").write_text(json.dumps(value), encoding="utf-8-sig")

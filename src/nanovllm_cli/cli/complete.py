@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,12 +63,13 @@ _KINDS: dict[str, Callable[[], Iterator[Word]]] = {
 def _own_aliases() -> dict[str, str]:
     """[aliases] of the files as they are, be they right or wrong otherwise; the project's over the user's."""
     from nanovllm_cli.cli.settings import project_file, user_file
+    from nanovllm_cli.cli.toml_text import parse
 
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for path in (user_file(), project_file(Path.cwd())):
             with contextlib.suppress(OSError, ValueError):
-                tables = tomllib.loads(path.read_text("utf-8")) if path is not None else {}
+                tables = parse(path.read_text("utf-8")) if path is not None else {}
                 aliases = tables.get("aliases")
                 if isinstance(aliases, dict):
                     found |= {name: to for name, to in aliases.items() if isinstance(to, str)}

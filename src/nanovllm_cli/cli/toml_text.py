@@ -18,11 +18,22 @@ from nanovllm_cli.errors import UsageError
 
 Path = tuple[str, ...]
 
+MAX_PARTS = 100
+_BLANKS = re.compile(r"[ \t]+")
+_LONG_KEY = re.compile(rf"""(?:\.(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)){{{MAX_PARTS}}}""")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 # Strings of TOML's four kinds and comments, in which nothing else counts; and what does. Two quotes may end a long one's text.
 _TOKEN = re.compile(
     r'''"""(?:\\.|[^\\])*?"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\])*"|'[^']*'|\#[^\n]*|[\[{]|[\]}]|\n''', re.DOTALL
 )
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Its tables. ValueError where it is not TOML, or has a key of so many parts that tomllib would take minutes, as it goes
+    through all of them for each."""
+    if _LONG_KEY.search(_BLANKS.sub("", text)):
+        raise ValueError(f"a key of more than {MAX_PARTS} parts")
+    return tomllib.loads(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ class TomlText:
     """text: whole and valid TOML; tomllib's error comes where it is not."""
 
     def __init__(self, text: str) -> None:
-        self.tables: dict[str, Any] = tomllib.loads(text)
+        self.tables = parse(text)
         # Not splitlines: that would cut at characters that TOML allows in strings.
         self._lines: list[str] = re.findall(r"[^\n]*\n|[^\n]+", text)
         self._statements = _statements(self._lines, text)
@@ -142,7 +153,7 @@ def _ends(text: str) -> Iterator[int]:
 
 def _parsed(text: str) -> dict[str, Any] | None:
     try:
-        return tomllib.loads(text)
+        return parse(text)
     except ValueError:
         return None
 

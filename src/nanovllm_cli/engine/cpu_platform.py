@@ -67,8 +67,8 @@ class CpuPlatform:
         return _DTYPES[name]
 
     def enter(self) -> None:
-        """The kernels' thread count is a setting of the calling thread."""
-        if self._thread != threading.get_ident():
+        """The kernels' thread count is a setting of the calling thread, and another model may have changed it."""
+        if self._thread != threading.get_ident() or cpu.num_threads() != self.threads:
             cpu.set_num_threads(self.threads)
             self._thread = threading.get_ident()
 

@@ -360,7 +360,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: no config.json beside the weights", "download the whole model, with its config.json"
         )
-    return read_json_file(folder / "config.json", MAX_CONFIG_BYTES)
+    return read_json_file(folder / "config.json", MAX_CONFIG_BYTES, infinity=True)
 
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:

@@ -32,8 +32,9 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[str, Any]:
-    """The object in `path`, which may hold at most `max_bytes`.
+def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False, infinity: bool = False) -> dict[str, Any]:
+    """The object in `path`, which may hold at most `max_bytes`. infinity: an Infinity, which configs of state spaces have for a
+    bound that is none, becomes what newer ones write: {"__float__": "Infinity"}.
 
     Raises CheckpointError when it is missing, too large, not UTF-8, not JSON, not an object or nested too deeply,
     AccessRefusedError when this user may not read it.
@@ -45,10 +46,10 @@ def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False) -> 
             data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise CheckpointError(f"{path}: larger than the {max_bytes} bytes that such a file may have")
-    return parse_json(data, str(path), unique_keys=unique_keys)
+    return parse_json(data, str(path), unique_keys=unique_keys, infinity=infinity)
 
 
-def parse_json(data: bytes, where: str, *, unique_keys: bool = False) -> dict[str, Any]:
+def parse_json(data: bytes, where: str, *, unique_keys: bool = False, infinity: bool = False) -> dict[str, Any]:
     """The object that `data` spells; `where` starts the message of every CheckpointError."""
     hint = "the file is damaged: download it again"
     try:
@@ -57,7 +58,9 @@ def parse_json(data: bytes, where: str, *, unique_keys: bool = False) -> dict[st
         raise CheckpointError(f"{where}: not UTF-8 (byte {error.start})", hint) from error
     try:
         value = json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=_unique_object if unique_keys else None
+            text,
+            parse_constant=_named if infinity else _refuse_constant,
+            object_pairs_hook=_unique_object if unique_keys else None,
         )
     except RecursionError as error:
         raise CheckpointError(f"{where}: JSON nested too deeply", hint) from error
@@ -71,6 +74,10 @@ def parse_json(data: bytes, where: str, *, unique_keys: bool = False) -> dict[st
     if _depth_exceeds(value, MAX_DEPTH):
         raise CheckpointError(f"{where}: JSON nested deeper than {MAX_DEPTH} levels", hint)
     return value
+
+
+def _named(constant: str) -> Any:
+    return {"__float__": constant} if constant == "Infinity" else _refuse_constant(constant)
 
 
 def _refuse_constant(name: str) -> Any:

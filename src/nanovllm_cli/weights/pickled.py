@@ -58,7 +58,7 @@ class PickledCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         files = _files(path)
-        self.config = read_json_file(folder_of(path) / "config.json", MAX_CONFIG_BYTES)
+        self.config = read_json_file(folder_of(path) / "config.json", MAX_CONFIG_BYTES, infinity=True)
         self.generation_config = read_generation_config(folder_of(path))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "nanovllm_cli.weights.pickled_child", *map(str, files)],
