@@ -227,6 +227,16 @@ def test_processes_end_with_the_model_and_when_it_is_forgotten(folder: Path) -> 
         assert pid not in rank_processes(children_of(os.getpid()))
 
 
+def test_a_fork_that_ends_leaves_them_alone(folder: Path, quick: RankServer) -> None:
+    with load(folder, tensor_parallel_size=2) as llm:
+        pid = os.fork()
+        if pid == 0:
+            llm._worker._ranks._end()  # as an interpreter that ends does
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert llm.generate(prompt(5), SamplingParams(max_tokens=2))
+
+
 def test_a_process_that_is_killed_ends_a_step_that_waits_for_it(folder: Path) -> None:
     with load(folder, tensor_parallel_size=2) as llm:
         (pid,) = rank_processes(children_of(os.getpid()))

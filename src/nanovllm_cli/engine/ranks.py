@@ -58,7 +58,7 @@ class Ranks:
             self._others = [_Other(rank, handle, shares[rank] if shares else None, self.group) for rank in range(1, size)]
         finally:
             os.close(handle)
-        self._end = weakref.finalize(self, _end, self._others, self._before)
+        self._end = weakref.finalize(self, _end, self._others, self._before, os.getpid())
         if shares is not None:
             os.sched_setaffinity(0, shares[0])  # threads that begin from now on inherit it
         others = replace(
@@ -162,8 +162,11 @@ class _Other:
             self._process.wait()
 
 
-def _end(others: list[_Other], before: set[int] | None) -> None:
-    """before: the processors that this process used, if it has been kept to some."""
+def _end(others: list[_Other], before: set[int] | None, owner: int) -> None:
+    """before: the processors that this process used, if it has been kept to some. owner: its number, which a fork of it that ends
+    does not have."""
+    if os.getpid() != owner:
+        return
     for other in others:
         other.close()
     if before is not None:
