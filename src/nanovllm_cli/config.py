@@ -29,6 +29,7 @@ _TYPES: dict[str, tuple[type, str, type]] = {
 
 BLOCK_SIZE = 16
 MAX_GUESSES = 64
+MAX_PROCESSES = 64
 DRAFTED_TOKENS = 8
 MAX_SCALE = 1e6
 
@@ -70,8 +71,8 @@ class EngineConfig:
     draft_min_p: the least probability that a token has for the draft model to be its guess; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     threads: of the CPU, of all processes together; None is one a processor.
-    tensor_parallel_size: processes that compute the model together, each with its part of the weights, the KV cache and the
-        threads: for machines with several memories, each beside some of the processors. On a CPU.
+    tensor_parallel_size: processes that compute the model together, each with its part of the weights, the threads and, where
+        heads can be divided, the KV cache: for machines with several memories, each beside some of the processors. On a CPU.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """
 
@@ -115,6 +116,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.tensor_parallel_size > MAX_PROCESSES:
+            raise UsageError(f"tensor_parallel_size must be at most {MAX_PROCESSES}, not {self.tensor_parallel_size}")
         if not 0 <= self.num_speculative_tokens <= MAX_GUESSES:
             raise UsageError(f"num_speculative_tokens must lie between 0 and {MAX_GUESSES}, not {self.num_speculative_tokens}")
         for name in ("max_model_len", "num_blocks", "kv_cache_bytes", "threads"):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli import system
 from nanovllm_cli.bench.machine import this_machine
+from nanovllm_cli.children import child_environment
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError
 from nanovllm_cli.folders import cache_folder
@@ -70,9 +71,11 @@ def roofline(
     if key in known:
         return known[key]
     progress.stage("measuring this machine (once)", None, "tensors")
-    words = [sys.executable, "-m", __name__, device, str(threads), str(seconds)]
+    words = [sys.executable, "-P", "-m", __name__, device, str(threads), str(seconds)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL, env=child_environment()
+        )
         found = _checked(json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise RooflineError(f"the machine could not be measured: {error}") from error

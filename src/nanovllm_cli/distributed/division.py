@@ -11,8 +11,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+Gathers = Literal["all", "first", "none"]
+"""Who gets a product whole."""
 STEP = 128
 """Rows: shares of large sections are multiples of it, as are the blocks of rows that have a scale in some formats."""
 LEAST_ROWS = 16
@@ -54,11 +56,6 @@ class Division:
         if self.units is not None:
             return [each * (count // self.units) for each in bounds(self.units, self.size)]
         return bounds(count, self.size, STEP if count >= 2 * STEP * self.size else 1)
-
-    @property
-    def inner_cuts(self) -> list[int]:
-        """Where shares begin within their sections, but the first."""
-        return [cut for count in self.sections for cut in self._cuts(count)[1:-1]]
 
     def own_rows(self, rank: int) -> int:
         """How many it has in all."""

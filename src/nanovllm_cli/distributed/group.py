@@ -56,7 +56,7 @@ class Group:
         control, own_bytes, out_bytes = self._control.data_ptr(), x.shape[1] * size, division.num_rows * size
         table, chunk = self._table(division, size), _rows_at_once(division.most_rows * size)
         pieces, gives = (table.data_ptr(), 0 if only_first and self.rank else len(table)), bool(self.rank) or not only_first
-        if tokens * out_bytes < THREADED_BYTES:
+        if tokens == 1 or tokens * out_bytes < THREADED_BYTES:  # of one token always: it may be an expert's place
             ints = control, own, own_bytes, out.data_ptr(), out_bytes, tokens, *pieces, chunk, int(gives)
             launch(cpu_gather.gather, 0, "", ints)
             return out

@@ -32,8 +32,11 @@ def end_process() -> None:
 
 def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> None:
     """Until the other end of the connection is closed, when at_end is called. fd: this end; handle: of the shared memory."""
-    line: Line[ToRank] = Line(fd, ToRank, at_end)
-    begin = line.receive()
+    line: Line[ToRank] = Line(fd, ToRank, at_end, parent=os.getppid())
+    try:
+        begin = line.receive()
+    except (EOFError, OSError):
+        return
     assert isinstance(begin, Begin)
     group = Group(begin.rank, begin.config.tensor_parallel_size, handle)
     try:
@@ -44,9 +47,8 @@ def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> No
             line.send(Failed(type(error).__name__, error.message, error.hint))
             line.receive()
         return
-    sizes = model.weight_bytes, model.read_bytes, model.expert_bytes, model.block_bytes, model.state_bytes
     try:
-        line.send(Loaded(*sizes))
+        line.send(Loaded(model.sizes))
         make = line.receive()
     except (EOFError, OSError):
         return

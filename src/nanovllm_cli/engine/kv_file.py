@@ -71,7 +71,7 @@ def program_digest() -> str:
     """Of the code that makes the numbers and lays them out, and of the libraries under it."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(" ".join(version(name) for name in ("torch", "numba", "numpy")).encode())
-    for room in ("attention", "kernels", "layers", "models", "quant"):
+    for room in ("attention", "distributed", "kernels", "layers", "models", "quant"):
         for source in sorted((package / room).iterdir()):
             if source.suffix in (".py", ".cu", ".cuh"):
                 digest.update(source.read_bytes())

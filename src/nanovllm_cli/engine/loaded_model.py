@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,16 @@ from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
 from nanovllm_cli.weights.quantized import open_reader
+
+
+class Sizes(NamedTuple):
+    """Bytes of what a process has of a model: see LoadedModel."""
+
+    weight_bytes: int
+    read_bytes: int
+    expert_bytes: int
+    block_bytes: int
+    state_bytes: int
 
 
 class LoadedModel:
@@ -87,6 +98,10 @@ class LoadedModel:
         self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
 
     @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.weight_bytes, self.read_bytes, self.expert_bytes, self.block_bytes, self.state_bytes)
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of all matrices; norms and biases are too small to count."""
         return sum(storage.num_bytes for storage in self._storages)
@@ -122,7 +137,7 @@ class LoadedModel:
     def _make_storage(self, parts: dict[str, int], width: int, share: Share | None) -> WeightStorage:
         """Parts in the same format are one storage."""
         runs: list[tuple[Format | None, int]] = []
-        if share is not None and not _keeps_blocks(share, {self._formats.of(name) for name in parts}):
+        if share is not None and not _keeps_blocks(share, [(self._formats.of(name), rows) for name, rows in parts.items()]):
             share = None
         ranges = [] if share is None or self._group is None else share.division.ranges(self._group.rank)
         own = parts if share is None else own_parts(parts, share.division.sections, list(map(len, ranges)))
@@ -143,7 +158,7 @@ class LoadedModel:
             weight = CpuDivided(weight, share.division, self._group, self.dtype, gathers=share.gathers)
         self._storages.append(weight)
         whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
-        self.num_multiplied_whole += whole * width
+        self.num_multiplied_whole += whole * width * sum(parts.values()) // sum(own.values())
         return weight
 
     def _beside_bytes(self) -> int:
@@ -185,17 +200,22 @@ class LoadedModel:
         return up
 
 
-def _keeps_blocks(share: Share, forms: set[Format | None]) -> bool:
-    """Whether rows that a process quantizes by themselves come out as among all others. Where they don't it can have all of them,
-    unless these are heads."""
-    for form in forms:
-        if isinstance(form, Fp8) and form.block and any(cut % form.block for cut in share.division.inner_cuts):
-            if share.gathers != "none":
-                return False
-            raise UnsupportedError(
-                f"{form.name}: shares of the heads don't begin at multiples of {form.block} rows",
-                "take --quant fp8, or another number of processes",
-            )
+def _keeps_blocks(share: Share, parts: list[tuple[Format | None, int]]) -> bool:
+    """Whether rows that a process quantizes by themselves come out as among all others of their part. Where they don't each can
+    have all of them, unless these are heads. parts: their formats and rows."""
+    begin, division = 0, share.division
+    for form, num_rows in parts:
+        if isinstance(form, Fp8) and form.block:
+            every = (own for rank in range(division.size) for own in division.ranges(rank))
+            starts = [own.start - begin for own in every if begin <= own.start < begin + num_rows]
+            if any(start % form.block for start in starts):
+                if share.gathers != "none":
+                    return False
+                raise UnsupportedError(
+                    f"{form.name}: shares of the heads don't begin at multiples of {form.block} rows",
+                    "take --quant fp8, or another number of processes",
+                )
+        begin += num_rows
     return True
 
 

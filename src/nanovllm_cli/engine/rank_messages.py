@@ -5,6 +5,7 @@ Nothing is pickled. What they compute does not cross here, but in the memory tha
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -15,9 +16,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.loaded_model import Sizes
 from nanovllm_cli.engine.plan import Plan
 
 MAX_MESSAGE_BYTES = 1 << 30
+PARENT_SECONDS = 1
 Received = TypeVar("Received")
 
 
@@ -68,13 +71,7 @@ class Put(Message):
 
 
 class Loaded(Message):
-    """Bytes of what a process has: see LoadedModel."""
-
-    weight_bytes: int
-    read_bytes: int
-    expert_bytes: int
-    block_bytes: int
-    state_bytes: int
+    sizes: Sizes
 
 
 class Failed(Message):
@@ -95,12 +92,14 @@ FromRank = Loaded | Failed | Taken
 
 class Line(Generic[Received]):
     """An end of a connection. kinds: what may come. at_end: called, on a thread of its own, once the other process has ended or
-    either has closed the line, whatever this one is waiting for."""
+    either has closed the line, whatever this one is waiting for. parent: the other process, where it is this one's parent, and a
+    fork of it may keep the line open."""
 
-    def __init__(self, handle: int, kinds: object, at_end: Callable[[], None]) -> None:
+    def __init__(self, handle: int, kinds: object, at_end: Callable[[], None], parent: int | None = None) -> None:
         self._connection = Connection(handle)
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(kinds)
         self._at_end = at_end
+        self._parent = parent
         self._watch = threading.Thread(target=self._wait_for_end, name="rank", daemon=True)
         self._watch.start()
 
@@ -112,15 +111,20 @@ class Line(Generic[Received]):
         """The next message, whenever it comes. EOFError or OSError when none will."""
         return self._decoder.decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Both ends see it. Where nobody receives any more."""
         with contextlib.suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.end()
         self._watch.join()
         self._connection.close()
 
     def _wait_for_end(self) -> None:
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLRDHUP)
-        poll.poll()
+        while not poll.poll(PARENT_SECONDS * 1000):
+            if self._parent is not None and os.getppid() != self._parent:
+                break
         self._at_end()

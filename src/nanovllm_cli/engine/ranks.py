@@ -6,6 +6,7 @@ Each loads its part from the same files. They end when this one does, or closes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,7 @@ from nanovllm_cli import errors, system
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.distributed.group import Group, memory_bytes
+from nanovllm_cli.engine.loaded_model import Sizes
 from nanovllm_cli.engine.plan import Plan
 from nanovllm_cli.engine.rank_messages import (
     Begin,
@@ -33,8 +36,8 @@ from nanovllm_cli.engine.rank_messages import (
     Take,
     Taken,
 )
-from nanovllm_cli.errors import LostProcessError, NanovllmError
-from nanovllm_cli.processors import default_threads, num_processors, shares_of_processors
+from nanovllm_cli.errors import LostProcessError, NanovllmError, UnsupportedError
+from nanovllm_cli.processors import default_threads, shares_of_processors
 
 END_SECONDS = 5.0
 logger = logging.getLogger(__name__)
@@ -48,25 +51,29 @@ class Ranks:
 
     def __init__(self, path: str, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
-        threads = min(config.threads or default_threads(), num_processors())
-        self.config = replace(config, threads=max(1, threads // size))
+        self.config = replace(config, threads=max(1, (config.threads or default_threads()) // size))
+        shares = shares_of_processors(size)
+        before = None if shares is None else os.sched_getaffinity(0)
+        self._others: list[_Other] = []
+        self._end = weakref.finalize(self, _end, self._others, before, os.getpid())
         handle = system.shared_memory(memory_bytes(size))
         try:
             self.group = Group(0, size, handle)
-            shares = shares_of_processors(size)
-            self._before = None if shares is None else os.sched_getaffinity(0)
-            self._others = [_Other(rank, handle, shares[rank] if shares else None, self.group) for rank in range(1, size)]
+            for rank in range(1, size):
+                self._others.append(_Other(rank, handle, shares[rank] if shares else None, self.group))
+        except OSError as failure:
+            self.close()
+            raise UnsupportedError(f"{size} processes can't be started: {failure.strerror}", "take fewer of them") from failure
         finally:
             os.close(handle)
-        self._end = weakref.finalize(self, _end, self._others, self._before, os.getpid())
         if shares is not None:
-            os.sched_setaffinity(0, shares[0])  # threads that begin from now on inherit it
+            _keep_to(shares[0])
         others = replace(
             self.config, draft_model=None, draft_quant=None, num_speculative_tokens=config.max_guesses, cache_salt_secret=None
         )
         for rank, other in enumerate(self._others, 1):
             other.send(Begin(path, others, rank))
-        self._loaded: list[Loaded] = []
+        self._sizes: list[Sizes] = []
 
     def wait(self) -> None:
         """Until all have loaded."""
@@ -76,13 +83,12 @@ class Ranks:
                 kind = getattr(errors, answer.kind, NanovllmError)
                 raise kind(answer.message, answer.hint)
             assert isinstance(answer, Loaded)
-            self._loaded.append(answer)
+            self._sizes.append(answer.sizes)
 
     @property
-    def loaded(self) -> Loaded:
+    def sizes(self) -> Sizes:
         """The sums over the others."""
-        each = [(o.weight_bytes, o.read_bytes, o.expert_bytes, o.block_bytes, o.state_bytes) for o in self._loaded]
-        return Loaded(*map(sum, zip(*each, strict=True)))
+        return Sizes(*map(sum, zip(*self._sizes, strict=True)))
 
     def make_caches(self, num_blocks: int, num_states: int) -> None:
         for other in self._others:
@@ -95,26 +101,30 @@ class Ranks:
             other.send(Run(plan._replace(new=[], finished=[])))
 
     def check(self) -> None:
-        """Whether what was computed since the last time is of use."""
+        """Raises LostProcessError where what was computed since the last time is of no use."""
         if self.group.is_broken:
             raise LostProcessError("one of the processes that compute the model has ended", "its own words, if any, are above")
 
     def take(self, which: list[int], *, of_states: bool) -> list[torch.Tensor]:
         """Of each of the others, what these blocks of its cache hold, or states: uint8 [len(which), its bytes of one]."""
         self.check()
-        for other in self._others:
-            other.send(Take(which, of_states))
         found = []
-        for other in self._others:
-            answer = other.receive()
-            assert isinstance(answer, Taken)
-            found.append(torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(len(which), -1))
+        try:
+            for other in self._others:
+                other.send(Take(which, of_states))
+            for other in self._others:
+                answer = other.receive()
+                assert isinstance(answer, Taken)
+                found.append(torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(len(which), -1))
+        except BaseException:  # an answer may be left on a line
+            self.group.break_off()
+            raise
         return found
 
     def put(self, which: list[int], rows: torch.Tensor, *, of_states: bool) -> None:
         """Into each of the others what `take` has found, side by side."""
         self.check()
-        sizes = [each.state_bytes if of_states else each.block_bytes for each in self._loaded]
+        sizes = [each.state_bytes if of_states else each.block_bytes for each in self._sizes]
         for other, part in zip(self._others, torch.split(rows, sizes, dim=1), strict=True):
             other.send(Put(which, part.contiguous().numpy().tobytes(), of_states))
 
@@ -152,8 +162,13 @@ class _Other:
         except (EOFError, OSError) as end:
             raise LostProcessError("one of the processes that compute the model has ended", "its own words are above") from end
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """It is told to, and is not waited for."""
         self._is_closing = True
+        self._line.end()
+
+    def close(self) -> None:
+        self.end()
         self._line.close()
         try:
             self._process.wait(END_SECONDS)
@@ -168,15 +183,24 @@ def _end(others: list[_Other], before: set[int] | None, owner: int) -> None:
     if os.getpid() != owner:
         return
     for other in others:
+        other.end()
+    for other in others:
         other.close()
     if before is not None:
-        os.sched_setaffinity(0, before)
+        _keep_to(before)
+
+
+def _keep_to(processors: set[int]) -> None:
+    """All threads of this process, those of kernels too."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(task.name), processors)
 
 
 def start_process(line: int, handle: int, processors: set[int]) -> subprocess.Popen[bytes]:
     """See rank_process."""
     words = str(line), str(handle), ",".join(map(str, sorted(processors)))
     return subprocess.Popen(
-        [sys.executable, "-m", "nanovllm_cli.engine.rank_process", *words],
+        [sys.executable, "-P", "-m", "nanovllm_cli.engine.rank_process", *words],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(line, handle), env=child_environment(),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,20 +18,21 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.draft import Draft
 from nanovllm_cli.engine.executor import RunsAhead
-from nanovllm_cli.engine.loaded_model import LoadedModel
+from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
 from nanovllm_cli.engine.memory import size_cache
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
-from nanovllm_cli.engine.rank_messages import Loaded
-from nanovllm_cli.engine.ranks import Ranks
 from nanovllm_cli.engine.sampler import Sampler
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import LostProcessError, UnsupportedError
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps
+
+if TYPE_CHECKING:
+    from nanovllm_cli.engine.ranks import Ranks
 
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]
@@ -58,8 +59,10 @@ class Worker(LoadedModel):
         platform: Platform | None = None,
     ) -> None:
         progress = progress or NullProgress()
-        self._ranks = None
+        self._ranks: Ranks | None = None
         if config.tensor_parallel_size > 1:
+            from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
+
             assert platform is None, "only a CPU's processes compute together"
             _check_that_cpu_computes(config)
             self._ranks = Ranks(str(checkpoint.path), config)
@@ -91,7 +94,7 @@ class Worker(LoadedModel):
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
-        self._others = Loaded(0, 0, 0, 0, 0) if ranks is None else ranks.loaded
+        self._others = Sizes(0, 0, 0, 0, 0) if ranks is None else ranks.sizes
         self._block_parts = [*(each.block_bytes for each in models), self._others.block_bytes]
         self.block_bytes = sum(self._block_parts)
         if models[-1].spec.has_states and not self.spec.has_states:
@@ -174,11 +177,13 @@ class Worker(LoadedModel):
         ranks = self._ranks
         if ranks is None:
             return self.runner.run(plan)
-        ranks.run(plan)
         try:
+            ranks.run(plan)
             output = self.runner.run(plan)
-        except BaseException:  # the others are in the midst of the step, and nobody can tell where
+        except BaseException as failure:  # the others are in the midst of the step, and nobody can tell where
             ranks.group.break_off()
+            if isinstance(failure, Exception) and not isinstance(failure, LostProcessError):
+                raise LostProcessError(f"a step failed ({failure!r}), which the other processes can't leave") from failure
             raise
         ranks.check()
         return output

@@ -24,6 +24,7 @@ from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
 HEAD_BYTES = 1 << 14
+"""Room for more processes than `config` allows."""
 CONTROL_WORDS = 5
 PIECE_WORDS = 5
 """Of a piece: bytes of a row of its process, where it begins there, where in a row of the whole, how many bytes; the process."""

@@ -88,7 +88,9 @@ class Mamba(Mixer):
         self.spec = spec
         self.backend = kit.backend
         self.width = hidden_size
-        self.projection = kit.weight({"mamba_in": spec.channels + spec.values}, hidden_size)
+        keys = spec.num_keys * spec.key_dim
+        sections = Cut((keys, keys, spec.values, spec.values))
+        self.projection = kit.weight({"mamba_in": spec.channels + spec.values}, hidden_size, sections)
         self.gates = kit.undivided.weight({"mamba_in": spec.num_values}, hidden_size)
         decay, decay_bias, skip = kit.zeros(3, spec.num_values, dtype=torch.float32)
         taps_bias = kit.zeros(spec.channels) if spec.conv_bias else None

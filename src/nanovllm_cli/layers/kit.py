@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nanovllm_cli.attention.backend import AttentionBackend
-from nanovllm_cli.distributed.division import Division
+from nanovllm_cli.distributed.division import Division, Gathers
 from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import Mixer, own_mixer, own_units
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import MixerSpec
 from nanovllm_cli.quant.storage import WeightStorage
-
-Gathers = Literal["all", "first", "none"]
 
 
 class Cut(NamedTuple):

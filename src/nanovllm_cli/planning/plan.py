@@ -99,7 +99,8 @@ class Plan:
             "active_parameters": self.facts.num_active, "stored": self.facts.stored,
             "stored_bytes": self.facts.num_bytes, "context": spec.max_position, "layers": spec.num_layers,
             "processor": self.processor, "dtype": self.dtype, "free_bytes": self.free_bytes, "fits": self.fits,
-            "planned_for": {"answers": self.answers, "context": self.context}, "kv_cache_room_bytes": self.cache_room,
+            "processes": self.processes, "planned_for": {"answers": self.answers, "context": self.context},
+            "kv_cache_room_bytes": self.cache_room,
             "weights": [asdict(row) for row in self.formats], "left_out": list(self.left_out),
             "kv_cache": [asdict(row) | {"batches": list(self.batches)} for row in self.cache],
             "roofline": None if self.speed is None else {

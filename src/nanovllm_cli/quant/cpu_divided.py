@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.distributed.division import Division
+from nanovllm_cli.distributed.division import Division, Gathers
 from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.quant.cpu_storage import CpuStorage
@@ -16,7 +16,7 @@ class CpuDivided(CpuStorage):
     """A WeightStorage on a CPU. own: this process's rows, as `division` has them. gathers: whether products are whole, on all
     processes or on the first; else whoever asks for them gets this process's columns."""
 
-    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, *, gathers: str) -> None:
+    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, *, gathers: Gathers) -> None:
         super().__init__(division.num_rows, own.width, dtype)
         self._own = own
         self._division = division
@@ -55,6 +55,7 @@ class CpuDivided(CpuStorage):
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         assert table is None, "a CPU's tokens are all known"
+        assert len(self._ranges) == 1, "an embedding has one part"
         own = self._own.rows(self._group.own_rows(ids, self._bounds), None)
         return self._group.gather_rows(own, ids, self._bounds)
 

@@ -76,7 +76,9 @@ def main(fd: int) -> None:
     channel.send(Ready(_facts(llm, start.config)))
     try:
         Loop(llm, channel).run()
-    except LostProcessError:  # which has been said
+    except LostProcessError as error:
+        if error.__cause__ is not None:  # else it has been said
+            logger.error("%s", error.message, exc_info=error.__cause__)
         os._exit(1)
 
 
