@@ -38,8 +38,8 @@ class Record:
     quant: --quant, or "". formats: how matrices are kept.
     deterministic, activations: as EngineConfig has them.
     bytes_per_token, flops_per_token: the least that a token of this test costs (see `work.py`), 0 where unknown.
-    roofline_gb_s, roofline_gflops: the machine's, 0 where it was not measured. peak_memory: of the process (CPU; of several the first) or the
-    device (GPU), in bytes.
+    roofline_gb_s, roofline_gflops: the machine's, 0 where it was not measured. peak_memory: of the process (CPU; of several the
+    first) or the device (GPU), in bytes.
     """
 
     model_filename: str
