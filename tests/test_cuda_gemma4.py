@@ -58,14 +58,10 @@ def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
     assert device.graphs
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"num_speculative_tokens": 4, **FEW}, FEW],
-    ids=["guesses, few blocks", "few blocks"],
-)
-def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], small: Path, plain: list[Any]) -> None:
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(small: Path, plain: list[Any]) -> None:
+    """With guesses, and few blocks."""
     device = EmulatedDevice()
-    engine = engine_on(small, device, **SETTINGS | {"deterministic": True} | more)
+    engine = engine_on(small, device, **SETTINGS | {"deterministic": True, "num_speculative_tokens": 4} | FEW)
     assert answers(engine, KINDS) == plain
     assert engine.stats().used_blocks == 0
     assert device.graphs

@@ -76,6 +76,8 @@ def missing_ptx() -> str | None:
     """Why PTX can't be made, or not be run, here, or None."""
     if shutil.which("g++") is None:
         return "no g++"
+    if os.environ.get("NANOVLLM_SANITIZE"):
+        return "NVRTC finds no library of its own under the sanitizers"
     try:
         compiler.toolchain()
     except UnsupportedError as error:
