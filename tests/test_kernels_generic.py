@@ -25,8 +25,8 @@ PROCESSORS = {
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for another x86-64")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_kernels_of_another_processor(name: str) -> None:
-    if name == "avx512" and os.environ.get("CI"):
-        pytest.skip("half a minute of compiling; it has what AVX2 has in the width that this one has")
+    if name != "avx2" and os.environ.get("CI"):
+        pytest.skip("most of a minute of compiling: they have AVX2's ways, in the width or with the products of this one")
     processor, features = PROCESSORS[name]
     if not all(llvm.get_host_cpu_features().get(feature) for feature in features.split(",")):
         pytest.skip("this processor has no such instructions")
