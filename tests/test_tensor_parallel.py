@@ -43,7 +43,7 @@ FAMILIES = [
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "afmoe, 2 of 5 and shared",
 ]  # fmt: skip
-"""Of those of test_models.py, all of which were seen to, what has parts of its own."""
+"""Of those of test_models.py what has parts of its own."""
 
 
 @pytest.fixture(scope="module")
