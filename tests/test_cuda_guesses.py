@@ -21,6 +21,7 @@ from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import SHAPE, engine_on
 from test_lookup import ASKED, PROMPT, answers, broken_off_once, few
+from test_mtp import sure_model
 
 pytestmark = needs_emulation
 SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
@@ -105,6 +106,21 @@ def test_a_draft_model_changes_nothing_but_the_steps(more: dict[str, Any], folde
     (output,) = run(engine, [(PROMPT[:5], replace(ASKED["greedy"], allowed_token_ids=None, max_tokens=19))])
     assert output.metrics.num_guessed_tokens == output.metrics.num_held_tokens >= 12
     assert device.graphs
+
+
+def test_a_layer_of_the_models_own_changes_nothing_but_the_steps(tmp_path: Path) -> None:
+    """One that is right as long as it is fed what it is to be fed; weights are rounded, so that near-ties may fall otherwise."""
+    folder = sure_model(tmp_path, "qwen3.5", torch.bfloat16)
+    asked = [(PROMPT[: 7 + 4 * i], short(ASKED[name], 24)) for i, name in enumerate(("greedy", "penalties", "schema", "several"))]
+    settings = SETTINGS | {"deterministic": True}
+    plain = answers(engine_on(folder, EmulatedDevice(), **settings), asked)
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, **settings, mtp=True, draft_min_p=0.0)
+    assert answers(engine, asked) == plain
+    (output,) = run(engine, [(PROMPT[:5], replace(ASKED["greedy"], allowed_token_ids=None, max_tokens=40))])
+    assert 22 < output.metrics.num_held_tokens <= output.metrics.num_guessed_tokens
+    assert output.metrics.num_held_tokens > 0.9 * output.metrics.num_guessed_tokens
+    assert len(device.graphs) > 3
 
 
 def test_what_does_not_fit_a_recorded_step_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ class Batch:
     logit_rows   [R] int64, rows of T whose logits are wanted
     states       [B] int32, the state of each sequence, of a model that keeps some
     token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
+    hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
     """
 
     token_ids: torch.Tensor
@@ -40,14 +41,16 @@ class Batch:
     logit_rows: torch.Tensor
     states: torch.Tensor
     token_table: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device; this one itself where it is there already."""
         if self.token_ids.device == device:
             return self
         assert self.token_table is None
-        mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-1]}
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in mine.items()})
+        mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
+        there = {name: tensor.to(device, non_blocking=True) for name, tensor in mine.items()}
+        return Batch(**there, hidden=self.hidden)
 
     def asked(self) -> Batch:
         """The rows whose logits are wanted, alone: as runs of tokens that follow each other, each like a sequence."""

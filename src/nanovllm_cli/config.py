@@ -31,6 +31,8 @@ BLOCK_SIZE = 16
 MAX_GUESSES = 64
 MAX_PROCESSES = 64
 DRAFTED_TOKENS = 8
+MTP_TOKENS = 4
+"""A layer that guesses by its own guesses is right less and less."""
 MAX_SCALE = 1e6
 
 
@@ -65,10 +67,11 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (from compute capability 9.0 up).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
-    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before, or by a draft
-        model; 0: none, or DRAFTED_TOKENS where there is such a model.
+    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before, by a draft
+        model or by a layer for it; 0: none, or where there is one DRAFTED_TOKENS or MTP_TOKENS.
     draft_model: a smaller one of the same vocabulary, which guesses; a path, or a name on the hub. draft_quant: its `quant`.
-    draft_min_p: the least probability that a token has for the draft model to be its guess; 0 guesses always.
+    mtp: the model's own layer for further tokens guesses, where it has one (`models/mtp.py`).
+    draft_min_p: the least probability that a token has for the draft model, or that layer, to guess it; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     threads: of the CPU, of all processes together; None is one a processor.
     tensor_parallel_size: processes that compute the model together, each with its part of the weights, the threads and, where
@@ -103,6 +106,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     draft_model: str | None = None
     draft_quant: str | None = None
+    mtp: bool = False
     draft_min_p: float = 0.75
     cache_salt_secret: bytes | None = None
 
@@ -128,6 +132,8 @@ class EngineConfig:
             raise UsageError(f"draft_min_p must be at least 0 and below 1, not {self.draft_min_p}")
         if self.draft_model is None and self.draft_quant is not None:
             raise UsageError("draft_quant has no meaning without draft_model", "name a draft model too")
+        if self.mtp and self.draft_model is not None:
+            raise UsageError("mtp and draft_model contradict each other: one of them guesses", "leave one of them away")
         for name in ("memory_utilization", "gpu_memory_utilization"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
@@ -156,7 +162,7 @@ class EngineConfig:
     @property
     def max_guesses(self) -> int:
         """Most tokens that a step guesses for a sequence."""
-        return self.num_speculative_tokens or (0 if self.draft_model is None else DRAFTED_TOKENS)
+        return self.num_speculative_tokens or (MTP_TOKENS if self.mtp else 0 if self.draft_model is None else DRAFTED_TOKENS)
 
     @property
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -149,7 +150,8 @@ class CudaPlatform:
         reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
         recordable = recordable and not reads_lengths and not self.config.eager
         guesses = self.config.max_guesses > 0
-        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, model.most_unread if recordable else 0)
+        most = model.most_unread if recordable else 0
+        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, most, self.config.mtp)
         vocab_size, most_rows = model.spec.vocab_size, MOST_ROWS if guesses else 0
         on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_rows)
         if on_device.knows_vocabulary:
@@ -181,6 +183,8 @@ class CudaPlatform:
         def run(shares: list[Scheduled]) -> None:
             for share in shares:
                 batch, _ = build_batch([share], size)
+                if model.reads_hidden:
+                    batch = replace(batch, hidden=model.no_rows(batch.num_tokens))
                 with torch.inference_mode():
                     model.logits(model.run(model.prepare(batch), cache))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,7 +20,16 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
-from nanovllm_cli.engine.runner import Draw, draw_behind_guesses, draws_of, pooled_of, prompt_logprobs_of, rows_of
+from nanovllm_cli.engine.platform import KeptRows
+from nanovllm_cli.engine.runner import (
+    Draw,
+    draw_behind_guesses,
+    draws_of,
+    kept_rows,
+    pooled_of,
+    prompt_logprobs_of,
+    rows_of,
+)
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
@@ -49,18 +59,20 @@ class CudaRunner:
         self.block_size = block_size
         self._rows_before: dict[int, int] = {}
         self._last_read: Read = list
+        self.hidden: list[KeptRows] = []
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
         """See PlanRunner.run."""
-        return self.submit(plan)()
+        return self.submit(plan, hidden)()
 
     def draws_unseen(self, params: SamplingParams) -> bool:
         """See RunsAhead. Stop ids only matter to the sampler with min_tokens, and then may be too many for it."""
         sees_prompt = params.prompt_logprobs is not None
         return not self.decode.guesses and not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
 
-    def submit(self, plan: Plan) -> Callable[[], StepOutput]:
-        """See RunsAhead."""
+    def submit(self, plan: Plan, hidden: torch.Tensor | None = None) -> Callable[[], StepOutput]:
+        """See RunsAhead, and PlanRunner of hidden."""
+        self.hidden = []
         for seq_id in plan.finished:
             self.sampler.remove(seq_id)
             self.on_device.remove(seq_id)
@@ -73,20 +85,25 @@ class CudaRunner:
         if not plan.scheduled:
             return lambda: StepOutput([], {})
         if not all(map(_is_decode, plan.scheduled)):
-            return self._step(plan.scheduled)
+            return self._step(plan.scheduled, hidden)
         num_tokens = sum(len(share.token_ids) for share in plan.scheduled)
         if num_tokens == len(plan.scheduled):
-            return self._decode(plan.scheduled)
-        return self._decode_guesses(plan.scheduled) if num_tokens <= self.decode.max_tokens else self._step(plan.scheduled)
+            return self._decode(plan.scheduled, hidden)
+        few = num_tokens <= self.decode.max_tokens
+        return self._decode_guesses(plan.scheduled, hidden) if few else self._step(plan.scheduled, hidden)
 
-    def _decode(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def _decode(self, scheduled: list[Scheduled], hidden: torch.Tensor | None) -> Callable[[], StepOutput]:
         by_id = {share.seq_id: share for share in scheduled}
         free, guided, others = self._by_place(list(by_id))
         there = free + guided
         self.sampler.start_masks(others)
         slots = self.on_device.seat({seq_id: by_id[seq_id].num_drawn for seq_id in there})[: len(free)]
         order = [by_id[seq_id] for seq_id in there + others]
-        logits = self.decode.run(order, self._rows_before, slots, self.on_device)
+        if hidden is not None and order != scheduled:
+            place = {share.seq_id: row for row, share in enumerate(scheduled)}
+            hidden = _rows(hidden, [place[share.seq_id] for share in order])
+        logits = self.decode.run(order, self._rows_before, slots, self.on_device, hidden)
+        self._keep(self.decode.hidden, [(share, row) for row, share in enumerate(order)])
         self._rows_before = {}
         if guided:
             if by_id[guided[0]].token_ids == [DRAWN_BEFORE]:
@@ -96,18 +113,25 @@ class CudaRunner:
         drawn = self.sampler.sample(others, logits[len(there) : len(order)]) if others else []
         return lambda: StepOutput(drawn + read(), {})
 
-    def _decode_guesses(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def _decode_guesses(self, scheduled: list[Scheduled], hidden: torch.Tensor | None) -> Callable[[], StepOutput]:
         ends = itertools.accumulate(len(share.token_ids) for share in scheduled)
         rows = [end - 1 - share.num_guesses for share, end in zip(scheduled, ends, strict=True)]
         draws = [Draw(share.seq_id, row, share.guesses) for share, row in zip(scheduled, rows, strict=True)]
         num_drawn = _num_drawn(scheduled)
         at_once = self._prepare_draws(draws, num_drawn)
-        logits = self.decode.run_guesses(scheduled, self.on_device)
+        logits = self.decode.run_guesses(scheduled, self.on_device, hidden)
+        firsts = itertools.accumulate((len(share.token_ids) for share in scheduled), initial=0)
+        self._keep(self.decode.hidden, list(zip(scheduled, firsts, strict=False)))
         drawn = self._draw_behind_guesses(draws, at_once, logits, num_drawn)
         return lambda: StepOutput(drawn, {})
 
-    def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def _keep(self, rows: torch.Tensor | None, owners: list[tuple[Scheduled, int]]) -> None:
+        """rows: of the buffer that the next step writes to."""
+        self.hidden = [(share, own.clone()) for share, own in kept_rows(rows, owners)]
+
+    def _step(self, scheduled: list[Scheduled], rows: torch.Tensor | None) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
+        batch = replace(batch, hidden=rows)
         if any(share.num_guesses for share in scheduled):
             return self._step_with_guesses(scheduled, batch, owners)
         row_of = {seq_id: first + len(share.wanted_rows) - 1 for share, first in owners for seq_id in share.draws}
@@ -119,7 +143,7 @@ class CudaRunner:
         if parts:
             self._seat(parts[0], num_drawn)  # its copies wait for the device, which has nothing to do yet
         self.sampler.start_masks(here)
-        hidden = self.model.run(self.model.prepare(batch), self.cache)
+        hidden = self._run(batch, owners)
         prompt_logprobs, pooled = self._beside(hidden, owners)
         logits = self._logits(hidden, row_of, here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
@@ -141,10 +165,16 @@ class CudaRunner:
         rows, draws = rows_of(draws_of(owners))
         num_drawn = _num_drawn(scheduled)
         at_once = self._prepare_draws(draws, num_drawn)
-        hidden = self.model.run(self.model.prepare(batch), self.cache)
+        hidden = self._run(batch, owners)
         prompt_logprobs, pooled = self._beside(hidden, owners)
         drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), num_drawn)
         return lambda: StepOutput(drawn, prompt_logprobs, pooled)
+
+    def _run(self, batch: Batch, owners: list[tuple[Scheduled, int]]) -> Hidden:
+        hidden = self.model.run(self.model.prepare(batch), self.cache)
+        if any(share.keeps_hidden for share, _ in owners):
+            self.hidden = kept_rows(self.model.normed(hidden), owners)
+        return hidden
 
     def _beside(
         self, hidden: Hidden, owners: list[tuple[Scheduled, int]]

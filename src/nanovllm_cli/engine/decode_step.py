@@ -41,7 +41,8 @@ NUM_LINES = 10
 
 class DecodeStep:
     """max_rows: most sequences of a step. guesses: whether any will be fed; a step has max_tokens tokens at most then.
-    table_width: blocks of the longest sequence. most_recorded: of steps with so many tokens graphs are made."""
+    table_width: blocks of the longest sequence. most_recorded: of steps with so many tokens graphs are made. keeps_hidden:
+    whether `hidden` has the rows [T, hidden] of the last step behind the last norm, to be used before the next."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class DecodeStep:
         guesses: bool,
         table_width: int,
         most_recorded: float,
+        keeps_hidden: bool = False,
     ) -> None:
         self._device = device
         self._model = model
@@ -71,8 +73,11 @@ class DecodeStep:
         self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
+        self._keeps_hidden = keeps_hidden
+        self.hidden: torch.Tensor | None = None
+        self._hidden_read = model.no_rows(max_tokens) if model.reads_hidden else None
         self._work = DecodeWork(device, backend, max_tokens) if backend.deterministic or guesses else None
-        self._graphs: dict[Key, tuple[Graph, torch.Tensor]] = {}
+        self._graphs: dict[Key, tuple[Graph, torch.Tensor, torch.Tensor | None]] = {}
         self._seen: set[Key] = set()
         self._most_recorded = most_recorded
         self.drawn_tokens = self._state[:max_rows]
@@ -83,18 +88,31 @@ class DecodeStep:
         return len(self._graphs)
 
     def run(
-        self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int], sampler: DeviceSampler
+        self,
+        scheduled: Sequence[Scheduled],
+        rows_before: dict[int, int],
+        slots: list[int],
+        sampler: DeviceSampler,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """rows_before: sequence id -> row of the step before in which it drew. slots: in the sampling table, of the first rows;
-        the others are drawn from by the caller: returns logits [B, V], to be used before the next step."""
+        the others are drawn from by the caller: returns logits [B, V], to be used before the next step. hidden: see Batch."""
         room = self._upload(scheduled, rows_before, slots)
+        self._read_hidden(hidden)
         sampling = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
         return self._run((self._bucket(len(scheduled)), room, sampling), sampler)
 
-    def run_guesses(self, scheduled: Sequence[Scheduled], sampler: DeviceSampler) -> torch.Tensor:
+    def run_guesses(
+        self, scheduled: Sequence[Scheduled], sampler: DeviceSampler, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Several tokens of some sequences, max_tokens in all at most: logits [T, V], to be used before the next step."""
         room = self._upload(scheduled, {}, [])
+        self._read_hidden(hidden)
         return self._run((sum(len(share.token_ids) for share in scheduled), room, None), sampler)
+
+    def _read_hidden(self, rows: torch.Tensor | None) -> None:
+        if rows is not None and self._hidden_read is not None:
+            self._hidden_read[: len(rows)].copy_(rows)
 
     def _run(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
         recorded = self._graphs.get(key)
@@ -103,7 +121,7 @@ class DecodeStep:
         self._seen.add(key)
         if recorded is None:
             return self._launch(key, sampler)
-        graph, logits = recorded
+        graph, logits, self.hidden = recorded
         graph.replay()
         return logits
 
@@ -123,9 +141,9 @@ class DecodeStep:
             self._launch(key, sampler)
             self._seen.add(key)
 
-    def _record(self, key: Key, sampler: DeviceSampler) -> tuple[Graph, torch.Tensor] | None:
+    def _record(self, key: Key, sampler: DeviceSampler) -> tuple[Graph, torch.Tensor, torch.Tensor | None] | None:
         try:
-            recorded = self._device.capture(lambda: self._launch(key, sampler))
+            recorded = *self._device.capture(lambda: self._launch(key, sampler)), self.hidden
         except RuntimeError as error:
             self._most_recorded = 0
             reason = str(error).strip().partition("\n")[0]
@@ -149,10 +167,13 @@ class DecodeStep:
             logit_rows=self._logit_rows[:rows],
             states=lines[STATE].view(torch.int32)[:rows],
             token_table=self._state[: self._max_rows + self.max_tokens],
+            hidden=None if self._hidden_read is None else self._hidden_read[:rows],
         )
         work = None if room is None or self._work is None else self._work.by_shape
         inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch, work))
-        logits = self._model.logits(self._model.run(inputs, self._cache))
+        hidden = self._model.run(inputs, self._cache)
+        self.hidden = self._model.normed(hidden) if self._keeps_hidden else None
+        logits = self._model.logits(hidden)
         if sampling is not None and sampler.knows_vocabulary:
             sampler.draw(logits, *sampling)
         return logits

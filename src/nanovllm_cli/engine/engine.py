@@ -353,7 +353,7 @@ class Engine:
 
 
 def _strategy(config: EngineConfig, executor: Executor) -> Strategy:
-    if config.draft_model is not None:
+    if config.draft_model is not None or config.mtp:
         return Drafted(config.max_guesses, executor.most_drafted)
     return Lookup(config.max_guesses) if config.max_guesses else Standard()
 

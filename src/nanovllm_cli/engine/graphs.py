@@ -25,23 +25,27 @@ MOST_SHARED = 1 / 4
 
 
 class DecodeGraph:
-    """One recorded step, with the inputs it reads and the logits it writes."""
+    """One recorded step, with the inputs it reads and the logits it writes, and the rows that the head reads where these are
+    kept."""
 
-    def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs, pool: MemoryPool) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs, pool: MemoryPool, keeps_hidden: bool) -> None:
         self._model = model
         self._inputs = inputs
         with Program(pool) as self._program:
-            logits = model.head(model.run(inputs, cache))
-            # Another view, so that the memory itself goes back to the pool: every step of a batch that drains has its own graph.
+            hidden = model.run(inputs, cache)
+            rows = model.normed(hidden) if keeps_hidden else None
+            logits = model.head(hidden)
+            # Other views, so that the memory itself goes back to the pool: every step of a batch that drains has its own graph.
             self._logits = logits.detach()
+            self._rows = None if rows is None else rows.detach()
 
-    def replay(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [T, vocab] of this step; the next replay, of any graph, overwrites them."""
+    def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [T, vocab] of this step, which the next replay, of any graph, overwrites; the rows that are kept."""
         for mine, fresh in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
             if mine is not fresh:
                 mine.copy_(fresh)
         self._program.replay()
-        return self._model.finish(self._logits)
+        return self._model.finish(self._logits), None if self._rows is None else self._rows.clone()
 
 
 class GraphCache:
@@ -53,7 +57,7 @@ class GraphCache:
         self._model = model
         self._cache = cache
         self._most_tokens = max(1, MOST_SHARED / model.spec.expert_share) if model.has_experts else math.inf
-        self._graphs: OrderedDict[tuple[torch.Size, ...], DecodeGraph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], DecodeGraph] = OrderedDict()
 
     def fits(self, batch: Batch) -> bool:
         """True for a step of decodes only, with their guesses. Experts are recorded for each token by itself, so only where few
@@ -61,12 +65,12 @@ class GraphCache:
         tokens = batch.num_tokens
         return self._recordable and tokens == batch.logit_rows.shape[0] and tokens <= self._most_tokens
 
-    def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [T, vocab], by a graph that is there or is recorded now."""
-        key = tuple(tensor.shape for tensor in _tensors(inputs))
+    def logits(self, inputs: StepInputs, keeps_hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [T, vocab] and, if they are kept, rows [T, hidden], by a graph that is there or is recorded now."""
+        key = (keeps_hidden, *(tensor.shape for tensor in _tensors(inputs)))
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool)
+            graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool, keeps_hidden)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -76,6 +80,8 @@ class GraphCache:
 def _tensors(inputs: StepInputs) -> Iterator[torch.Tensor]:
     """All tensors that `Decoder.run` reads, in a fixed order."""
     yield inputs.batch.token_ids
+    if inputs.batch.hidden is not None:
+        yield inputs.batch.hidden
     for pair in inputs.angles.values():
         yield from pair
     yield from inputs.step.tensors

@@ -83,18 +83,26 @@ class LoadedModel:
         if group is None or group.rank == 0:  # the others load meanwhile
             check_weights_fit(needed, platform.available_bytes(), 1 if group is None else group.size)
         platform.compile(self.dtype)
-        self._storages: list[WeightStorage] = []
-        self.formats: Counter[Format | None] = Counter()
-        self.num_multiplied_whole = 0
         self.own_spec = self.spec if group is None else own_spec(self.spec, group.rank, group.size)
-        backend = platform.backend(self.own_spec, self.dtype)
-        self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend, group=group))
+        self.model = Decoder(self.spec, self._kit())
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
-        self.block_bytes = block_bytes(self.own_spec.mixers, backend)
-        self.state_bytes = state_bytes(self.own_spec.mixers, backend)
+        self._count()
+
+    def _kit(self) -> Kit:
+        """For a model of own_spec, and whatever is known of its weights from now on."""
+        self._storages: list[WeightStorage] = []
+        self.formats: Counter[Format | None] = Counter()
+        self.num_multiplied_whole = 0
+        backend = self.platform.backend(self.own_spec, self.dtype)
+        return Kit(self.dtype, self._make_storage, self.platform.ops, backend, group=self._group)
+
+    def _count(self) -> None:
+        """What depends on the weights' formats."""
+        self.block_bytes = block_bytes(self.own_spec.mixers, self.model.backend)
+        self.state_bytes = state_bytes(self.own_spec.mixers, self.model.backend)
         self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
 
     @property

@@ -53,6 +53,7 @@ class Scheduled(NamedTuple):
     drafted: token_ids are guesses of a model that drafts, which a state is to take back as well, though nobody draws behind them.
     every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
     state: the sequence's, of a model that keeps some.
+    keeps_hidden: the runner keeps the rows of all tokens behind the last norm, for what guesses by them (`engine/mtp.py`).
     """
 
     seq_id: int
@@ -68,6 +69,7 @@ class Scheduled(NamedTuple):
     drafted: bool = False
     every_row: bool = False
     state: int = 0
+    keeps_hidden: bool = False
 
     @property
     def known(self) -> list[int]:
@@ -88,10 +90,15 @@ class Scheduled(NamedTuple):
         return self.start + len(self.token_ids) - self.num_guesses - self.prompt_len
 
     @property
+    def draws_from_all(self) -> bool:
+        """Whether every row is drawn from, if guesses hold, or is wanted as if it were."""
+        return self.every_row or (bool(self.draws) and len(self.token_ids) == 1 + self.num_guesses)
+
+    @property
     def wanted_rows(self) -> range:
         """Rows of this share that are needed behind the last norm."""
         count = len(self.token_ids)
-        if self.prompt_logprobs is not None or self.pooling == "mean" or self.every_row:
+        if self.prompt_logprobs is not None or self.pooling == "mean" or self.every_row or self.keeps_hidden:
             return range(count)
         if self.pooling == "cls":
             return range(1 if self.start == 0 else 0)

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm_cli.attention.backend import AttentionBackend
 from nanovllm_cli.attention.kv_cache import KVCache
-from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import ModelSpec
@@ -16,15 +16,21 @@ from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.storage import WeightStorage
 
+KeptRows = tuple[Scheduled, torch.Tensor]
+"""A share, and the rows [T, hidden] of its tokens behind the last norm."""
+
 
 class PlanRunner(Protocol):
-    """Carries out plans on one model. sampler: what draws on the host."""
+    """Carries out plans on one model. sampler: what draws on the host. hidden: rows of the last step's shares that keep
+    them."""
 
     cache: KVCache
     sampler: Sampler
+    hidden: list[KeptRows]
 
-    def run(self, plan: Plan) -> StepOutput:
-        """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead."""
+    def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
+        """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead.
+        hidden: see Batch."""
 
 
 class Platform(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.platform import KeptRows
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
@@ -28,7 +30,7 @@ class Runner:
     """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew.
 
     recordable: whether steps can be recorded. has_free_processor: whether the model leaves one to what masks take.
-    can_be_broken_off: whether Ctrl-C may end a step in its midst.
+    can_be_broken_off: whether Ctrl-C may end a step in its midst. hidden: see PlanRunner.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Runner:
         self.has_free_processor = has_free_processor
         self._let_in = let_in if can_be_broken_off else nullcontext
         self.graphs = GraphCache(model, cache, recordable)
+        self.hidden: list[KeptRows] = []
 
-    def run(self, plan: Plan) -> StepOutput:
-        """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead."""
+    def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
+        """See PlanRunner."""
+        self.hidden = []
         for seq_id in plan.finished:
             self.sampler.remove(seq_id)
         for new in plan.new:
@@ -62,26 +66,30 @@ class Runner:
         if not plan.scheduled:
             return StepOutput([], {})
         batch, owners = build_batch(plan.scheduled, self.block_size)
-        inputs = self.model.prepare(batch)
+        inputs = self.model.prepare(replace(batch, hidden=hidden))
         draws = draws_of(owners)
+        keeps = any(share.keeps_hidden for share, _ in owners)
         if self.has_free_processor:
             self.sampler.start_masks([draw.seq_id for draw in draws])
-        if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
+        if all(share.prompt_logprobs is None and share.draws_from_all for share, _ in owners) and self.graphs.fits(batch):
             with self._let_in():
-                logits = self.graphs.logits(inputs)
+                logits, rows = self.graphs.logits(inputs, keeps)
+            self.hidden = kept_rows(rows, owners)
             return StepOutput(self._draw(draws, logits), {})
         with self._let_in():
-            hidden = self.model.run(inputs, self.cache)
+            found = self.model.run(inputs, self.cache)
+        if keeps:
+            self.hidden = kept_rows(self.model.normed(found), owners)
         prompt_logprobs = {
-            share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
+            share.seq_id: prompt_logprobs_of(self.model, self.sampler, found, first, share)
             for share, first in owners
             if share.prompt_logprobs is not None
         }
-        pooled = pooled_of(self.model, hidden, owners)
+        pooled = pooled_of(self.model, found, owners)
         if not draws:
             return StepOutput([], prompt_logprobs, pooled)
-        rows, draws = rows_of(draws)
-        drawn = self._draw(draws, self.model.logits(take_rows(hidden, rows)))
+        drawn_from, draws = rows_of(draws)
+        drawn = self._draw(draws, self.model.logits(take_rows(found, drawn_from)))
         return StepOutput(drawn, prompt_logprobs, pooled)
 
     def _draw(self, draws: list[Draw], logits: torch.Tensor) -> list[Drawn]:
@@ -89,6 +97,13 @@ class Runner:
             return self.sampler.sample([draw.seq_id for draw in going], logits, [draw.row + depth for draw in going])
 
         return draw_behind_guesses(draws, sample)
+
+
+def kept_rows(rows: torch.Tensor | None, owners: list[tuple[Scheduled, int]]) -> list[KeptRows]:
+    """Of the shares that want them, out of `rows` behind the last norm, which are theirs as owners says."""
+    if rows is None:
+        return []
+    return [(share, rows[first : first + len(share.token_ids)]) for share, first in owners if share.keeps_hidden]
 
 
 class Draw(NamedTuple):

@@ -19,7 +19,9 @@ from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.draft import Draft
 from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
+from nanovllm_cli.engine.loaded_mtp import LoadedMTP
 from nanovllm_cli.engine.memory import size_cache
+from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
@@ -61,6 +63,11 @@ class Worker(LoadedModel):
         progress = progress or NullProgress()
         self._ranks: Ranks | None = None
         if config.tensor_parallel_size > 1:
+            if config.mtp:
+                raise UnsupportedError(
+                    "a layer that predicts further tokens (MTP) is not divided among processes",
+                    "leave --mtp or --tensor-parallel-size away",
+                )
             from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
 
             assert platform is None, "only a CPU's processes compute together"
@@ -94,6 +101,8 @@ class Worker(LoadedModel):
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
+        mtp = LoadedMTP(checkpoint, config, self, progress) if config.mtp else None
+        models += [] if mtp is None else [mtp]
         self._others = Sizes(0, 0, 0, 0, 0) if ranks is None else ranks.sizes
         self._block_parts = [*(each.block_bytes for each in models), self._others.block_bytes]
         self.block_bytes = sum(self._block_parts)
@@ -116,7 +125,9 @@ class Worker(LoadedModel):
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
         sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
         self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable)
-        self._draft: Draft | None = None
+        self._draft: Draft | MTPDraft | None = None
+        if mtp is not None:
+            self._draft = MTPDraft(mtp, self._caches[1], config)
         if config.draft_model is not None:
             self._draft = Draft(models[1], self._caches[1], config, self.spec.vocab_size)
 
@@ -141,7 +152,7 @@ class Worker(LoadedModel):
 
     @property
     def draft_bytes(self) -> int:
-        """Memory of the draft model's matrices."""
+        """Memory of the matrices of what guesses."""
         return 0 if self._draft is None else self._draft.weight_bytes
 
     @property
@@ -171,7 +182,10 @@ class Worker(LoadedModel):
             if self._draft is None:
                 return self._run(plan)
             plan, guesses = self._draft.fill(plan)
-            return self._run(plan)._replace(guesses=guesses)
+            output = self._run(plan)._replace(guesses=guesses)
+            if isinstance(self._draft, MTPDraft):
+                self._draft.follow(self.runner.hidden, output)
+            return output
 
     def _run(self, plan: Plan) -> StepOutput:
         ranks = self._ranks
@@ -204,7 +218,7 @@ class Worker(LoadedModel):
             "deterministic": config.deterministic,
             "quant": config.quant,
             "lora": self.lora,
-            "draft_model": self._drafted_by,
+            "draft_model": ["mtp"] if config.mtp else self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
             "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.own_spec.mixers],
             "processes": config.tensor_parallel_size,

@@ -153,18 +153,24 @@ def _addend(rows: torch.Tensor | None) -> Addend | None:
 
 
 class Decoder:
-    """A decoder-only transformer, made of what the kit has."""
+    """A decoder-only transformer, made of what the kit has. shared: whose embedding and head it has, if not its own.
+    reads_hidden: whether a batch has to bring rows beside its tokens."""
 
-    def __init__(self, spec: ModelSpec, kit: Kit) -> None:
+    reads_hidden = False
+
+    def __init__(self, spec: ModelSpec, kit: Kit, shared: Decoder | None = None) -> None:
         self.spec = spec
         self.dtype = kit.dtype
         self.ops = kit.ops
         self.device = kit.ops.device
         self.backend = kit.backend
-        self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
-        self.embedding = Embedding(
-            self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
-        )
+        if shared is None:
+            self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
+            self.embedding = Embedding(
+                self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
+            )
+        else:
+            self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.first_reader = spec.first_reader
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
@@ -216,13 +222,10 @@ class Decoder:
     def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
         batch = inputs.batch
-        residual = self.embedding(batch.token_ids, batch.token_table)
-        if self.embedding_scale != 1.0:
-            self.ops.scale(residual, self.embedding_scale)
+        residual, x = self.enter(batch)
         every = None if self.per_layer is None else self.per_layer(batch.token_ids, batch.token_table, residual)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
-        x: Addend | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             if i == self.first_reader and not all_asked:
                 if inputs.asked is None:
@@ -235,6 +238,17 @@ class Decoder:
         if all_asked:
             return self.norm(x, residual)
         return self.norm(None if x is None else x.taken(rows), residual[rows])
+
+    def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
+        """What the first block reads: the residual stream [T, hidden], and what has still to join it."""
+        residual = self.embedding(batch.token_ids, batch.token_table)
+        if self.embedding_scale != 1.0:
+            self.ops.scale(residual, self.embedding_scale)
+        return residual, None
+
+    def no_rows(self, count: int) -> torch.Tensor:
+        """Rows of zeros as `normed` gives them."""
+        return torch.zeros(count, self.spec.hidden_size, dtype=self.dtype, device=self.device)
 
     def normed(self, hidden: Hidden) -> torch.Tensor:
         """What `run` gave, as plain numbers also where the next matmul was to normalise it."""

@@ -13,6 +13,7 @@ from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpe
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys, only_behind_the_first
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.names import MTP_HF_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched
 
 MAX_DIM = 1 << 14
@@ -179,6 +180,7 @@ DEEPSEEK3 = Family(
                           "max_position_embeddings": 4096},
     hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
     hf=latent_from_hf,
+    mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
 )  # fmt: skip
 GLM4_MOE_LITE = Family(
@@ -189,6 +191,7 @@ GLM4_MOE_LITE = Family(
                           "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
     hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
     hf=lambda spec, read: latent_from_hf(only_behind_the_first(spec, read), read),
+    mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
 )  # fmt: skip
 YOUTU = Family(

@@ -38,7 +38,8 @@ class Family:
     files call it otherwise. gguf_activation: the one that they mean without a word. gguf_keys: what they say beyond what all do,
     by keys without the architecture; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one
     tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of
-    what they mean by yarn. gguf_like: the family whose files hold such a model, where that is another.
+    what they mean by yarn. gguf_like: the family whose files hold such a model, where that is another. mtp_names: of what its
+    folders have beside the block of a layer that predicts further tokens; empty where none is known.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Family:
     gguf_heads_dealt: bool = False
     gguf_truncates: bool = True
     gguf_like: Callable[[ModelSpec], Family] | None = None
+    mtp_names: Mapping[str, str] = field(default_factory=dict)
 
     def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
         """Our names of slots, {i} for the layer -> those in its files."""

@@ -12,7 +12,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import MTP_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
 def _sandwich(spec: ModelSpec) -> ModelSpec:
@@ -65,6 +65,7 @@ GLM4_MOE = Family(
     gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
     hf=_with_experts_from_hf,
     gguf_keys=_keys,
+    mtp_names=MTP_HF_NAMES,
 )  # fmt: skip
 SOLAR_OPEN = replace(
     GLM4_MOE,
@@ -74,5 +75,6 @@ SOLAR_OPEN = replace(
               "rope_theta": 1e6, "norm_topk_prob": True, "n_shared_experts": 1, "n_routed_experts": 128,
               "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "intermediate_size": 10240},
     hf=lambda spec, read: scored_by_sigmoids(spec.with_attention(out_bias=False), read),
+    mtp_names={},
 )  # fmt: skip
 """To llama.cpp it is a GLM-4.5. No layer has an MLP of "intermediate_size"."""

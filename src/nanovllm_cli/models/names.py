@@ -54,5 +54,23 @@ SANDWICH_GGUF_NAMES = {
     "blocks.{i}.after_mlp_norm.weight": "blk.{i}.post_ffw_norm.weight",
 }
 
+MTP_HF_NAMES = {
+    "embedding_norm.weight": "model.layers.{i}.enorm.weight",
+    "hidden_norm.weight": "model.layers.{i}.hnorm.weight",
+    "join.weight": "model.layers.{i}.eh_proj.weight",
+    "norm.weight": "model.layers.{i}.shared_head.norm.weight",
+}
+"""Of a layer behind the model's own that predicts further tokens (`models/mtp.py`), where it is one more of its layers."""
+
+MTP_GGUF_NAMES = {
+    "embedding_norm.weight": "blk.{i}.nextn.enorm.weight",
+    "hidden_norm.weight": "blk.{i}.nextn.hnorm.weight",
+    "join.weight": "blk.{i}.nextn.eh_proj.weight",
+    "norm.weight": "blk.{i}.nextn.shared_head_norm.weight",
+}
+
+MTP_SHARED = (".embed_tokens.weight", ".shared_head.head.weight", ".nextn.shared_head_head.weight")
+"""The model's embedding and head once more, which such a layer shares."""
+
 # Left by some exporters, and worth nothing to us: frequencies follow from the config.
 HF_IGNORED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")

@@ -52,6 +52,14 @@ _GGUF_NAMES = {
 }
 
 
+_MTP_NAMES = {
+    "embedding_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "join.weight": "mtp.fc.weight",
+    "norm.weight": "mtp.norm.weight",
+}
+
+
 def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
     if delta.num_values % delta.num_keys:
         raise CheckpointError(f"{where}: {delta.num_values} value heads can't share {delta.num_keys} key heads evenly", BROKEN)
@@ -138,6 +146,7 @@ QWEN3_5 = Family(
     gguf_name="qwen35",
     gguf_keys=_keys_of_35,
     gguf_heads_dealt=True,
+    mtp_names=_MTP_NAMES,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,

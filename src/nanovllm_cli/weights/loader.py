@@ -14,18 +14,21 @@ from pathlib import Path
 import torch
 
 from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
-from nanovllm_cli.models.names import HF_IGNORED
+from nanovllm_cli.models.mtp import MTP
+from nanovllm_cli.models.names import HF_IGNORED, MTP_SHARED
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
-from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of
+from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of, of_that_layer
 from nanovllm_cli.weights.weight_reader import WeightReader
 
+MISSHAPEN = "of the wrong shape"
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
 MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
@@ -97,13 +100,16 @@ class WeightFormats:
     """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
 
     Below eight bits, what is in OUTER gets int8: it is a small part of most models, and much depends on it. So it does on what is
-    in PLAIN, which is smaller still: it stays as it is.
+    in PLAIN, which is smaller still: it stays as it is. table: of our names, where it is not the model's own.
     """
 
-    def __init__(self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None, table: dict[str, str] | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
-        self._names = names_of(checkpoint)
+        self._names = names_of(checkpoint) if table is None else table
+        self._taken_apart = self._names.get("join.weight")
         plain = (re.escape(self._names.get(f"blocks.{{i}}.{name}.weight", "")) for name in PLAIN)
         self._plain = re.compile(re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(plain)))
         self._wanted = wanted
@@ -115,6 +121,8 @@ class WeightFormats:
         return self._of(checkpoint_name(ours, self._names))
 
     def _of(self, name: str) -> Format | None:
+        if name == self._taken_apart:
+            return None
         stored = self._reader.format(name) if name in self._reader.names() else None
         if stored is not None and self._wanted is not None:
             raise UsageError(
@@ -129,10 +137,10 @@ class WeightFormats:
             else self._wanted
         )
 
-    def num_bytes(self, dtype: torch.dtype, dense_bytes: DenseBytes) -> int:
-        """What the weights will take, those without a format in dtype."""
+    def num_bytes(self, dtype: torch.dtype, dense_bytes: DenseBytes, names: Collection[str] | None = None) -> int:
+        """What the weights will take, those without a format in dtype. names: some of the file's, if not all of the model."""
         total = 0.0
-        for name in self._reader.names() - left_aside(self._checkpoint, self._reader.names()):
+        for name in self._reader.names() - left_aside(self._checkpoint, self._reader.names()) if names is None else names:
             shape = self._reader.shape(name)
             if len(shape) != 2:
                 total += math.prod(shape) * dtype.itemsize
@@ -153,6 +161,20 @@ def load_weights(
     names = {ours: checkpoint_name(ours, table) for ours in slots}
     ignored = {table["head.weight"]} if model.spec.tied_head else set()
     _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec, ignored)
+    _fill(slots, names, reader, progress)
+
+
+def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: dict[str, str], progress: LoadProgress) -> None:
+    """Fill every slot of the layer that `table` (`mtp_names_of`) has the names of; errors as above."""
+    slots = model.slots()
+    names = {ours: checkpoint_name(ours, table) for ours in slots}
+    wanted = {names[ours]: slot.shape for ours, slot in slots.items()}
+    there = {name: reader.shape(name) for name in of_that_layer(table, reader.names()) | (wanted.keys() & reader.names())}
+    check_tensors(checkpoint.path, model.spec, wanted, there, {n for n in there if n.endswith(MTP_SHARED)}, misshapen=MISSHAPEN)
+    _fill(slots, names, reader, progress)
+
+
+def _fill(slots: Slots, names: Mapping[str, str], reader: WeightReader, progress: LoadProgress) -> None:
     progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
     try:
         for ours, slot in slots.items():
@@ -170,7 +192,7 @@ def _compare(
     there = {name: reader.shape(name) for name in reader.names()}
     ignored = ignored | left_aside(checkpoint, there)
     ignored |= {name for name in there.keys() - wanted.keys() if name.endswith(".bias") and _is_zero(reader, name)}
-    check_tensors(checkpoint.path, spec, wanted, there, ignored, misshapen="of the wrong shape")
+    check_tensors(checkpoint.path, spec, wanted, there, ignored, misshapen=MISSHAPEN)
 
 
 def check_tensors(

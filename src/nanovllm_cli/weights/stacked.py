@@ -199,7 +199,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     ],
     "hf": [
         (
-            re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
+            re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
         (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),

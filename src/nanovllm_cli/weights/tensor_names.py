@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.names import MTP_GGUF_NAMES
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
@@ -18,6 +19,8 @@ _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
+_HF_PLACE = re.compile(r".*\blayers\.\{i\}\.")
+_MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
 
@@ -35,6 +38,42 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
     head = "language_model." + table["head.weight"]
     return table | renamed | ({"head.weight": head} if head in checkpoint.names() else {})
+
+
+def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """The same of the layer behind a model's own that predicts further tokens, the first if there are several; None where there
+    is none, or none that is known of the family. In the file's names the layer's number stands already."""
+    family, names, config = family_of(checkpoint), set(checkpoint.names()), checkpoint.config
+    table = names_of(checkpoint)
+    if checkpoint.format == "gguf":
+        arch = config.get("general.architecture")
+        count, further = (config.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+        own: Mapping[str, str] = MTP_GGUF_NAMES if family.mtp_names else {}
+    else:
+        inner = config.get("text_config")
+        count, further = (inner if isinstance(inner, Mapping) else config).get("num_hidden_layers"), 0
+        own = family.mtp_names
+    if not own or type(count) is not int or type(further) is not int:
+        return None
+    layer = "mtp.layers.0." if own["join.weight"].startswith("mtp.") else None
+    place = _HF_PLACE if checkpoint.format == "hf" else None
+
+    def named(name: str) -> str:
+        if layer is not None and place is not None:
+            name = place.sub(layer, name)
+        return name.replace("{i}", str(count - further))
+
+    found = {ours: named(theirs) for ours, theirs in (table | dict(own)).items() if ours not in ("embedding.weight", "head.weight")}
+    if found["norm.weight"] not in names:
+        found["norm.weight"] = table["norm.weight"]
+    return found if found["join.weight"] in names else None
+
+
+def of_that_layer(table: Mapping[str, str], names: Iterable[str]) -> set[str]:
+    """Those of `names` that belong to the layer whose table `mtp_names_of` gave."""
+    place = _MTP_PLACE.match(table["join.weight"])
+    assert place is not None
+    return {name for name in names if name.startswith(place[0]) and not _LATER_MTP.match(name)}
 
 
 def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:

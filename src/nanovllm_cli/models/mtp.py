@@ -1,0 +1,61 @@
+"""MTP: a layer behind a model's own that predicts the token after the next one (multi-token prediction; DeepSeek-V3, Liu et al.
+2024): of a token's embedding, and of what the model made of the token before it. Its own output stands in for the model's where
+that is not there yet, so that it predicts further ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.kernels.ops import Addend
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.linear import Linear
+from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.slots import Slots, WeightSlot
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.quant.rows import QuantizedRows
+
+
+def mtp_spec(spec: ModelSpec) -> ModelSpec:
+    """Of the layer behind a model's own: one as its last, with the attention of the last that has one."""
+    assert spec.embedding_scale == spec.residual_scale == 1.0, "no model with such a layer has these"
+    attention = next(mixer for mixer in reversed(spec.mixers) if isinstance(mixer, AttentionSpec))
+    return replace(spec, blocks=(replace(spec.blocks[-1], mixer=attention),))
+
+
+class MTP(Decoder):
+    """join([norm(embedding of token i), norm(hidden row of token i - 1)]) through one block and a norm of its own; embedding and
+    head are the model's. Hidden rows, those it reads and those it gives, are as the model's last norm leaves them.
+
+    spec: see `mtp_spec`. join's halves are two weights here, in the compute type whatever they come in: no format is cut along
+    its rows.
+    """
+
+    reads_hidden = True
+
+    def __init__(self, spec: ModelSpec, kit: Kit, model: Decoder) -> None:
+        super().__init__(spec, kit, model)
+        width = spec.hidden_size
+        self._norms = {name: RMSNorm(spec.norm, width, kit) for name in ("embedding_norm", "hidden_norm")}
+        self._of_embedding, self._of_hidden = (Linear(width, {name: width}, kit) for name in ("join", "join"))
+
+    def slots(self) -> Slots:
+        slots = {name: slot for name, slot in super().slots().items() if not name.startswith(("embedding.", "head."))}
+        slots |= {f"{name}.weight": norm.slots()["weight"] for name, norm in self._norms.items()}
+        return slots | {"join.weight": WeightSlot((self.spec.hidden_size, 2 * self.spec.hidden_size), self._load, plain=True)}
+
+    def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
+        assert batch.hidden is not None
+        embedded = self._norms["embedding_norm"].alone(self.embedding(batch.token_ids, batch.token_table))
+        residual = self._of_embedding(embedded)
+        added = self._of_hidden.onto(residual, self._norms["hidden_norm"].alone(batch.hidden))
+        return residual, None if added is None else Addend(added)
+
+    def _load(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "a plain slot"
+        for part, half in zip((self._of_embedding, self._of_hidden), rows.chunk(2, dim=1), strict=True):
+            part.weight.load_rows(first, half.contiguous())
