@@ -2,9 +2,13 @@
 
     python benchmarks/draft.py --model random:qwen3-4b --quant int4 --draft random:qwen3-0.6b --draft-quant int8
 
+    python benchmarks/draft.py --model random:qwen3.5-4b --quant int4 --mtp
+
+With --mtp a layer of the model's own guesses, made up as the rest.
+
 The weights are random: after each forward one logit is raised, of the large model that of the next token of a made-up answer, of
-the small one the same token as often as `--right` says, and else another. So how often a guess holds is given, while every step
-of both is computed whole. Settings take turns in one run; decoding only, without prompts.
+what guesses the same token as often as `--right` says, and else another. So how often a guess holds is given, while every step of
+both is computed whole. Settings take turns in one run; decoding only, without prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,24 +31,26 @@ from nanovllm_cli.bench.machine import this_machine
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.draft import Draft
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.plan import Plan
 from nanovllm_cli.engine.strategy import Drafted, Standard
 from nanovllm_cli.llm import LLM
+from nanovllm_cli.weights.shapes import shape_config
 from speculation import ANSWER, decode, follow
 
 PROMPT_LEN = 400
 BATCHES = (1, 4)
 
 
-def draft_follows(draft: Draft, answer: list[int], right: float) -> None:
+def draft_follows(draft: Draft | MTPDraft, answer: list[int], right: float) -> None:
     """From now on the draft model's likeliest token is the answer's next one, so often."""
     runner, rng = draft._runner, random.Random(1)
     kind = type(runner)
     places: dict[int, int] = {}
 
-    def run(plan: Plan) -> Any:
+    def run(plan: Plan, *hidden: torch.Tensor) -> Any:
         places.update({share.seq_id: share.start + len(share.token_ids) - PROMPT_LEN for share in plan.scheduled})
-        return kind.run(runner, plan)
+        return kind.run(runner, plan, *hidden)
 
     def sample(seq_ids: Any, logits: torch.Tensor, rows: Any = None) -> Any:
         for seq_id, row in zip(seq_ids, range(len(seq_ids)) if rows is None else rows, strict=True):
@@ -54,6 +61,14 @@ def draft_follows(draft: Draft, answer: list[int], right: float) -> None:
 
     runner.run = run  # type: ignore[method-assign]
     runner.sampler.sample = sample  # type: ignore[attr-defined]
+
+
+def with_mtp(model: str) -> str:
+    """The same of random weights with a layer that predicts further tokens, which the published ones have."""
+    config = shape_config(model.removeprefix("random:")) | {"mtp_num_hidden_layers": 1}
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"random:{folder / 'config.json'}"
 
 
 def main() -> None:
@@ -67,10 +82,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--mtp", action="store_true", help="instead of a draft model")
     options = parser.parse_args()
+    drafted: dict[str, Any] = {"draft_model": options.draft, "draft_quant": options.draft_quant or None}
+    if options.mtp:
+        options.model, drafted = with_mtp(options.model), {"mtp": True}
     config = EngineConfig(
-        device="cpu", quant=options.quant or None, draft_model=options.draft, draft_quant=options.draft_quant or None,
-        draft_min_p=0.0, threads=options.threads, max_model_len=1024, max_num_seqs=8,
+        device="cpu", quant=options.quant or None, draft_min_p=0.0, threads=options.threads, max_model_len=1024, max_num_seqs=8,
+        **drafted,
     )  # fmt: skip
     llm = LLM(options.model, config=config)
     rng = random.Random(0)

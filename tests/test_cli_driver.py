@@ -109,7 +109,7 @@ class LLM:
         self.name = model
         self.resolved = found
         self.config, self.options = config, options | {"revision": found.revision}
-        self.lora, self.draft_model = config.lora, config.draft_model
+        self.lora, self.draft_model, self.mtp = config.lora, config.draft_model, config.mtp
         self.tokenizer = Tokenizer()
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
         self.chat_template = None if model == "base" else Template(source)

@@ -75,9 +75,10 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    lora, draft_model: the adapters and the draft model, by their paths. dtype: of weights and activations. max_model_len: longest
-    prompt plus answer, in tokens; context_len: the same, as far as the KV cache has room for it. read_bytes: what a step reads of
-    the weights, however many sequences are in it; expert_bytes: of these, those of experts, of which a token takes a share.
+    lora, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype: of weights and
+    activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the KV cache has room.
+    read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
+    which a token takes a share.
     formats: how many numbers of the matrices are kept in which format; None is the compute type.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
@@ -107,7 +108,7 @@ class LLM:
         config = find_parts(config, offline=offline, progress=progress)
         self.lora: tuple[Lora, ...] = config.lora
         self.tensor_parallel_size: int = config.tensor_parallel_size
-        self.draft_model: str | None = config.draft_model
+        self.draft_model, self.mtp = config.draft_model, config.mtp
         self.resolved = model
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:

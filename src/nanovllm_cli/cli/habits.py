@@ -108,12 +108,13 @@ _EXPLAINED = {
         "--lora NAME is all that an adapter needs: leave it out",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
     ("--mmproj", "--image"): "models that read images are not supported",
-    ("--speculative-config",): "here it is --draft-model NAME, and --speculate N for how many tokens",
+    ("--speculative-config",): "here it is --draft-model NAME or --mtp, and --speculate N for how many tokens",
     ("-ngld", "--n-gpu-layers-draft", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft", "-ctkd",
      "-ctvd", "-td", "--threads-draft"): "the draft model runs where the other one does, with as much context: leave it out",
     ("--spec-type", "--draft-min", "--spec-ngram-size-n", "--spec-ngram-size-m", "--spec-ngram-simple-size-n",
      "--spec-ngram-simple-size-m"):
-        "--speculate 8 guesses up to eight tokens a step by what the text repeats, --draft-model by a smaller model",
+        "--speculate 8 guesses up to eight tokens a step by what the text repeats, --draft-model by a smaller model, --mtp by a "
+        "layer of the model's own",
     ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z",
      "--adaptive-target", "--adaptive-decay", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
         "that sampler is not supported; --help lists those that are",

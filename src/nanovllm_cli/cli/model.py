@@ -93,6 +93,8 @@ def say_parts(config: EngineConfig, console: Console) -> None:
         console.say(f"with the adapter {adapter}", "dim")
     if config.draft_model is not None:
         console.say(f"with guesses by {config.draft_model}", "dim")
+    if config.mtp:
+        console.say("with guesses by its own layer for further tokens", "dim")
 
 
 def chat_template(choice: str | None) -> str | None:

@@ -14,7 +14,7 @@ from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
-from nanovllm_cli.config import DRAFTED_TOKENS, Activations, DTypeName, EngineConfig, KVCacheDType, Lora
+from nanovllm_cli.config import DRAFTED_TOKENS, MTP_TOKENS, Activations, DTypeName, EngineConfig, KVCacheDType, Lora
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -271,7 +271,7 @@ class EngineOptions(MemoryOptions):
         "--speculate",
         help="Guess up to N tokens a step by what followed the same words before. What is said stays the same (on a GPU but for "
         "near-ties, without --deterministic), and comes sooner where texts repeat themselves. "
-        f"[0; {DRAFTED_TOKENS} with --draft-model]",
+        f"[0; {DRAFTED_TOKENS} with --draft-model, {MTP_TOKENS} with --mtp]",
         default=EngineConfig().num_speculative_tokens, panel=ENGINE, metavar="N",
     )
     draft_model: str | None = option(
@@ -283,8 +283,15 @@ class EngineOptions(MemoryOptions):
     draft_quant: str | None = option(
         "--draft-quant", help="Round the draft model's weights, as --quant does.", panel=ENGINE, metavar="FORMAT"
     )
+    mtp: bool = option(
+        "--mtp",
+        help="The model's own layer for further tokens guesses, where it has one (multi-token prediction: Qwen3.5, Qwen3-Next, "
+        "GLM-4.5, DeepSeek-V3 and others of these). What is said stays the same.",
+        default=False, panel=ENGINE,
+    )
     draft_min_p: float = option(
-        "--draft-min-p", help=f"The least probability of a token that the draft model guesses. [{EngineConfig().draft_min_p:g}]",
+        "--draft-min-p",
+        help=f"The least probability of a token that --draft-model or --mtp guesses. [{EngineConfig().draft_min_p:g}]",
         default=EngineConfig().draft_min_p, panel=ENGINE, metavar="P",
     )
 
@@ -300,7 +307,7 @@ class EngineOptions(MemoryOptions):
             MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
             deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
             num_speculative_tokens=self.speculate, draft_model=draft, draft_quant=self.draft_quant,
-            draft_min_p=self.draft_min_p,
+            mtp=self.mtp, draft_min_p=self.draft_min_p,
         )  # fmt: skip
 
 

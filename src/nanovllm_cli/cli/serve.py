@@ -73,7 +73,7 @@ def serve(
         raise UsageError("--swap-timeout must be more than 0")
     if len(names) > 1:
         refuse_typed(ctx, ["lora", "lora_scaled"], "has no meaning with several models", "serve the model of the adapter alone")
-        refuse_typed(ctx, ["draft_model", "draft_quant"], "has no meaning with several models", "serve one of them alone")
+        refuse_typed(ctx, ["draft_model", "draft_quant", "mtp"], "has no meaning with several models", "serve one of them alone")
     given = sampling.given()
     config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
@@ -88,7 +88,7 @@ def serve(
     try:
         progress = ProgressLine(screen)
         if len(names) > 1:  # whoever set a default did not say for which
-            config = replace(config, lora=(), draft_model=None, draft_quant=None)
+            config = replace(config, lora=(), draft_model=None, draft_quant=None, mtp=False)
         config = find_parts(config, offline=model.offline, progress=progress)
         say_parts(config, screen)
         served = [

@@ -151,6 +151,15 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
     return named
 
 
+def mtp_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The same of a layer that predicts further tokens. spec: `mtp_spec`; names: `mtp_names_of`."""
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("embedding_norm.weight", "hidden_norm.weight", "norm.weight"), (hidden,))
+    shapes |= _linear("join", hidden, 2 * hidden, False)
+    shapes |= {f"blocks.0.{name}": shape for name, shape in _block_shapes(spec.blocks[0], hidden).items()}
+    return {checkpoint_name(name, names): shape for name, shape in shapes.items()}
+
+
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     mlp = block.mlp
     shapes = {} if block.mixer is None else _mixer_shapes(block.mixer, hidden)

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 
 from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.mtp import mtp_spec
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
-from nanovllm_cli.weights.convert_names import tensor_shapes
+from nanovllm_cli.weights.convert_names import mtp_shapes, tensor_shapes
+from nanovllm_cli.weights.tensor_names import mtp_names
 
 STD = 0.02
 AROUND_ONE = ("norm", "layer_scalar", "router.scale", "expert_scale")
+MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Of a config: how many layers behind the model's own predict further tokens."""
 POOL = (1 << 24) + 127
 """Numbers in the pool; a tensor begins anywhere among them."""
 BF16_BYTES = 2
@@ -41,7 +45,10 @@ class RandomCheckpoint(Checkpoint):
         self.config = dict(config)
         self.generation_config = {}
         family = hf_family(config)
-        self._shapes = tensor_shapes(spec_from_hf(config, family), family.names("hf"))
+        spec = spec_from_hf(config, family)
+        self._shapes = tensor_shapes(spec, family.names("hf"))
+        if any(config.get(key) for key in MTP_LAYERS) and (table := mtp_names(self)):
+            self._shapes |= mtp_shapes(mtp_spec(spec), table)
         pool = _pool(seed)
         self._matrices = (pool * STD).to(torch.bfloat16).to(device)
         self._norms = (1 + 0.1 * pool[: 1 << 16]).to(torch.bfloat16).to(device)

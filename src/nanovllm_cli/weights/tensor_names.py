@@ -43,8 +43,17 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
 def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:
     """The same of the layer behind a model's own that predicts further tokens, the first if there are several; None where there
     is none, or none that is known of the family. In the file's names the layer's number stands already."""
-    family, names, config = family_of(checkpoint), set(checkpoint.names()), checkpoint.config
-    table = names_of(checkpoint)
+    table, names = mtp_names(checkpoint), set(checkpoint.names())
+    if table.get("join.weight") not in names:
+        return None
+    if table["norm.weight"] not in names:
+        table["norm.weight"] = names_of(checkpoint)["norm.weight"]
+    return table
+
+
+def mtp_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """What its names are if it has one; empty where none is known of the family."""
+    family, config, table = family_of(checkpoint), checkpoint.config, names_of(checkpoint)
     if checkpoint.format == "gguf":
         arch = config.get("general.architecture")
         count, further = (config.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
@@ -54,7 +63,7 @@ def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:
         count, further = (inner if isinstance(inner, Mapping) else config).get("num_hidden_layers"), 0
         own = family.mtp_names
     if not own or type(count) is not int or type(further) is not int:
-        return None
+        return {}
     layer = "mtp.layers.0." if own["join.weight"].startswith("mtp.") else None
     place = _HF_PLACE if checkpoint.format == "hf" else None
 
@@ -63,10 +72,8 @@ def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:
             name = place.sub(layer, name)
         return name.replace("{i}", str(count - further))
 
-    found = {ours: named(theirs) for ours, theirs in (table | dict(own)).items() if ours not in ("embedding.weight", "head.weight")}
-    if found["norm.weight"] not in names:
-        found["norm.weight"] = table["norm.weight"]
-    return found if found["join.weight"] in names else None
+    every = table | dict(own)
+    return {ours: named(theirs) for ours, theirs in every.items() if ours not in ("embedding.weight", "head.weight")}
 
 
 def of_that_layer(table: Mapping[str, str], names: Iterable[str]) -> set[str]:
