@@ -25,6 +25,7 @@ from nanovllm_cli.engine.plan import Plan
 from nanovllm_cli.engine.strategy import Drafted, Pace
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+from test_convert_families import make_gguf
 from test_draft import LONG
 from test_lookup import ASKED, PROMPT, answers, engine_with
 from test_models import CASES
@@ -308,3 +309,17 @@ def test_a_layer_that_is_not_whole_is_refused(said: str, sure: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=said):
         guessing(tmp_path / "model")
     assert engine_with(tmp_path / "model", 0), "of no use is that to who does not guess"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_made_of_a_folder_has_it_too(kind: str, tmp_path: Path, made: list[tuple[int, int, list[int]]]) -> None:
+    saved = with_layer(kind, tmp_path / "folder", vocab_size=4096)
+    notes = make_gguf(saved.folder, tmp_path / "model.gguf")
+    assert [note for note in notes if "guess" in note] == ([] if "qwen" in kind else [
+        "2 tensors that guess further tokens: model.layers.3.embed_tokens.weight, model.layers.3.shared_head.head.weight"
+    ])  # fmt: skip
+    for source in (saved.folder, tmp_path / "model.gguf"):
+        run(guessing(source), [(LONG[:20], DRAWN)])
+    count = len(made) // 2
+    assert made[:count] == made[count:]
+    assert count > 10

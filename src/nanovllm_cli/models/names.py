@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from nanovllm_cli.models.experts import GGUF_EXPERT_NAMES
 
 HF_NAMES = {
@@ -69,7 +71,7 @@ MTP_GGUF_NAMES = {
     "norm.weight": "blk.{i}.nextn.shared_head_norm.weight",
 }
 
-MTP_SHARED = (".embed_tokens.weight", ".shared_head.head.weight", ".nextn.shared_head_head.weight")
+MTP_SHARED = re.compile(r"(?:model\.layers\.\d+\.|blk\.\d+\.nextn\.)(?:embed_tokens|shared_head[._]head)\.weight")
 """The model's embedding and head once more, which such a layer shares."""
 
 # Left by some exporters, and worth nothing to us: frequencies follow from the config.

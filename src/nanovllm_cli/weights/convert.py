@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from gguf.gguf_writer import GGUFValue
 from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.mtp import mtp_spec
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
@@ -38,6 +39,7 @@ from nanovllm_cli.weights.convert_names import (
     gguf_family_of,
     halves_to_pairs,
     hf_family_of,
+    mtp_on_both_sides,
     named_on_both_sides,
     pairs_to_halves,
     rotary_dims,
@@ -64,7 +66,7 @@ from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
-from nanovllm_cli.weights.tensor_names import left_aside, names_of, that_guess
+from nanovllm_cli.weights.tensor_names import left_aside, mtp_gguf_names, mtp_names_of, names_of, that_guess
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
     SHARD_BYTES,
@@ -231,6 +233,11 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     spec = read_spec(source, PlainReader(source))
     family = gguf_family_of(family, spec)
     named = named_on_both_sides(spec, names_of(source), family.names("gguf"))
+    whole, further = spec, mtp_names_of(source)
+    if further is not None:
+        ahead = mtp_spec(spec)
+        whole = replace(spec, blocks=(*spec.blocks, *ahead.blocks))
+        named |= mtp_on_both_sides(ahead, further, mtp_gguf_names(family, spec.num_layers))
     notes = _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec)
     missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains
     steps = []
@@ -239,10 +246,11 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         after = info.dtype_name if is_blocks(info.dtype_name) else gguf_type(theirs, shape, info.dtype_name, outtype)
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
-        steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), spec, family))
+        steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
     steps = stacked(by_head(steps, spec, outtype), family)
     names = {step.name for step in steps}
-    header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, _file_type(outtype, steps))
+    file_type = _file_type(outtype, steps)
+    header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, file_type, further is not None)
     for name, tensor in header.tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
@@ -321,8 +329,8 @@ def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
     others = left_aside(source, there)
     check_tensors(source.path, spec, wanted, there, head | others, misshapen="misshapen")
     notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
-    guess = that_guess(source, others)
-    apart = {"of what sees or hears": others - guess, "that guess further tokens": guess}
+    guess = that_guess(source, others) - wanted.keys()
+    apart = {"of what sees or hears": others - guess - wanted.keys(), "that guess further tokens": guess}
     return notes + [f"{len(own)} tensors {what}: {some(sorted(own))}" for what, own in apart.items() if own]
 
 

@@ -58,7 +58,7 @@ _CARRIED = {
     "layer_rope_theta",
     "hybrid_override_pattern", "layers_block_type", "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "n_groups",
     "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias", "expand", "mlp_hidden_act", "layer_norm_epsilon",
-    "moe_shared_expert_intermediate_size", "moe_latent_size",
+    "moe_shared_expert_intermediate_size", "moe_latent_size", "mtp_num_hidden_layers", "num_nextn_predict_layers",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
@@ -87,8 +87,10 @@ def gguf_header(
     family: Family,
     names: set[str],
     file_type: LlamaFileType,
+    predicts_further: bool = False,
 ) -> GGUFHeader:
-    """`name`: of the model, `org/name` or a folder's; `names`: what the file's tensors will be called.
+    """`name`: of the model, `org/name` or a folder's; `names`: what the file's tensors will be called; `predicts_further`:
+    whether a layer for that is among them, behind the model's own.
 
     Raises UnsupportedError for what GGUF cannot say of this family.
     """
@@ -97,6 +99,10 @@ def gguf_header(
     config = {**family.defaults, **own}
     context_length = config.get("max_position_embeddings", 2048)
     keys = _keys(spec, family, own)
+    if predicts_further:
+        keys |= {"nextn_predict_layers": 1}
+        if isinstance(flags := keys.get("attention.recurrent_layers"), list):
+            keys["attention.recurrent_layers"] = [*map(bool, flags), False]
     sayable = _sayable_rope(spec, family, keys, context_length)
     tensors = divisor_tensors(sayable.spec)
     notes = [*sayable.notes, *_unused_keys(checkpoint)]
@@ -164,7 +170,9 @@ def _add_model(
             "keep the model as a Hugging Face folder",
         )
     builder.add_vocab_size(spec.vocab_size)
-    builder.add_block_count(spec.num_layers)
+    further = keys.get("nextn_predict_layers", 0)
+    assert isinstance(further, int)
+    builder.add_block_count(spec.num_layers + further)
     builder.add_context_length(context_length)
     builder.add_embedding_length(spec.hidden_size)
     builder.add_head_count(attention.num_heads)

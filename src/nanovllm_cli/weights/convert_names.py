@@ -131,6 +131,14 @@ def named_on_both_sides(
     return {name: (theirs, shape) for (name, shape), theirs in zip(hf.items(), gguf, strict=True)}
 
 
+def mtp_on_both_sides(
+    spec: ModelSpec, hf_names: Mapping[str, str], gguf_names: Mapping[str, str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same of a layer that predicts further tokens; see `mtp_shapes`."""
+    hf, gguf = mtp_shapes(spec, hf_names), mtp_shapes(spec, gguf_names)
+    return {name: (theirs, shape) for (name, shape), theirs in zip(hf.items(), gguf, strict=True)}
+
+
 def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Every weight of a model under its name in a checkpoint (`names_of`). A tied head has none of its own."""
     hidden = spec.hidden_size

@@ -170,7 +170,8 @@ def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: di
     names = {ours: checkpoint_name(ours, table) for ours in slots}
     wanted = {names[ours]: slot.shape for ours, slot in slots.items()}
     there = {name: reader.shape(name) for name in of_that_layer(table, reader.names()) | (wanted.keys() & reader.names())}
-    check_tensors(checkpoint.path, model.spec, wanted, there, {n for n in there if n.endswith(MTP_SHARED)}, misshapen=MISSHAPEN)
+    shared = {name for name in there if MTP_SHARED.fullmatch(name)}
+    check_tensors(checkpoint.path, model.spec, wanted, there, shared, misshapen=MISSHAPEN)
     _fill(slots, names, reader, progress)
 
 

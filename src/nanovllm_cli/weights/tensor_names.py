@@ -19,7 +19,7 @@ _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
-_HF_PLACE = re.compile(r".*\blayers\.\{i\}\.")
+_NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
@@ -53,27 +53,23 @@ def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 def mtp_names(checkpoint: Checkpoint) -> dict[str, str]:
     """What its names are if it has one; empty where none is known of the family."""
-    family, config, table = family_of(checkpoint), checkpoint.config, names_of(checkpoint)
-    if checkpoint.format == "gguf":
-        arch = config.get("general.architecture")
-        count, further = (config.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
-        own: Mapping[str, str] = MTP_GGUF_NAMES if family.mtp_names else {}
-    else:
-        inner = config.get("text_config")
-        count, further = (inner if isinstance(inner, Mapping) else config).get("num_hidden_layers"), 0
-        own = family.mtp_names
-    if not own or type(count) is not int or type(further) is not int:
+    family, config = family_of(checkpoint), checkpoint.config
+    if not family.mtp_names:
         return {}
-    layer = "mtp.layers.0." if own["join.weight"].startswith("mtp.") else None
-    place = _HF_PLACE if checkpoint.format == "hf" else None
+    if checkpoint.format == "gguf":
+        arch = config["general.architecture"]
+        count, further = (config.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+        return mtp_gguf_names(family, count - further) if type(count) is int and type(further) is int else {}
+    inner = config.get("text_config")
+    count = (inner if isinstance(inner, Mapping) else config).get("num_hidden_layers")
+    own = "mtp.layers.0." if family.mtp_names["join.weight"].startswith("mtp.") else rf"\g<0>{count}."
+    every = names_of(checkpoint) | dict(family.mtp_names)
+    return {ours: _NUMBERED.sub(own, theirs).replace("{i}.", "") for ours, theirs in every.items()}
 
-    def named(name: str) -> str:
-        if layer is not None and place is not None:
-            name = place.sub(layer, name)
-        return name.replace("{i}", str(count - further))
 
-    every = table | dict(own)
-    return {ours: named(theirs) for ours, theirs in every.items() if ours not in ("embedding.weight", "head.weight")}
+def mtp_gguf_names(family: Family, layer: int) -> dict[str, str]:
+    """What a GGUF file calls them, of a layer of this number."""
+    return {ours: theirs.replace("{i}", str(layer)) for ours, theirs in (family.names("gguf") | dict(MTP_GGUF_NAMES)).items()}
 
 
 def of_that_layer(table: Mapping[str, str], names: Iterable[str]) -> set[str]:
