@@ -152,7 +152,7 @@ def _record(
         "parameters": facts.num_parameters, "active_parameters": facts.num_active,
         "stored": facts.stored, "tensor_bytes": facts.num_bytes,
         "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
-        "attention": _heads(facts), "vocabulary": spec.vocab_size,
+        "attention": _heads(facts), "mtp": facts.predicts_further, "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(checkpoint.generation_config),
         "tensors": [
@@ -197,6 +197,8 @@ def _print(
         ("licence", _licence(checkpoint) or "not said in its files"),
         ("defaults", ", ".join(f"{key} {value}" for key, value in defaults.items()) or "none"),
     ]  # fmt: skip
+    if facts.predicts_further:
+        lines.insert(3, ("guesses", "by a layer of its own: --mtp"))
     if tokenizer is not None:
         shown = (f"{role} {', '.join(f'{text} ({i})' for text, i in tokens)}" for role, tokens in _special(tokenizer).items())
         lines.append(("special", one_line("; ".join(shown)) or "none"))

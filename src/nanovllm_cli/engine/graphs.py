@@ -67,7 +67,7 @@ class GraphCache:
 
     def logits(self, inputs: StepInputs, keeps_hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] and, if they are kept, rows [T, hidden], by a graph that is there or is recorded now."""
-        key = (keeps_hidden, *(tensor.shape for tensor in _tensors(inputs)))
+        key = (*(tensor.shape for tensor in _tensors(inputs)), keeps_hidden)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool, keeps_hidden)

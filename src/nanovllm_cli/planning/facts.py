@@ -19,7 +19,7 @@ from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
-from nanovllm_cli.weights.tensor_names import left_aside
+from nanovllm_cli.weights.tensor_names import left_aside, mtp_names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 
@@ -41,11 +41,13 @@ class TensorClass:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq")."""
+    """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq"). predicts_further: whether
+    it has a layer that can guess (`--mtp`), which nothing else here counts."""
 
     spec: ModelSpec
     classes: tuple[TensorClass, ...]
     stored: str
+    predicts_further: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -79,7 +81,7 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
         numbers = parameters(spec)
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
                    for each in stored]  # fmt: skip
-    return Facts(spec, tuple(classes), _stored(checkpoint, classes))
+    return Facts(spec, tuple(classes), _stored(checkpoint, classes), mtp_names_of(checkpoint) is not None)
 
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:
