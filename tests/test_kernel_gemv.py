@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulation.compare import GENERATOR, close_to_rounding, random, relative_error
+from emulation.compare import GENERATOR, close_to_rounding, gains, random, relative_error
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import gemv as module
@@ -33,12 +33,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 def normed(rows: int, width: int, dtype: torch.dtype, offset: float = 1.0) -> tuple[Normed, torch.Tensor]:
     """Rows to be normalised, and the same rows normalised in float64, then rounded. The rows are such that the mean of their
-    squares is four, so that every order of sums has the same bits, and no rounding goes the other way."""
+    squares is four, so that every order of sums has the same bits, and no gain brings a number so near to the middle of two that
+    what a GPU's rsqrt is off by could send it the other way."""
     eight = torch.tensor([4.0, 3, 2, 1, 1, 1, 0, 0])
     values = torch.cat((eight.repeat(width // 8), torch.full((width % 8,), 2.0)))
     signs = random(rows, width).sign()
     x = (torch.stack([values[torch.randperm(width, generator=GENERATOR)] for _ in range(rows)]) * signs).to(dtype)
-    gain = random(width, dtype=dtype)
+    gain = gains(width, dtype, offset, eight[:4] / 2)
     return Normed(x, gain, 0.0, offset), (x.double() / 2 * (offset + gain.double())).to(dtype)
 
 
@@ -83,8 +84,8 @@ def test_gated_is_what_two_kernels_leave(rows: int, outputs: int, width: int, or
     got = gemv(Emulator(order), hidden, weight, bias, activation="silu")
     gate, up = both.to(BF16).double().chunk(2, dim=-1)
     expected = gate * torch.sigmoid(gate) * up
-    exact = got == expected.to(BF16)  # but where a gate or an up lies near the middle of two numbers
-    assert exact.double().mean() > 0.98
+    others = got != expected.to(BF16)  # where a gate, an up or the result lies near the middle of two numbers
+    assert others.sum() <= max(1, 0.02 * others.numel())
     assert ((got.double() - expected).abs() <= 2.0**-6 * (gate * up).abs() + 1e-5).all()
 
 

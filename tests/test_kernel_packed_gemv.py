@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulation.compare import close_to_rounding, random, relative_error
+from emulation.compare import close_to_rounding, gains, random, relative_error
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from emulation.quantized import quantized
 from nanovllm_cli.errors import UnsupportedError
@@ -22,7 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def normed(rows: int, width: int, dtype: torch.dtype) -> tuple[Normed, torch.Tensor]:
     """Rows to be normalised, and the same in float64, rounded. The mean of their squares is four in every order of sums."""
-    x, gain = 2 * random(rows, width).sign(), random(width, dtype=dtype)
+    x, gain = 2 * random(rows, width).sign(), gains(width, dtype, 1.0, torch.ones(1))
     return Normed(x.to(dtype), gain, 0.0, 1.0), (x.double() / 2 * (1 + gain.double())).to(dtype)
 
 

@@ -198,6 +198,10 @@ SINGLE = {
     # Half of 2^-23 and half of that.
     "add.rz.ftz.f32 %d, 0f3F800000, 0f33C00000;": 0x3F800000,
     "add.rz.ftz.f32 %d, 0fBF800000, 0fB3C00000;": 0xBF800000,
+    # By 2^127, of which the quotients would be 2^-118 or so, and infinity.
+    "div.approx.ftz.f32 %d, 0f43E00000, 0f7F000000;": 0,
+    "div.approx.ftz.f32 %x, 0f7F800000, 0f7F000000; setp.nan.ftz.f32 %p, %x, %x; selp.u32 %d, 1, 0, %p;": 1,
+    "ex2.approx.ftz.f32 %d, 0f80000000;": 0x3F800000,
     "fma.rn.bf16x2 %d, 0x40003f80, 0x3f803f80, 0x3f803c00;": 0x40403F81,
     "sub.f16x2 %d, 0x40003c00, 0x3c003c00;": 0x3C000000,
     "setp.lt.ftz.f32 %p, 0f7FC00000, 0f3F800000; selp.u32 %d, 1, 0, %p;": 0,
@@ -249,6 +253,40 @@ def test_e4m3_is_read_and_rounded_as_torch_does() -> None:
     floats = torch.cat((floats, floats * 2**-10, (values + values.roll(-1)).nan_to_num(0).clamp(-448, 448) / 2))
     rounded = each("cvt.rn.satfinite.e4m3x2.f32 %d, 0f00000000, %a;", floats.view(torch.int32)) & 0xFF
     assert torch.equal(rounded, floats.to(torch.float8_e4m3fn).view(torch.uint8).long())
+
+
+@pytest.mark.parametrize("name", ["ex2", "rsqrt", "rcp"])
+def test_approximations_are_two_units_off(name: str) -> None:
+    """What CUDA's guide says of them at worst, so that nothing counts on better ones."""
+    numbers = torch.linspace(0.5, 20, 2001)
+    exact = {"ex2": numbers.double().exp2(), "rsqrt": numbers.double().rsqrt(), "rcp": 1 / numbers.double()}[name]
+    got = each(f"{name}.approx.ftz.f32 %d, %a;", numbers.view(torch.int32)) & 0xFFFFFFFF
+    assert (got - exact.float().view(torch.int32)).unique().tolist() == [-2, -1, 0, 1, 2]
+
+
+# a and b: words of A for each lane, columns up to 7 and from 8 on, and of B.
+SUMS = """
+shr.u64 %b, %a, 32;
+cvt.u32.u64 %a, %a;
+mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{%m,%n,%o,%s}},{{%a,%a,%b,%b}},{{{b},{b}}},{{{c},{c},{c},{c}}};
+cvt.u64.u32 %d, %m;
+"""
+TWO_TO_THE_12TH, TWO_TO_THE_13TH = 0x0C000C00, 0x08000800  # two halves of 2^-12, and of 2^-13
+
+
+@pytest.mark.parametrize(
+    ("words", "b", "c", "expected"),
+    [
+        ([TWO_TO_THE_12TH << 32 | TWO_TO_THE_12TH] * 32, TWO_TO_THE_12TH, "0f3F800000", 0x3F800008),  # 16 products of 2^-24
+        ([TWO_TO_THE_12TH << 32 | TWO_TO_THE_12TH] * 32, TWO_TO_THE_13TH, "0f3F800000", 0x3F800000),  # each is cut off
+        ([TWO_TO_THE_12TH, TWO_TO_THE_12TH & 0xFFFF, 0, 0] * 8, TWO_TO_THE_12TH, "0f3F800000", 0x3F800001),  # 1 + 1.5 * 2^-23
+        ([TWO_TO_THE_12TH, TWO_TO_THE_12TH & 0xFFFF, 0, 0] * 8, TWO_TO_THE_12TH, "0fBF800000", 0xBF7FFFFD),  # 3 * 2^-24 - 1
+        ([TWO_TO_THE_12TH << 32 | TWO_TO_THE_12TH] * 32, TWO_TO_THE_13TH, "0f00000000", 0x35000000),  # nothing larger
+    ],
+)
+def test_tensor_cores_cut_off_what_they_add(words: list[int], b: int, c: str, expected: int) -> None:
+    got = run(OFFSETS + SUMS.format(b=b, c=c) + "st.global.u64 [%to], %d;\n", torch.tensor(words), 32)
+    assert got.tolist() == [expected] * 32
 
 
 LANES = torch.arange(32)

@@ -12,6 +12,20 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
     return (torch.randn(*shape, generator=GENERATOR) * scale).to(dtype)
 
 
+def gains(width: int, dtype: torch.dtype, offset: float, values: torch.Tensor) -> torch.Tensor:
+    """Random ones [width], none of which brings a value * (offset + gain) so near to the middle of two numbers of dtype that what
+    a GPU's rsqrt is off by, some 2^-22, could send it to the other."""
+
+    def near(factors: torch.Tensor) -> torch.Tensor:
+        exact = values.double()[:, None] * factors
+        return ((exact * (1 + 2.0**-20)).to(dtype) != (exact * (1 - 2.0**-20)).to(dtype)).any(0)
+
+    found = random(width, dtype=dtype)
+    while (again := near(offset + found.double())).any():
+        found = torch.where(again, random(width, dtype=dtype), found)
+    return found
+
+
 def behind_nan(rows: torch.Tensor, count: int) -> torch.Tensor:
     """The same rows as columns of a wider tensor."""
     return torch.cat([torch.full((len(rows), count), torch.nan, dtype=rows.dtype), rows], 1)[:, count:]

@@ -109,6 +109,26 @@ float add_toward_zero(float a, float b) {
   return result;
 }
 
+// What an approximation gives: up to two units in the last place beside the exact number, as CUDA's guide has it; how many
+// follows from the operand's bits.
+template <class T>
+T approximate(T exact, double operand) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (!std::isnormal(exact) || std::isinf(operand)) return exact;
+    const int32_t off = (int)((__builtin_bit_cast(uint64_t, operand) * 0x9e3779b97f4a7c15ull >> 32) % 5) - 2;
+    const float beside = __builtin_bit_cast(float, __builtin_bit_cast(int32_t, exact) + off);
+    if (std::isnormal(beside)) return beside;
+  }
+  return exact;
+}
+
+// By 2^126 and more it is 0, or NaN.
+template <class T>
+T approximate_quotient(T a, T b) {
+  if (std::fabs(b) > 0x1p126 && !std::isinf(b)) return std::isinf(a) ? NAN : std::copysign(T(0), a * std::copysign(T(1), b));
+  return approximate(T(a / b), (double)a + 3.0 * b);
+}
+
 template <class T, bool FLUSHED>
 void add_floats(Table& table, const std::string& type) {
   for (const char* rounding : {"", "rn."}) {
@@ -118,14 +138,16 @@ void add_floats(Table& table, const std::string& type) {
     table["mul." + suffix] = {float_binary<T, FLUSHED, [](T a, T b) { return a * b; }>};
   }
   table["fma.rn." + type] = {float_ternary<T, FLUSHED, [](T a, T b, T c) { return std::fma(a, b, c); }>};
-  for (const char* precision : {"rn.", "approx."}) {
-    table["div." + (precision + type)] = {float_binary<T, FLUSHED, [](T a, T b) { return a / b; }>};
-    table["rcp." + (precision + type)] = {float_unary<T, FLUSHED, [](T a) { return T(1) / a; }>};
-    table["sqrt." + (precision + type)] = {float_unary<T, FLUSHED, [](T a) { return std::sqrt(a); }>};
-  }
-  table["rsqrt.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return T(1 / std::sqrt((double)a)); }>};
-  table["ex2.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return T(std::exp2((double)a)); }>};
-  table["lg2.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return T(std::log2((double)a)); }>};
+  table["div.rn." + type] = {float_binary<T, FLUSHED, [](T a, T b) { return a / b; }>};
+  table["rcp.rn." + type] = {float_unary<T, FLUSHED, [](T a) { return T(1) / a; }>};
+  table["sqrt.rn." + type] = {float_unary<T, FLUSHED, [](T a) { return std::sqrt(a); }>};
+  table["div.approx." + type] = {float_binary<T, FLUSHED, approximate_quotient<T>>};
+  table["rcp.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return approximate(T(1) / a, a); }>};
+  table["sqrt.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return approximate(std::sqrt(a), a); }>};
+  table["rsqrt.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return approximate(T(1 / std::sqrt((double)a)), a); }>};
+  table["ex2.approx." + type] = {
+      float_unary<T, FLUSHED, [](T a) { return a == 0 ? T(1) : approximate(T(std::exp2((double)a)), a); }>};
+  table["lg2.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return approximate(T(std::log2((double)a)), a); }>};
   table["neg." + type] = {float_unary<T, FLUSHED, [](T a) { return -a; }>};
   table["abs." + type] = {float_unary<T, FLUSHED, [](T a) { return std::fabs(a); }>};
   // Of a number and NaN, the number; -0 is less than +0.
