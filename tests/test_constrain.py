@@ -21,7 +21,7 @@ from nanovllm_cli.constrain.guide import MAX_ROLLBACK, Guide
 from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Vocabulary, byte_vocabulary
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
-from nanovllm_cli.errors import RequestError, UsageError
+from nanovllm_cli.errors import RequestError, UnmeetableError, UsageError
 from nanovllm_cli.kernels.cpu_sampling import has_bit
 
 WORDS = [b"{\"", b"\":", b" \"", b"true", b"</", b"think", b">{", b"<thi", b"nk>", b"ab", "é".encode(), b"\xe2\x82", b"yes"]
@@ -471,6 +471,7 @@ def test_a_budget_finishes_a_tag_that_has_begun() -> None:
         ("gbnf", "root ::= [z-a]", "backwards"),
         ("gbnf", "root = a", "line 1"),
         ("regex", "a\ud800", "surrogate"),
+        ("regex", "(a?){500}a{500}", "too large"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(kind: str, text: str, said: str) -> None:
@@ -479,6 +480,12 @@ def test_what_has_no_meaning_is_refused_by_name(kind: str, text: str, said: str)
     assert said in caught.value.message
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 400
+
+
+def test_more_members_than_can_be_followed_are_the_askers_fault() -> None:
+    text = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "a+"} for i in range(500)}})
+    with pytest.raises(UnmeetableError, match="too many ways"):
+        accepts(guide("json_schema", text), '{"p1": "a"}')
 
 
 def test_kinds_and_sizes_are_checked_before_anything_else() -> None:

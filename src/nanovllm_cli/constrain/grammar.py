@@ -65,6 +65,10 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):
         raise UsageError(f"nothing can match {name}")
+    again = matcher.deep_copy()  # that it came to the end of what it may take is told by the mask behind it
+    again.compute_bitmask()
+    if again.is_error():
+        raise UsageError(f"{name} is too large or too involved", "make it smaller")
     return matcher
 
 

@@ -14,7 +14,11 @@ _REASONS = {
     "ParserTooComplex": "the text so far can be read in too many ways",
     "LexerTooComplex": "its expressions are too involved",
 }
-_OTHER_ERRORS = {"lexer error": "LexerTooComplex", "parser error: Too many items": "ParserTooComplex"}
+_OTHER_ERRORS = {
+    "lexer error": "LexerTooComplex",
+    "parser error: Too many items": "ParserTooComplex",
+    "Parser Error: Current row has": "ParserTooComplex",
+}
 """How errors begin that llguidance calls internal, as it calls a token that isn't allowed."""
 
 
