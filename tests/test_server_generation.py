@@ -400,6 +400,22 @@ def test_a_call_that_must_be_made_is_a_grammar(run: Any, choice: str) -> None:
     assert house.checks.seen == [constraint]
 
 
+def test_a_tool_whose_parameters_cannot_be_held_to_is_named(run: Any) -> None:
+    class Refusing(Checks):
+        async def check(self, constraint: Constraint) -> None:
+            if "planet" in constraint.text:
+                raise UsageError("no such format")
+
+    house = House([piece("a", finish="stop")])
+    house.generator = Generator(house.models, Refusing(), house.log)
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "format": "planet"}}}
+    bad = {"type": "function", "function": {"name": "g", "parameters": parameters}}
+    with pytest.raises(ApiError, match="the parameters of 'g': no such format") as caught:
+        run(house.chat(asked(tools=[TOOL, bad], tool_choice="required")))
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    run(house.chat(asked(tools=[TOOL, bad], tool_choice="f")))
+
+
 def test_beside_calls_gbnf_becomes_a_part_of_their_grammar(run: Any) -> None:
     house, gbnf = House([piece("a", finish="stop")]), Constraint("gbnf", 'root ::= "yes" | "no"')
     with pytest.raises(ApiError, match="ordinary text"):

@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
@@ -39,7 +39,7 @@ from nanovllm_cli.server.ports import (
     Timings,
     Usage,
 )
-from nanovllm_cli.server.reading import template_variables
+from nanovllm_cli.server.reading import json_text, template_variables
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.chat_template import encode_chat, strings
 from nanovllm_cli.text.messages import template_messages, template_tools
@@ -71,6 +71,7 @@ class Generator:
             assert known is not None, "a model that chats has a format"
             form = await self._form(asked, tools)
             constraint = known.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=form)
+            bound = [tool for tool in tools if tool.strict or asked.tool_choice in ("required", tool.name)]
             phase = None
             if known.reasoning is not None:
                 to_content = constraint is not None and constraint is form
@@ -86,7 +87,8 @@ class Generator:
                 splits_reasoning=asked.splits_reasoning,
                 whole_calls=asked.whole_calls,
             )
-            return await self._begin(work, prompt_ids, params, asked, caller, "chat", [parser() for _ in range(params.n)])
+            parsers = [parser() for _ in range(params.n)]
+            return await self._begin(work, prompt_ids, params, asked, caller, "chat", parsers, bound)
 
     async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
@@ -133,6 +135,19 @@ class Generator:
             return asked.form
         return Constraint("lark", await self._in_thread(partial(lark_of_gbnf, asked.form.text)))
 
+    async def _check(self, constraint: Constraint, tools: Sequence[Tool]) -> None:
+        """Tries it out. tools: whose schemas are parts of it; of these the first is named that it fails for."""
+        try:
+            await self._checks.check(constraint)
+        except UsageError as error:
+            for tool in tools:
+                try:
+                    await self._checks.check(Constraint("json_schema", json_text(tool.parameters)))
+                except UsageError as found:
+                    told = UsageError(f"the parameters of {tool.name!r}: {found.message}", found.hint)
+                    raise ApiError.of(told, "tools") from None
+            raise ApiError.of(error, "tools" if tools else None) from None
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
@@ -148,10 +163,11 @@ class Generator:
         caller: Caller,
         operation: Operation,
         parsers: Sequence[AnswerParser],
+        tools: Sequence[Tool] = (),
     ) -> LiveGeneration:
         _check_fits(prompt_ids, work.model, asked.param if isinstance(asked, ChatAsked) else "prompt")
         if params.constraint is not None:
-            await self._checks.check(params.constraint)
+            await self._check(params.constraint, tools)
         salts = [salt for salt in (caller.tenant, asked.cache_salt) if salt is not None]
         stream = work.model.engine.generate(
             prompt_ids, params, priority=asked.priority, cache_salt=":".join(salts) if salts else None
