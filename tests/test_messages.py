@@ -46,6 +46,12 @@ def test_parts_become_lines() -> None:
     assert template_messages(user(None), CHATML) == user("")
 
 
+def test_reasoning_has_the_name_that_templates_know() -> None:
+    for given in ({"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning": "what", "reasoning_content": "hm"}):
+        (message,) = template_messages([{"role": "assistant", "content": "yes", **given}], CHATML)
+        assert message["reasoning_content"] == "hm"
+
+
 def test_nulls_are_left_out() -> None:
     message = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "name": None}
     assert template_messages([message], CHATML) == [{"role": "assistant", "content": "yes"}]

@@ -87,6 +87,8 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
         raise UsageError(f"{where} is not an object with a role and a content")
     plain = {name: value for name, value in message.items() if value is not None}
     plain["role"] = _role(plain.get("role"), where, template.source)
+    if isinstance(plain.get("reasoning"), str):  # vLLM's name; templates know the other one
+        plain.setdefault("reasoning_content", plain["reasoning"])
     calls = plain.pop("tool_calls", None)
     if calls:
         plain["tool_calls"] = _calls(calls, where, template)
