@@ -380,6 +380,8 @@ def test_a_chunked_body_is_put_together(server: Running) -> None:
     body = b'{"content": "hello"}'
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     assert server.say(head.encode() + chunks).json["count"] == 5
+    gzipped = head.replace("chunked", "gzip, chunked").encode()
+    assert "transfer coding" in error_of(server.say(gzipped + chunks), 415)["message"]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +400,9 @@ def test_what_is_no_json_or_nests_too_deep_is_told_at_once(server: Running, body
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b'{"content": "half a character: \\ud83d and on"}', r"surrogate pair \(byte"),
+        (b'{"content": "half a character: \\ud83d and on"}', r"ud83d \(byte 31\) is half of a surrogate pair"),
+        (b'{"content": "\\ud83d\\ude00, and half a character: \\ude00"}', r"ude00 \(byte 49\) is half"),
+        (b'{"content": "\\ud83d"}', r"ud83d \(byte 13\) is half"),
         (b'{"content": "a",}', r"trailing comma in object \(byte 16\)"),
         (b"", "truncated"),
         (b'{"content": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
@@ -667,6 +671,13 @@ def test_a_path_of_its_own_takes_its_own_methods(server: Running) -> None:
     for path, methods in own.items():
         answer = server.ask("OPTIONS", path)
         assert (answer.status, answer.headers["allow"]) == (405, methods), path
+
+
+def test_a_path_that_is_nearly_one_is_told_from_others(server: Running) -> None:
+    for path in ("/v1/chat/completions/", "//v1/chat/completions", "/v1/v1/chat/completions"):
+        assert error_of(server.ask("POST", path, CHAT), 404)["message"] == "no such path; /v1/chat/completions is one"
+    for path in ("/v1/chat", "/v2/models/", "//", "/v1/responses/a/"):
+        assert error_of(server.ask("GET", path), 404)["message"] == "no such path"
 
 
 def test_paths_of_llama_server_and_vllm_lead_to_the_same(server: Running, guarded: Running) -> None:

@@ -5,6 +5,7 @@ The OpenAPI description at /openapi.json is what is true of the server: bodies, 
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -92,11 +93,19 @@ async def build_routes(app: FastAPI) -> None:
 async def _tell(request: Request, failure: Exception) -> Response:
     exchange: Exchange = request.scope[SCOPE_KEY]
     error = as_api_error(failure)
+    if error.code == "unknown_path" and (meant := _meant(request)):
+        error = ApiError(404, f"no such path; {meant} is one", code="unknown_path")
     exchange.error = error.label
     response = error_response(error, request.scope["path"], exchange.request_id)
     if error.status == 405:
         response.headers["allow"] = ", ".join(_methods(request))
     return response
+
+
+def _meant(request: Request) -> str | None:
+    """The path that this one is but for slashes too many, or for a base URL's /v1 twice: clients' usual mistakes."""
+    path = re.sub("/{2,}", "/", request.scope["path"]).rstrip("/").replace("/v1/v1/", "/v1/")
+    return path if any(route.path == path for route in request.app.state.routes) else None
 
 
 def _methods(request: Request) -> list[str]:

@@ -7,6 +7,7 @@ addresses never get in: what is no typed error is "internal error" and the reque
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanovllm_cli.server.anthropic_errors import anthropic_form
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 
 _LONGEST_MESSAGE = 200
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 class JsonResponse(Response):
@@ -77,10 +79,19 @@ def _invalid(error: RequestValidationError) -> ApiError:
     problems = error.errors()
     param = _param(problems[0], error.body)
     same = [problem for problem in problems if _param(problem, error.body) == param]
-    texts = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ") for problem in same)
-    text = ", or ".join(texts)
+    text = ", or ".join(dict.fromkeys(map(_text, same)))
+    if not param and not isinstance(error.body, dict):
+        text = "the body must be a JSON object"
     message = f"{param}: {text}" if param else text
     return invalid_value(message[:_LONGEST_MESSAGE], param and param[:_LONGEST_MESSAGE])
+
+
+def _text(problem: Mapping[str, Any]) -> str:
+    """In JSON's words."""
+    text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if problem["type"] == "literal_error":
+        return re.sub(r"\b(True|False|None)\b", lambda found: _IN_JSON[found[0]], text)
+    return text
 
 
 def _param(problem: Mapping[str, Any], body: Any) -> str | None:

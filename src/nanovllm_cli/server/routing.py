@@ -29,6 +29,9 @@ MAX_ARRIVING = 16
 
 _decode = msgspec.json.Decoder().decode
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_HALF_A_PAIR = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
+)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -103,6 +106,8 @@ async def read_body(request: Request, gate: Gate, max_bytes: int, seconds: float
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
+    if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        raise ApiError(415, "compressed bodies are not read: chunked is the only transfer coding here")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise ApiError(415, "compressed bodies are not read: send the JSON as it is, without Content-Encoding")
     too_large = ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
@@ -136,6 +141,8 @@ def parse_json(body: bytes, max_depth: int) -> Any:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
         why = str(failure).removeprefix("JSON is malformed: ")
+        if half := _HALF_A_PAIR.search(body):
+            why = f"{half[0].decode()} (byte {half.start()}) is half of a surrogate pair, as where a text was cut within an emoji"
         raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
 
 
