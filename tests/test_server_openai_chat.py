@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import openai_spec
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server import logprobs
+from nanovllm_cli.server import context, logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import Timings
+from nanovllm_cli.server.settings import ServeSettings
+from nanovllm_cli.server.sse import EventStream, Frames
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta
 from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
@@ -219,6 +222,22 @@ def test_a_streams_timings_are_on_its_last_chunk_or_on_all(fields: dict[str, Any
     assert chunks[-1]["timings"]["predicted_ms"] == 2000.0
 
 
+def test_a_stream_is_pinged_as_its_request_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+
+    class Told(EventStream):
+        def __init__(self, frames: Frames, **more: Any) -> None:
+            told.append(more["ping_seconds"])
+            super().__init__(frames, **more)
+
+    monkeypatch.setattr(context, "EventStream", Told)
+    for path in ("/v1/chat/completions", "/v1/completions", "/completion"):
+        for asked in (None, 3, -1):
+            body: dict[str, Any] = HELLO if "chat" in path else {"prompt": "a"}
+            assert Door(FakeGenerates()).post(path, {**body, "stream": True, "sse_ping_interval": asked}).status == 200
+    assert told == [ServeSettings().ping_seconds, 3, math.inf] * 3
+
+
 def test_a_refusal_before_the_first_event_has_a_status() -> None:
     script = Script([], refuses=ApiError(400, "too long", code="context_length_exceeded", param="messages"))
     answer, _ = ask(script, stream=True)
@@ -336,6 +355,15 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.5, 99)
 
 
+def test_log_probabilities_that_a_server_gives_can_be_switched_off() -> None:
+    models = FakeModels(default_params=SamplingParams(logprobs=2))
+    for asked_for, meant in ((None, 2), (False, None), (True, 0)):
+        script = Script([[event("H", logprobs=drawn("H"))], [event(finish="stop")]])
+        answer, generates = ask(script, models, logprobs=asked_for)
+        assert generates.asked[0].params.logprobs == meant
+        assert (answer.json["choices"][0]["logprobs"] is None) == (meant is None)
+
+
 def test_a_requests_biases_leave_those_of_the_model_to_other_tokens() -> None:
     models = FakeModels(default_params=SamplingParams(logit_bias={5: -100, 7: -100}))
     _, generates = ask(models=models, logit_bias={"7": 0, "9": 1})
@@ -369,6 +397,9 @@ def test_a_requests_biases_leave_those_of_the_model_to_other_tokens() -> None:
         ("logit_bias", [[5, 0], [6, 0.0]], "logit_bias", {5: 0.0, 6: 0.0}),
         ("logit_bias", {}, "logit_bias", {}),
         ("lora", [], "temperature", 1.0),
+        ("length_penalty", 1.0, "temperature", 1.0),
+        ("samplers", ["top_k", "temperature"], "temperature", 1.0),
+        ("n_cmpl", 3, "n", 3),
         ("top_logprobs", 0, "logprobs", None),
         ("bad_words", ["no"], "bad_words", ("no",)),
         ("allowed_token_ids", [1, 2], "allowed_token_ids", (1, 2)),
@@ -429,7 +460,8 @@ def test_thinking_and_budgets() -> None:
     assert asked_with().thinking is None
     assert asked_with(enable_thinking=False).thinking is False
     assert asked_with().reasoning_budget is None
-    for name in ("thinking_budget", "reasoning_budget", "thinking_token_budget"):
+    llama_server = ("thinking_budget_tokens", "reasoning_budget_tokens")
+    for name in ("thinking_budget", "reasoning_budget", "thinking_token_budget", *llama_server):
         assert asked_with(**{name: 0}).reasoning_budget == 0
         assert asked_with(**{name: -1}).reasoning_budget is None
         assert refused(**{name: -2})["param"] == name
@@ -597,7 +629,14 @@ def test_token_ids_are_shown_where_they_are_asked_for() -> None:
         ("n_predict", 0), ("n_probs", 3),
         ("max_completion_tokens", 0), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 65), ("stop", ["x" * 1025]),
         ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", [2**40]), ("stop_token_ids", [0] * 1025),
-        ("logit_bias", {"": 1}), ("logit_bias", {"a" * 257: 1}), ("logit_bias", {"1": True}),
+        ("logit_bias", {"": 1}), ("logit_bias", {"12345678901": 1}), ("logit_bias", {"-5": 1}), ("logit_bias", {"4096": 1}),
+        ("samplers", ["frobnicate"]), ("samplers", ["top_k", "top-k"]), ("samplers", ["infill"]), ("samplers", "kz"),
+        ("samplers", 5), ("n_indent", 4), ("t_max_predict_ms", 5), ("adaptive_target", 0.5), ("return_progress", True),
+        ("verbose", True), ("grammar_lazy", True), ("grammar_triggers", [{}]), ("logprob_token_ids", [1]),
+        ("repetition_detection", {}),
+        ("watermarking", True), ("length_penalty", 0.5), ("return_prompt_text", True), ("reasoning_control", True),
+        ("sse_ping_interval", 0), ("min_keep", 1), ("post_sampling_probs", True), ("allowed_token_ids", [4096]),
+        ("logit_bias", {"a" * 257: 1}), ("logit_bias", {"1": True}),
         ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", [[1, 2, 3]]),
         ("logit_bias", [["hello", "1"]]), ("logit_bias", [["", 1]]), ("logit_bias", [[f"t{i}", 1] for i in range(257)]),
         ("logit_bias", [[1, True]]), ("logit_bias", [[True, 1]]), ("logit_bias", [[1.0, 1.5]]),
@@ -616,6 +655,11 @@ def test_token_ids_are_shown_where_they_are_asked_for() -> None:
 def test_a_value_out_of_bounds_is_refused(field: str, value: Any) -> None:
     error = refused(**{field: value})
     assert error["type"] == "invalid_request_error"
+    assert error["param"].partition("[")[0].partition(".")[0] == ("messages" if field == "messages" else field)
+
+
+def test_what_may_stand_there_is_said_as_json_says_it() -> None:
+    assert refused(echo=True)["message"] == "echo: should be false"
 
 
 NAN = b'{"messages":[{"role":"user","content":"x"}],"temperature":%s}'
@@ -626,6 +670,8 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     answer = Door(FakeGenerates()).post("/v1/chat/completions", body)
     assert answer.status == 400
     openai_spec.check("ErrorResponse", answer.json)
+    if body[:1] in b"[5" and body:
+        assert answer.json["error"]["message"] == "the body must be a JSON object"
 
 
 @pytest.mark.parametrize(

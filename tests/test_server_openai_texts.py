@@ -6,9 +6,13 @@ import asyncio
 import base64
 import json
 import math
+import random
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
@@ -18,9 +22,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import openai_spec
 from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.samplers import ORDER, names_of, with_samplers
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.vocabulary import TokenizerParts
@@ -316,13 +322,15 @@ def test_infill_is_what_llama_server_answers() -> None:
         "input_extra": [{"filename": "f.py", "text": "x=1"}],
         "n_predict": 7,
         "samplers": ["top_k", "infill"],
+        "temperature": 0.5,
     }
     answer, generates = ask(Script.of("mid", "dle"), fakes, "/infill", return_tokens=True, **fields)
     assert answer.status == 200, answer.text
     extra = [sep, *IDS.encode("f.py\nx=1"), sep]
     assert generates.asked[0].prompt == [*extra, pre, *IDS.encode("a"), suf, *IDS.encode("b"), mid, *IDS.encode("c")]
-    assert generates.asked[0].params.max_tokens == 7
+    assert (generates.asked[0].params.max_tokens, generates.asked[0].params.temperature) == (7, 1.0)
     body = answer.json
+    assert body["generation_settings"]["samplers"] == ["top_k"]
     assert (body["content"], body["stop"], body["stop_type"], body["tokens_predicted"]) == ("middle", True, "eos", 6)
     assert body["tokens"] == list(b"middle")
     streamed, _ = ask(Script.of("mid", "dle"), fakes, "/infill", stream=True, **fields)
@@ -365,7 +373,8 @@ def test_completion_is_what_llama_server_answers(path: str) -> None:
         ("n_cmpl", {"prompt": ["a"] * 512, "n_cmpl": 9}), ("n_cmpl", {"prompt": "a", "n_cmpl": 0}),
         ("min_keep", {"prompt": "a", "min_keep": 3}),
         ("n_predict", {"prompt": "a", "n_predict": -2}), ("n_probs", {"prompt": "a", "n_probs": -1}),
-        ("lora", {"prompt": "a", "lora": [{"id": 0}]}),
+        ("lora", {"prompt": "a", "lora": [{"id": 0}]}), ("samplers", {"prompt": "a", "samplers": ["top_k", "infill"]}),
+        ("samplers", {"prompt": "a", "samplers": "pt", "temperature": 0.5, "top_p": 0.5}),
         ("post_sampling_probs", {"prompt": "a", "n_probs": 2, "post_sampling_probs": True}),
         ("response_fields", {"prompt": "a", "response_fields": "content"}),
     ],
@@ -472,7 +481,76 @@ def test_probabilities_are_llama_servers() -> None:
     ]  # fmt: skip
     pieces = native_pieces(ask(Script(steps), path="/completion", prompt="a", n_probs=2, stream=True)[0])
     assert [entry for piece in pieces for entry in piece["completion_probabilities"]] == found
-    assert "completion_probabilities" not in ask(Script(steps), path="/completion", prompt="a", n_probs=0)[0].json
+    given = FakeModels(default_params=SamplingParams(logprobs=2))
+    assert "completion_probabilities" not in ask(Script(steps), given, "/completion", prompt="a", n_probs=0)[0].json
+    assert ask(Script(steps), path="/completion", prompt="a", logprobs=2)[0].json["completion_probabilities"] == found
+
+
+def drawn_from(params: SamplingParams, steps: Sequence[str], logits: Any) -> Any:
+    """Probabilities behind llama.cpp's samplers in this order, by their formulas. Tokens 0 and 1 were seen before, 2 would repeat
+    something; XTC always happens."""
+    logits = logits.copy()
+    for step in steps:
+        left = np.exp(logits - logits.max())
+        left /= left.sum()
+        likeliest = np.argsort(-left)
+        keep = np.isfinite(logits)
+        match step:
+            case "penalties":
+                seen = logits[:2]
+                logits[:2] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+                logits[:2] -= params.presence_penalty
+            case "dry":
+                logits[2] -= params.dry_multiplier
+            case "temperature" if params.temperature == 0:
+                keep &= left == left.max()
+            case "temperature":
+                logits = logits / params.temperature
+            case "min_p":
+                keep &= left >= params.min_p * left.max() * (1 - 1e-9)
+            case "top_k" if params.top_k:
+                keep[likeliest[params.top_k :]] = False
+            case "top_p":
+                keep[likeliest[1:]] &= np.cumsum(left[likeliest])[:-1] < params.top_p
+            case "typ_p":
+                surprise = -np.log(np.maximum(left, 1e-300))
+                nearest = np.argsort(np.abs(surprise - (left * surprise).sum()))
+                keep[nearest[1:]] &= np.cumsum(left[nearest])[:-1] < params.typical_p
+            case "xtc" if params.has_xtc:
+                top = [token for token in likeliest if left[token] >= params.xtc_threshold]
+                keep[top[:-1]] = False
+        logits = np.where(keep, logits, -np.inf)
+    left = np.exp(logits - logits.max())
+    return left / left.sum()
+
+
+def test_other_samplers_draw_as_llama_cpp_has_them_or_are_refused() -> None:
+    chosen = random.Random(5)
+    numbers = np.random.default_rng(5)
+    values: dict[str, tuple[float, float]] = {
+        "repetition_penalty": (1.0, 1.5), "presence_penalty": (0.0, 1.0), "dry_multiplier": (0.0, 2.0), "min_p": (0.0, 0.2),
+        "typical_p": (1.0, 0.3), "top_p": (1.0, 0.8), "xtc_probability": (0.0, 1.0),
+    }  # fmt: skip
+    taken = reordered = 0
+    for _ in range(600):
+        given: dict[str, Any] = {name: chosen.choice([*[pair[0]] * 2, pair[1]]) for name, pair in values.items()}
+        given |= {"temperature": chosen.choice([0, 0.6, 1, 1.7]), "top_k": chosen.choice([0, 4]), "xtc_threshold": 0.15}
+        params = SamplingParams(**given)
+        steps = chosen.sample(ORDER, chosen.randint(0, len(ORDER)))
+        logits = numbers.normal(0, 2, 12)
+        try:
+            ours = with_samplers(params, names_of(steps))
+        except ApiError:
+            continue
+        taken += 1
+        reordered += [step for step in ORDER if step in steps] != steps
+        greedy = ours.temperature == 0
+        plain = replace(ours, top_k=0, top_p=1, min_p=0, typical_p=1, xtc_probability=0) if greedy else ours
+        np.testing.assert_allclose(drawn_from(plain, ORDER, logits), drawn_from(params, steps, logits), atol=1e-9)
+    assert taken > 200
+    assert reordered > 50
+    assert names_of("edtmkypx") == names_of(ORDER) == list(ORDER)
+    assert names_of(["typical-p", "temp", "top_n_sigma", "adaptive_p"]) == ["typ_p", "temperature"]
 
 
 def test_a_stream_of_pieces_has_every_token() -> None:
@@ -500,6 +578,21 @@ def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:
     assert answer.json["content"].startswith("ab\n")
     assert not generates.generations[0].finished
     assert generates.generations[0].closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_at_a_line_that_is_not_indented_enough(stream: bool) -> None:
+    """As llama-server has it: the first line is the prompt's, and blanks of the last one stay."""
+    pieces = ["if a:\n  ", "  b\n\t", "\tc\n", " ", " d\n    e"]
+    script = Script([*([event(piece)] for piece in pieces), [event("f", finish="stop")]])
+    for indent, content in ((0, "".join(pieces) + "f"), (2, "".join(pieces) + "f"), (3, "if a:\n    b\n"), (9, "if a:\n    ")):
+        answer, generates = ask(script, path="/completion", prompt="a", n_indent=indent, stream=stream)
+        told = native_pieces(answer)
+        text = "".join(piece["content"] for piece in told)
+        assert text == (content if indent != 3 else content + "\t\t")
+        assert told[-1]["stop_type"] == ("eos" if indent < 3 else "limit")
+        assert generates.generations[0].closed
+    assert ask(Script.of("a\n\n  b"), path="/completion", prompt="a", n_indent=1)[0].json["content"] == "a\n"
 
 
 def test_who_is_late_is_closed_while_others_go_on() -> None:
@@ -596,6 +689,8 @@ def test_fewer_dimensions_are_of_length_one_again() -> None:
         ("input", {"input": ""}), ("input", {"input": []}), ("input", {"input": ["a", ""]}), ("input", {"input": [[]]}),
         ("input", {"input": None}), ("input", {}), ("input", {"input": ["a"] * 2049}), ("input", {"input": [1, "a"]}),
         ("dimensions", {"input": "a", "dimensions": 0}), ("encoding_format", {"input": "a", "encoding_format": "int8"}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": 3}),
+        ("embed_dtype", {"input": "a", "embed_dtype": "int8"}),
         ("pooling", {"input": "a", "pooling": "max"}), ("normalize", {"input": "a", "normalize": False}),
     ],
 )  # fmt: skip
@@ -622,6 +717,7 @@ def test_documents_come_in_the_order_of_their_nearness(path: str) -> None:
         ("documents", {"query": "a", "documents": [""]}),
         ("documents", {"query": "a", "documents": [{"title": "x"}]}),
         ("top_n", {"query": "a", "documents": ["a"], "top_n": 0}),
+        ("max_tokens_per_doc", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 9}),
     ],
 )
 def test_ranking_that_makes_no_sense_is_refused(param: str, fields: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ Failures are raised: ApiError, or any typed error of errors.py (a UsageError is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -52,9 +53,13 @@ class ServerContext:
         except NanovllmError as error:
             raise ApiError.of(error, param) from None
 
-    def stream(self, frames: Frames, error_frames: Callable[[ApiError], bytes] = openai_error_frames) -> EventStream:
-        """An answer that comes in pieces, with this server's limits."""
-        settings = self.settings
-        return EventStream(
-            frames, ping_seconds=settings.ping_seconds, write_seconds=settings.write_seconds, error_frames=error_frames
-        )
+    def stream(
+        self,
+        frames: Frames,
+        error_frames: Callable[[ApiError], bytes] = openai_error_frames,
+        *,
+        ping_interval: int | None = None,
+    ) -> EventStream:
+        """An answer that comes in pieces, with this server's limits. ping_interval: seconds that a request asks for, -1 none."""
+        ping = self.settings.ping_seconds if ping_interval is None else math.inf if ping_interval == -1 else float(ping_interval)
+        return EventStream(frames, ping_seconds=ping, write_seconds=self.settings.write_seconds, error_frames=error_frames)

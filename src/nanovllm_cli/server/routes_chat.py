@@ -36,7 +36,7 @@ def router(context: ServerContext) -> APIRouter:
         """The next turn of a conversation."""
         check_streaming(body)
         if body.stream:
-            return context.stream(_frames(context, body, exchange))
+            return context.stream(_frames(context, body, exchange), ping_interval=body.sse_ping_interval)
         return await while_connected(request, _whole(context, body, exchange))
 
     @routes.post("/chat/completions/input_tokens", include_in_schema=False)
@@ -85,13 +85,19 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
     tools, choice = _tools(body)
     thinking, variables = effort_of(body.reasoning_effort, body.enable_thinking, model, "reasoning_effort")
-    budget = first_given(body.thinking_budget, body.reasoning_budget, body.thinking_token_budget)
+    budget = first_given(
+        body.thinking_budget,
+        body.reasoning_budget,
+        body.thinking_token_budget,
+        body.thinking_budget_tokens,
+        body.reasoning_budget_tokens,
+    )
     return ChatAsked(
         messages=body.messages,
         params=body.sampling(
             model,
             max_tokens=first_given(body.max_completion_tokens, body.n_predict, body.max_tokens),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=_num_logprobs(body),
         ),
         tools=tools,
         tool_choice=choice,
@@ -106,6 +112,13 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    """As `sampling` takes it."""
+    if body.logprobs is None:
+        return None
+    return (body.top_logprobs or 0) if body.logprobs else -1
 
 
 def _tools(body: ChatRequest) -> tuple[Sequence[Tool], ToolChoice]:

@@ -50,7 +50,7 @@ def router(context: ServerContext) -> APIRouter:
         """What follows a text, or several."""
         _check(body)
         if body.stream:
-            return context.stream(_frames(context, body, exchange))
+            return context.stream(_frames(context, body, exchange), ping_interval=body.sse_ping_interval)
         return await while_connected(request, _whole(context, body, exchange))
 
     return routes

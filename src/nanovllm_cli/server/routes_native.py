@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routes_completions import MAX_ANSWERS
 from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.samplers import ORDER
 from nanovllm_cli.server.schemas_openai import (
     MAX_PROMPTS,
     ContinueRequest,
@@ -69,7 +70,7 @@ async def _answer(context: ServerContext, body: NativeRequest, request: Request,
     if body.prompt_logprobs is not None:
         raise ApiError(400, "/v1/completions gives log-probabilities", code="unsupported", param="prompt_logprobs")
     if body.stream:
-        return context.stream(_frames(context, body, exchange))
+        return context.stream(_frames(context, body, exchange), ping_interval=body.sse_ping_interval)
     return await while_connected(request, _whole(context, body, exchange))
 
 
@@ -109,7 +110,8 @@ async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange
     async with contextlib.AsyncExitStack() as stack:
         model = await stack.enter_async_context(context.models.use(body.model))
         limit, count = _limit(body), _num_answers(body)
-        params = body.sampling(model, max_tokens=1 if limit == 0 else limit, logprobs=body.n_probs or None)
+        num_probs = first_given(body.n_probs, body.logprobs)
+        params = body.sampling(model, max_tokens=1 if limit == 0 else limit, logprobs=-1 if num_probs == 0 else num_probs)
         params = replace(params, n=count)
         form = await checked_form(body, context)
         begun: list[_Begun] = []
@@ -185,7 +187,8 @@ class _Begun:
 @dataclass(slots=True)
 class _Progress:
     """How far an answer is, and what of it has not been told. llama-server's time limit counts from the first token, and waits
-    for the end of a line. params.logprobs: None for no probabilities at all. index: among all answers of the request."""
+    for the end of a line. params.logprobs: None for no probabilities at all. index: among all answers of the request. indent: the
+    blanks of a line that has only those so far; None in one that is indented enough, as the first is. is_cut: another was not."""
 
     body: NativeRequest
     params: SamplingParams
@@ -197,6 +200,8 @@ class _Progress:
     entries: list[TokenLogprobs] = field(default_factory=list)
     num_tokens: int = 0
     saw_newline: bool = False
+    indent: int | None = None
+    is_cut: bool = False
     last: Event | None = None
 
     @property
@@ -210,25 +215,41 @@ class _Progress:
 
     @property
     def is_over(self) -> bool:
-        if self.last is not None and self.last.finish_reason is not None:
+        if self.is_cut or (self.last is not None and self.last.finish_reason is not None):
             return True
-        limit = self.body.t_max_predict_ms
-        if not limit or self.first is None or not self.saw_newline:
+        limit = self.body.t_max_predict_ms or 0
+        if limit <= 0 or self.first is None or not self.saw_newline:
             return False
         return (time.monotonic() - self.first) * 1000 > limit
 
     def take(self, event: Event) -> None:
+        if self.is_cut:  # others go on
+            return
         self.last = event
         if not self.draws:
             return
         if self.first is None and event.token_ids:
             self.first = time.monotonic()
-        self.text.append(event.text)
+        self.text.append(self._indented(event.text))
         self.token_ids += event.token_ids
         self.num_tokens += len(event.token_ids)
         self.saw_newline |= "\n" in event.text
         if self.params.logprobs is not None:
             self.entries += self.tokens.take(event)
+
+    def _indented(self, text: str) -> str:
+        """Of what comes next, all ahead of the first character that is not indented enough; an empty line is not, either."""
+        if not self.body.n_indent:
+            return text
+        for place, character in enumerate(text):
+            if self.indent is not None and character in " \t":
+                self.indent += 1
+            elif self.indent is not None and self.indent < self.body.n_indent:
+                self.is_cut = True
+                return text[:place]
+            else:
+                self.indent = 0 if character == "\n" else None
+        return text
 
     def piece(self, generation: Generation) -> dict[str, Any]:
         """What is new since the last one."""
@@ -238,14 +259,18 @@ class _Progress:
         """The end, with all that has not been told."""
         told = self._told(generation, stops=True)
         told["prompt"] = prompt
-        told["generation_settings"] = generation_settings(generation.model, self.params, draws=self.draws)
+        steps = self.body.steps()
+        told["generation_settings"] = generation_settings(
+            generation.model, self.params, draws=self.draws, samplers=ORDER if steps is None else steps
+        )
         return told if self.body.response_fields is None else _selected(told, self.body.response_fields)
 
     def _told(self, generation: Generation, *, stops: bool) -> dict[str, Any]:
         usage, reason = generation.usage, None if self.last is None else self.last.finish_reason
-        stopped_by = self.last.stop_reason if self.last is not None and self.draws else None
+        by_itself = self.draws and not self.is_cut
+        stopped_by = self.last.stop_reason if self.last is not None and by_itself else None
         kind = "limit"
-        if reason == "stop" and self.draws:
+        if reason == "stop" and by_itself:
             kind = "word" if isinstance(stopped_by, str) else "eos"
         told = {
             "index": self.index,
@@ -267,16 +292,25 @@ class _Progress:
         return told
 
 
-def generation_settings(model: ServedModel, params: SamplingParams, *, draws: bool = True) -> dict[str, Any]:
-    """What a request is answered with, as /props says it of one that names nothing."""
+def generation_settings(
+    model: ServedModel, params: SamplingParams, *, draws: bool = True, samplers: Collection[str] = ORDER
+) -> dict[str, Any]:
+    """What a request is answered with, as /props says it of one that names nothing. samplers: in whatever order."""
     limit = -1 if params.max_tokens is None else params.max_tokens
     values = dataclasses.asdict(replace(params, logit_bias=None))
     kept = {name: value for name, value in values.items() if name not in ("constraint", "reasoning", "logit_bias")}
-    return {**kept, "n_ctx": model.facts.context_len, "n_predict": limit if draws else 0, "model": model.id}
+    applied = [name for name in ORDER if name in samplers]
+    return {
+        **kept,
+        "samplers": applied,
+        "n_ctx": model.facts.context_len,
+        "n_predict": limit if draws else 0,
+        "model": model.id,
+    }
 
 
 def _limit(body: NativeRequest) -> int | None:
-    return first_given(body.n_predict, body.max_tokens)
+    return first_given(body.n_predict, body.max_completion_tokens, body.max_tokens)
 
 
 def _selected(told: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from nanovllm_cli.sampling_params import INT_BOUNDS, MAX_LOGPROBS, MAX_TOKENS
 from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.samplers import names_of
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     MAX_MESSAGES,
@@ -43,6 +44,9 @@ TokenLimit = Annotated[
 NativeLimit = Annotated[
     Literal[-1] | Annotated[int, Field(ge=0, le=MAX_TOKENS)],
     explained("a number of tokens, 0 for the prompt alone, or -1 until the context is full"),
+]
+PingInterval = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, explained("a number of seconds, more than 0, or -1 for none")
 ]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
 
@@ -122,14 +126,15 @@ class StreamOptions(StrictModel):
 
 
 class StreamFields(StrictModel):
-    """return_token_ids: shows the ids of prompt and answer (vLLM's). timings_per_token: a stream's timings on every chunk
-    (llama-server's)."""
+    """return_token_ids: shows the ids of prompt and answer (vLLM's). llama-server's are timings_per_token: a stream's timings on
+    every chunk; sse_ping_interval: seconds of silence before a stream is pinged."""
 
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
+    sse_ping_interval: PingInterval = None
     return_tokens_as_token_ids: Literal[False] | None = None
 
 
@@ -140,6 +145,7 @@ class ChatRequest(StreamFields, SamplingFields):
     max_completion_tokens: TokenLimit | None = None
     max_tokens: TokenLimit | None = None
     n_predict: TokenLimit | None = None
+    n_cmpl: int | None = Field(default=None, ge=INT_BOUNDS["n"][0], le=INT_BOUNDS["n"][1])
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     stop: Stop = STOP_BESIDE_TOOLS
@@ -156,6 +162,9 @@ class ChatRequest(StreamFields, SamplingFields):
     thinking_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     reasoning_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     thinking_token_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    thinking_budget_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    reasoning_budget_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    reasoning_control: Literal[False] | None = None
     include_reasoning: bool | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None
 
@@ -176,6 +185,7 @@ class ChatRequest(StreamFields, SamplingFields):
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     mm_processor_kwargs: Unsupported = None
+    return_prompt_text: Literal[False] | None = None
 
 
 class CompletionRequest(StreamFields, SamplingFields):
@@ -211,31 +221,37 @@ class InputFile(TypedDict, total=False):
 
 class NativeRequest(SamplingFields):
     """What llama-server's own endpoints take. t_max_predict_ms: ends the answer at the end of a line, once it took so long.
-    response_fields: what of the answer is wanted; `timings/prompt_n` is that of `timings`."""
+    n_indent: ends it at a line, not the first, that is indented by fewer blanks. response_fields: what of the answer is wanted;
+    `timings/prompt_n` is that of `timings`."""
 
     model: ModelName | None = None
     stream: bool | None = None
     n_predict: NativeLimit | None = None
     max_tokens: NativeLimit | None = None
+    max_completion_tokens: NativeLimit | None = None
     n_cmpl: int | None = Field(default=None, ge=INT_BOUNDS["n"][0], le=INT_BOUNDS["n"][1])
     n_probs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    min_keep: Literal[0] | None = None
-    post_sampling_probs: Literal[False] | None = None
-    t_max_predict_ms: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    t_max_predict_ms: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_indent: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     return_tokens: bool | None = None
     response_fields: Annotated[list[ShortText], FIRST_ERROR] | None = Field(default=None, max_length=256)
-    samplers: Tolerated = None
-    n_indent: Tolerated = None
+    sse_ping_interval: PingInterval = None
+    reasoning_budget_tokens: Literal[-1] | None = None
     t_max_prompt_ms: Tolerated = None
 
 
 class InfillRequest(NativeRequest):
-    """POST /infill. What lies between prefix and suffix begins with `prompt`."""
+    """POST /infill. What lies between prefix and suffix begins with `prompt`. Of `samplers`, which editors always send, infill is
+    left out: generation_settings tell those that were applied."""
 
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[InputFile] | None = Field(default=None, max_length=256)
     prompt: str | None = None
+
+    def steps(self) -> list[str] | None:
+        return None if self.samplers is None else names_of(self.samplers, without=("infill",))
 
 
 @with_config(OPEN)
@@ -286,6 +302,10 @@ class EmbeddingRequest(StrictModel):
     dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
     pooling: Literal["mean", "last", "cls"] | None = None
     normalize: Literal[True] | None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    add_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: Unsupported = None
     priority: Priority | None = None
     user: Tolerated = None
 
@@ -315,6 +335,9 @@ class RerankRequest(StrictModel):
     documents: Annotated[list[SomeText | RerankDocument], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_INPUTS)
     top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
+    max_tokens_per_doc: Unsupported = None
+    rank_fields: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
     pooling: Literal["mean", "last", "cls"] | None = None
     priority: Priority | None = None
     user: Tolerated = None

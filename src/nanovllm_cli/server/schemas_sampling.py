@@ -3,6 +3,7 @@ Bounds are SamplingParams' own."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,12 +27,14 @@ from nanovllm_cli.sampling_params import (
 )
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.ports import ServedModel
+from nanovllm_cli.server.samplers import names_of, with_samplers
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     OPEN,
     SHORT,
     JsonObject,
     Priority,
+    ShortText,
     StrictModel,
     TokenId,
     Tolerated,
@@ -150,6 +153,11 @@ class SamplingFields(StrictModel):
     allowed_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["allowed_token_ids"])
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
     n: int | None = _bounded("n")
+    n_cmpl: int | None = Field(default=None, ge=1, le=1)
+    samplers: Annotated[
+        Annotated[list[ShortText], FIRST_ERROR, Field(max_length=64)] | ShortText | None,
+        explained("names of steps in their order, or one text of their letters"),
+    ] = None
     min_tokens: int | None = _bounded("min_tokens")
     stop: Stop = None
     stop_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
@@ -180,11 +188,25 @@ class SamplingFields(StrictModel):
     id_slot: Tolerated = None
 
     use_beam_search: Literal[False] | None = None
-    length_penalty: Unsupported = None
+    length_penalty: Literal[1] | None = None
+    logprob_token_ids: Unsupported = None
+    repetition_detection: Unsupported = None
+    watermarking: Literal[False] | None = None
+    ec_transfer_params: Unsupported = None
     mirostat: Literal[0] | None = None
     dynatemp_range: Literal[0] | None = None
     top_n_sigma: Literal[-1, 0] | None = None
+    adaptive_target: Literal[-1] | None = None
+    min_keep: Literal[0] | None = None
+    n_indent: int | None = Field(default=None, ge=0, le=0)
+    t_max_predict_ms: int | None = Field(default=None, ge=-1, le=0)
     n_probs: int | None = Field(default=None, ge=0, le=0)
+    post_sampling_probs: Literal[False] | None = None
+    return_progress: Literal[False] | None = None
+    verbose: Literal[False] | None = None
+    grammar_lazy: Literal[False] | None = None
+    grammar_triggers: Unsupported = None
+    preserved_tokens: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
     logits_processors: Unsupported = None
@@ -194,13 +216,14 @@ class SamplingFields(StrictModel):
 
     def sampling(self, model: ServedModel, **more: Any) -> SamplingParams:
         """These fields over the model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens
-        of -1 is no limit, whatever the default is.
+        of -1 is no limit, and logprobs of -1 are none, whatever the defaults are.
 
-        Raises UsageError and ApiError.
+        Raises ApiError.
         """
         given = {name: value for name, value in more.items() if value is not None}
-        if given.get("max_tokens") == -1:
-            given["max_tokens"] = None
+        for name in ("max_tokens", "logprobs"):
+            if given.get(name) == -1:
+                given[name] = None
         for name in _SAID_AS_THEY_ARE:
             value = first_given(getattr(self, name), getattr(self, _OTHER_NAMES.get(name, name)))
             if value is not None:
@@ -209,7 +232,17 @@ class SamplingFields(StrictModel):
             given["logit_bias"] = _biases(self.logit_bias, model.tokenizer)
         if self.seed is not None:  # OpenAI's are signed
             given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
-        return model.default_params.under(given)
+        try:
+            params = model.default_params.under(given)
+            params.check_vocabulary(model.facts.vocab_size)
+        except UsageError as error:  # begins with the field
+            raise ApiError.of(error, re.split(r"\W", error.message, maxsplit=1)[0]) from None
+        steps = self.steps()
+        return params if steps is None else with_samplers(params, steps)
+
+    def steps(self) -> list[str] | None:
+        """The steps from logits to a token that are wanted, where that is said."""
+        return None if self.samplers is None else names_of(self.samplers)
 
     def form(self) -> tuple[Constraint | None, str | None]:
         """What the answer must look like, and the field that says so. Raises ApiError, which names that field."""
@@ -241,7 +274,7 @@ class SamplingFields(StrictModel):
         return forms[0] if forms else (None, None)
 
 
-_OTHER_NAMES = {"repetition_penalty": "repeat_penalty", "penalty_last_n": "repeat_last_n"}
+_OTHER_NAMES = {"repetition_penalty": "repeat_penalty", "penalty_last_n": "repeat_last_n", "n": "n_cmpl"}
 _SAID_AS_THEY_ARE = [
     each.name for each in fields(SamplingParams) if each.name in SamplingFields.model_fields.keys() - {"logit_bias", "seed"}
 ]
@@ -263,7 +296,8 @@ def _biases(given: dict[str, float] | list[list[Any]], tokenizer: Tokenizer) -> 
 
 
 def _number_in(key: str) -> int | str:
-    return int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else key
+    """What looks like an id is one, or wrong: never a text."""
+    return int(key) if re.fullmatch(r"-?[0-9]+", key) else key
 
 
 def _of_format(wanted: ResponseFormat) -> Constraint | None:
