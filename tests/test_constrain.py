@@ -471,6 +471,9 @@ def test_a_budget_finishes_a_tag_that_has_begun() -> None:
         ("gbnf", "root ::= [z-a]", "backwards"),
         ("gbnf", "root = a", "line 1"),
         ("regex", "a\ud800", "surrogate"),
+        ("json_schema", r'{"const": "\ud800"}', "surrogate"),
+        ("json_schema", r'{"properties": {"\udc00": {}}}', "surrogate"),
+        ("choice", r'["a", "\ud800"]', "surrogate"),
         ("regex", "(a?){500}a{500}", "too large"),
     ],
 )

@@ -89,10 +89,7 @@ def grammars_of(constraint: Constraint) -> list[str]:
     """llguidance's texts for it, of which the first that compiles is to be taken. Raises UsageError for what is malformed or too
     large."""
     text, name = constraint.text, _NAMES[constraint.kind]
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{name} holds a lone surrogate", "send valid Unicode") from None
+    _check_unicode(text, name)
     _check_depth(text, name, _REGEX_BRACKETS if constraint.kind == "regex" else _BRACKETS)
     match constraint.kind:
         case "json_object":
@@ -146,9 +143,18 @@ def _schema(text: str) -> Any:
 
 def _json(text: str, name: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name} is not JSON: {str(error)[:_MAX_REASON]}") from None
+    _check_unicode(json.dumps(found, ensure_ascii=False), name)  # by an escape
+    return found
+
+
+def _check_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} holds a lone surrogate", "send valid Unicode") from None
 
 
 def _refuse_constant(name: str) -> None:
