@@ -474,6 +474,7 @@ def test_a_budget_finishes_a_tag_that_has_begun() -> None:
         ("json_schema", r'{"const": "\ud800"}', "surrogate"),
         ("json_schema", r'{"properties": {"\udc00": {}}}', "surrogate"),
         ("choice", r'["a", "\ud800"]', "surrogate"),
+        ("json_schema", '{"enum": [1e400]}', "1e400"),
         ("regex", "(a?){500}a{500}", "too large"),
     ],
 )

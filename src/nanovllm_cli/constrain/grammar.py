@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from typing import Any
 
@@ -143,7 +144,7 @@ def _schema(text: str) -> Any:
 
 def _json(text: str, name: str) -> Any:
     try:
-        found = json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name} is not JSON: {str(error)[:_MAX_REASON]}") from None
     _check_unicode(json.dumps(found, ensure_ascii=False), name)  # by an escape
@@ -159,6 +160,13 @@ def _check_unicode(text: str, name: str) -> None:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:40]} is out of range")
+    return value
 
 
 def _check_depth(text: str, name: str, brackets: re.Pattern[str]) -> None:
