@@ -132,6 +132,7 @@ class FakeGenerates:
         self.script = script if script is not None else Script.of("Hello", " there")
         self.models = models or FakeModels()
         self.asked: list[ChatAsked | TextAsked] = []
+        self.encoded: list[ChatAsked] = []
         self.callers: list[Caller] = []
         self.priorities: list[int] = []
         self.generations: list[FakeGeneration] = []
@@ -144,6 +145,7 @@ class FakeGenerates:
         return await self._begin(model, asked, caller, ids)
 
     async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+        self.encoded.append(asked)
         return [65] * sum(len(str(message.get("content") or "")) + 4 for message in asked.messages)
 
     async def embed(

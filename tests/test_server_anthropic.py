@@ -402,6 +402,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"compaction": {"type": "enabled"}}, "compaction"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits"),
     ({"context_management": 5}, "context_management"),
     ({"thinking": "on"}, "thinking"),

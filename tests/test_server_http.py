@@ -612,6 +612,10 @@ def test_tokenize_there_and_back(server: Running) -> None:
     assert len(both["token_strs"]) == both["count"] == 2
     counted = server.ask("POST", "/tokenize", {"messages": CHAT["messages"]}).json
     assert counted["count"] == len(counted["tokens"]) > 0
+    generates, begun = FakeGenerates(), {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Hm"}]}
+    switches = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
+    assert Door(generates).post("/tokenize", begun | switches).status == 200
+    assert (generates.encoded[0].continues, generates.encoded[0].template_kwargs) == (True, {"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -619,6 +623,10 @@ def test_tokenize_there_and_back(server: Running) -> None:
     [
         ("/tokenize", {}, "content"), ("/tokenize", {"content": "a", "prompt": "b"}, "prompt"),
         ("/tokenize", {"content": "a", "add_special": "yes"}, "add_special"), ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", CHAT | {"add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", CHAT | {"continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"messages": [{"content": "a"}], "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", CHAT | {"chat_template": "x"}, "chat_template"),
         ("/detokenize", {"tokens": [2**31]}, "tokens[0]"), ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"), ("/detokenize", {"tokens": [True]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -107,7 +108,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         template_kwargs={**variables, **(body.chat_template_kwargs or {})},
         thinking=thinking,
         reasoning_budget=None if budget is None or budget < 0 else budget,
-        continues=_continues(body),
+        continues=continues(body.messages, body.continue_final_message, body.add_generation_prompt),
         splits_reasoning=body.reasoning_format != "none",
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
@@ -132,22 +133,23 @@ def _tools(body: ChatRequest) -> tuple[Sequence[Tool], ToolChoice]:
     return checked_tools(tools, selection["mode"], [name_of(tool) for tool in selection["tools"]])
 
 
-def _continues(body: ChatRequest) -> bool:
-    """Whether the last message is an answer to go on with (vLLM's two switches)."""
-    last_is_answer = body.messages[-1]["role"] == "assistant"
-    if body.continue_final_message:
-        if body.add_generation_prompt:
+# ---- shared with other routes ----
+
+
+def continues(
+    messages: Sequence[Mapping[str, Any]], continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> bool:
+    """Whether the last message is an answer to go on with (vLLM's two switches). Raises ApiError 400."""
+    if continue_final_message:
+        if add_generation_prompt:
             raise invalid_value("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-        if not last_is_answer:
+        if messages[-1].get("role") != "assistant":
             raise invalid_value("the last message is not the assistant's", "continue_final_message")
         return True
-    if body.add_generation_prompt is False:
+    if add_generation_prompt is False:
         message = "a chat without a generation prompt is not supported"
         raise ApiError(400, message, code="unsupported", param="add_generation_prompt")
     return False
-
-
-# ---- shared with other routes ----
 
 
 def shown_by(body: StreamFields) -> dict[str, bool]:

@@ -21,6 +21,7 @@ from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
 from nanovllm_cli.server.reading import template_variables
+from nanovllm_cli.server.routes_chat import continues
 from nanovllm_cli.server.routes_native import generation_settings
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_own import (
@@ -145,7 +146,13 @@ def _props(served: ServedModel) -> dict[str, Any]:
 
 async def _token_ids(context: ServerContext, served: ServedModel, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        asked = ChatAsked(messages=body.messages, params=_UNSET, tools=body.tools or ())
+        asked = ChatAsked(
+            messages=body.messages,
+            params=_UNSET,
+            tools=body.tools or (),
+            template_kwargs=body.chat_template_kwargs or {},
+            continues=continues(body.messages, body.continue_final_message, body.add_generation_prompt),
+        )
         return await context.generates.encode_chat(served.id, asked)
     text = body.content if body.content is not None else body.prompt or ""
     limit = max(_LEAST_CHARS, _CHARS_A_TOKEN * served.facts.context_len)

@@ -65,6 +65,7 @@ class CountTokensRequest(StrictModel):
     context_management: Any = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     container: Unsupported = None
+    thread: Unsupported = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -76,6 +77,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    compaction: Unsupported = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """What is said of how to draw, over a model's defaults. A message is one answer."""

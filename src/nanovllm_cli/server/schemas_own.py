@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, RootModel, StrictBool
 
 from nanovllm_cli.server.routing import ErrorAnswer
-from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, TokenId
+from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, TokenId, Unsupported
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 AnyMessage = dict[str, Any]
 
 
 class TokenizeRequest(BaseModel):
-    """One of: content (as llama-server has it), prompt, messages (both as vLLM has them).
+    """One of: content (as llama-server has it), prompt, messages (both as vLLM has them, with the switches of its chats).
 
     add_special: the tokens that the model begins a text with; by default only for a prompt. parse_special: control tokens in the
     text count as such; in messages they never do.
@@ -30,6 +30,10 @@ class TokenizeRequest(BaseModel):
     parse_special: StrictBool = True
     with_pieces: StrictBool = False
     return_token_strs: StrictBool = False
+    continue_final_message: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template: Unsupported = None
 
 
 class Piece(BaseModel):
