@@ -90,7 +90,7 @@ ANSWERS = {
     b"5\r\nhello\r\n1;x=y\r\n,\r\nC\r\n and world!!\r\n0\r\nTrailer: x\r\n\r\n",
     "length": HEAD + b"Content-Length: 18\r\n\r\nhello, and world!!",
     "until the end": HEAD + b"\r\nhello, and world!!",
-    "after an interim answer": b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"content-length:18\r\n\r\nhello, and world!!",
+    "after interim answers": b"HTTP/1.1 100 Continue\r\n\r\n" * 2000 + HEAD + b"content-length:18\r\n\r\nhello, and world!!",
 }
 
 

@@ -88,8 +88,9 @@ class ResponseReader:
     def feed(self, data: bytes) -> bytes:
         """What `data` adds to the body. Raises HttpError."""
         self._buffer += data
-        if not self.status and not self._read_head():
-            return b""
+        while not self.status:
+            if not self._read_head():
+                return b""
         if not self._chunked:
             return self._plain()
         body = bytearray()
@@ -106,6 +107,7 @@ class ResponseReader:
         self.complete = True
 
     def _read_head(self) -> bool:
+        """Whether there was one; where it is an interim answer's, the real one follows, and there is no status yet."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0 or end > MAX_HEAD_BYTES:
             if len(self._buffer) > MAX_HEAD_BYTES:
@@ -117,8 +119,8 @@ class ResponseReader:
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not (words[1].isdecimal() and len(words[1]) == 3):
             raise HttpError(f"this is not HTTP: {first[:60]!r}")
         status = int(words[1])
-        if 100 <= status < 200:  # an interim answer: the real one follows
-            return self._read_head()
+        if 100 <= status < 200:
+            return True
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()

@@ -65,7 +65,7 @@ def with_samplers(params: SamplingParams, names: Sequence[str]) -> SamplingParam
     for first, second in combinations(active, 2):
         if ORDER.index(first) > ORDER.index(second) and not _same_either_way(params, first, second):
             order = ", ".join(ORDER)
-            message = f"samplers: {first} ahead of {second} is not supported while both are set; here the order is {order}"
+            message = f"samplers: {first} ahead of {second} is not supported while both have an effect; here the order is {order}"
             raise ApiError(400, message, code="unsupported", param="samplers")
     if "min_p" in active and "temperature" in active[active.index("min_p") :]:
         params = replace(params, min_p=params.min_p ** (1 / params.temperature))
