@@ -374,6 +374,7 @@ def test_completion_is_what_llama_server_answers(path: str) -> None:
         ("min_keep", {"prompt": "a", "min_keep": 3}),
         ("n_predict", {"prompt": "a", "n_predict": -2}), ("n_probs", {"prompt": "a", "n_probs": -1}),
         ("lora", {"prompt": "a", "lora": [{"id": 0}]}), ("samplers", {"prompt": "a", "samplers": ["top_k", "infill"]}),
+        ("image_data", {"prompt": "a", "image_data": [{"data": "", "id": 1}]}),
         ("samplers", {"prompt": "a", "samplers": "pt", "temperature": 0.5, "top_p": 0.5}),
         ("post_sampling_probs", {"prompt": "a", "n_probs": 2, "post_sampling_probs": True}),
         ("response_fields", {"prompt": "a", "response_fields": "content"}),
@@ -434,6 +435,8 @@ def test_an_answer_says_what_it_was_asked() -> None:
     fields = ["prompt", "generation_settings/n_predict", "generation_settings/n_ctx", "generation_settings/temperature"]
     answer, _ = ask(path="/completion", prompt="Once", n_predict=7, temperature=0.5, response_fields=fields)
     assert answer.json == dict(zip(fields, ["Once", 7, 4096, 0.5], strict=True))
+    told = ask(path="/completion", prompt="a", repeat_penalty=1.5, repeat_last_n=9, n_probs=2)[0].json["generation_settings"]
+    assert (told["repeat_penalty"], told["repeat_last_n"], told["n_probs"], told["samplers"]) == (1.5, 9, 2, list(ORDER))
     streamed = native_pieces(ask(path="/completion", prompt="Once", stream=True)[0])
     assert ["prompt" in piece for piece in streamed] == [False, False, True]
     assert streamed[-1]["generation_settings"]["n_predict"] == -1

@@ -295,13 +295,17 @@ class _Progress:
 def generation_settings(
     model: ServedModel, params: SamplingParams, *, draws: bool = True, samplers: Collection[str] = ORDER
 ) -> dict[str, Any]:
-    """What a request is answered with, as /props says it of one that names nothing. samplers: in whatever order."""
+    """What a request is answered with, as /props says it of one that names nothing; llama-server's names are there, too.
+    samplers: in whatever order."""
     limit = -1 if params.max_tokens is None else params.max_tokens
     values = dataclasses.asdict(replace(params, logit_bias=None))
     kept = {name: value for name, value in values.items() if name not in ("constraint", "reasoning", "logit_bias")}
     applied = [name for name in ORDER if name in samplers]
     return {
         **kept,
+        "repeat_penalty": params.repetition_penalty,
+        "repeat_last_n": params.penalty_last_n,
+        "n_probs": params.logprobs or 0,
         "samplers": applied,
         "n_ctx": model.facts.context_len,
         "n_predict": limit if draws else 0,

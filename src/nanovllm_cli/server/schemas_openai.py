@@ -238,6 +238,7 @@ class NativeRequest(SamplingFields):
     response_fields: Annotated[list[ShortText], FIRST_ERROR] | None = Field(default=None, max_length=256)
     sse_ping_interval: PingInterval = None
     reasoning_budget_tokens: Literal[-1] | None = None
+    image_data: Unsupported = None
     t_max_prompt_ms: Tolerated = None
 
 
