@@ -476,6 +476,7 @@ def test_a_budget_finishes_a_tag_that_has_begun() -> None:
         ("choice", r'["a", "\ud800"]', "surrogate"),
         ("json_schema", '{"enum": [1e400]}', "1e400"),
         ("regex", "(a?){500}a{500}", "too large"),
+        ("regex", "a\\\\\\", "escape"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(kind: str, text: str, said: str) -> None:

@@ -134,7 +134,9 @@ def test_a_matcher_that_gives_up_ends_its_own_request(llm: LLM, monkeypatch: pyt
 
 
 def test_what_is_more_than_llguidance_follows_is_the_requests_own_doing(llm: LLM) -> None:
-    (answer,) = answers(llm, Constraint("regex", "(a{1,900}){300,900}"), max_tokens=300)
+    with pytest.raises(UsageError, match="too involved"):  # already at its beginning
+        answers(llm, Constraint("regex", "(a{1,900}){300,900}"))
+    (answer,) = answers(llm, Constraint("regex", "(a{1,100}){50,100}"), max_tokens=300)
     assert (answer.finish_reason, answer.unmeetable) == ("error", True)
     assert answer.error == "the answer could not be held to its constraint: its expressions are too involved"
     doubling = "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(18))

@@ -100,6 +100,8 @@ def grammars_of(constraint: Constraint) -> list[str]:
         case "choice":
             return [llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, choices_of(text))))]
         case "regex":
+            if re.search(r"(?<!\\)(?:\\\\)*+\\\Z", text):  # llguidance leaves it out
+                raise UsageError(f"{name} ends in the middle of an escape", "a backslash by itself is written \\\\")
             return [llguidance.LLMatcher.grammar_from_regex(text)]
         case "gbnf":
             return grammars_of_gbnf(text)
