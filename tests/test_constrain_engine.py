@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from nanovllm_cli import LLM, SamplingParams
+from nanovllm_cli import LLM, SamplingParams, system
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain import compiler as compilers
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
@@ -239,6 +239,7 @@ def test_equal_constraints_are_compiled_once(llm: LLM, monkeypatch: pytest.Monke
         return compile_(constraint, vocabulary)
 
     monkeypatch.setattr(compilers, "compiled", counting)
+    monkeypatch.setattr(system, "available_bytes", system.memory_bytes)
     same = [SamplingParams(constraint=Constraint("regex", "once[0-9]"), seed=i) for i in range(6)]
     texts = {output.outputs[0].text for output in llm.generate(["a"] * 6, same)}
     assert all(re.fullmatch("once[0-9]", text) for text in texts)
@@ -249,6 +250,12 @@ def test_equal_constraints_are_compiled_once(llm: LLM, monkeypatch: pytest.Monke
         prepared.result()
     llm.generate("a", same[0])
     assert len(seen) == compilers.MAX_KEPT + 2
+    monkeypatch.setattr(system, "available_bytes", lambda: system.memory_bytes() // 9)  # the others would take what there is
+    for text in ("other9", "once[0-9]", "one more", "one more"):
+        llm.generate("a", SamplingParams(constraint=Constraint("regex", text)))
+    assert len(seen) == compilers.MAX_KEPT + 3
+    llm.generate("a", same[0])
+    assert len(seen) == compilers.MAX_KEPT + 4
 
 
 def test_steps_without_constraints_start_no_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Compiling beside the engine's steps: in a thread (llguidance lets go of the interpreter meanwhile), once for equal constraints.
 
-What was compiled is found again while somebody holds its future, and of the last ones longer.
+What was compiled is found again while somebody holds its future, and of the last ones longer; where memory is short, of the very
+last alone: what llguidance learns of an expression stays with it, and may be hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import llguidance
 
+from nanovllm_cli import system
 from nanovllm_cli.constrain.grammar import compiled
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.matcher import Matcher
@@ -21,6 +23,8 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.sampling_params import SamplingParams
 
 MAX_KEPT = 64
+_SHORT = 8
+"""Where less than this part of the memory is available."""
 
 Compiled = llguidance.LLMatcher | None
 
@@ -43,12 +47,14 @@ class Compiler:
             return None
         key = params.constraint
         with self._lock:
-            future = self._known.get(key)
+            future, most = self._known.get(key), MAX_KEPT
             if future is None:
                 future = self._known[key] = self._thread.submit(self._compile, key)
+                if system.available_bytes() < system.memory_bytes() // _SHORT:
+                    most = 1
             self._recent[key] = future
             self._recent.move_to_end(key)
-            if len(self._recent) > MAX_KEPT:
+            while len(self._recent) > most:
                 self._recent.popitem(last=False)
         return future
 
