@@ -91,7 +91,7 @@ def test_sections_are_listed_and_unknown_ones_refused() -> None:
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [section.name for section in sections.SECTIONS]
     refused = script("--only", "ceilings,nothing")
     assert refused.returncode == 2
-    assert "no section 'nothing'; known: environment, ceilings" in refused.stderr
+    assert "no section 'nothing'; known: environment, contact, ceilings" in refused.stderr
 
 
 def test_a_call_resumes_where_another_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

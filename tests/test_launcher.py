@@ -6,6 +6,7 @@ The fakes have the signatures of CuPy 13.6 to 14.2 (`Module.load(cubin)`, `drive
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import struct
@@ -23,7 +24,7 @@ import torch
 
 from emulation.emulator import cuda_headers
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import compiler, launcher, norm
+from nanovllm_cli.kernels import compiler, cuda_device, launcher, norm
 from nanovllm_cli.kernels.compiler import Compiled, Resources
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.kernel import Kernel
@@ -285,6 +286,31 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(gpu: Gpu, monkeypatch:
         CudaDevice().capture(lambda: None)
     assert gpu.stream == 5
     assert streams == [("a stream of", torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_what_torch_keeps_for_all_graphs_is_not_made_in_inference_mode(
+    infers: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`capture_begin` makes the first graph's seed and offset and fills those that are there: outside of inference mode torch
+    refuses to fill what was made in it."""
+
+    class Capture(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            seed.append(torch.zeros(1))
+
+    seed: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args: Capture())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(cuda_device, "_Place", lambda output: output)
+    with torch.inference_mode(infers):
+        _, output = CudaDevice().capture(lambda: torch.ones(1))
+    assert not seed[0].is_inference()
+    assert output.is_inference() == infers
 
 
 def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:

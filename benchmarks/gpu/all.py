@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,7 +35,7 @@ from gpu import report, sections
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT / folder) for folder in ("src", "tests", "benchmarks")]
-DEFAULT_BUDGET = 540.0
+DEFAULT_BUDGET = 560.0
 
 
 def main(words: list[str] | None = None) -> int:
@@ -180,6 +180,13 @@ def end_whole() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+def leave(status: int) -> NoReturn:
+    """A section's process ends here: all is written, and libraries that let go of a GPU one after the other can crash at it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     end_whole()
-    sys.exit(main())
+    (leave if "--section" in sys.argv else sys.exit)(main())

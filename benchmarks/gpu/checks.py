@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gpu.engines import Loaded, finished, gpu, load, release, serve
+from gpu.engines import Loaded, finished, gpu, load, overlaps, release, serve
 from gpu.sections import TAIL, Output, Skipped
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import Request, prompt
@@ -111,16 +112,23 @@ def _text(said: str | bytes | None) -> str:
 def tokens(output: Output) -> None:
     """What the GPU answers greedily, judged by the CPU's probabilities of the same tokens."""
     shape = replace(SHAPES["qwen3-0.6b"], tied=False)  # a tied head of random weights repeats the prompt's last token
-    answers = {
-        "bf16": answered(shape, gpu(), PROMPTS),
-        "bf16, one at a time": answered(shape, gpu(), 1),
-        "programmatic launch": answered(shape, gpu(True), PROMPTS),
-        "one kernel after the other": answered(shape, gpu(False), PROMPTS),
-        "eager": answered(shape, gpu(), PROMPTS, eager=True),
-        "deterministic": answered(shape, gpu(), PROMPTS, deterministic=True),
-        "fp8 cache": answered(shape, gpu(), PROMPTS, kv_cache_dtype="fp8"),
+    ways: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+        "bf16": lambda: answered(shape, gpu(), PROMPTS),
+        "bf16, one at a time": lambda: answered(shape, gpu(), 1),
+        "programmatic launch": lambda: answered(shape, gpu(True), PROMPTS),
+        "one kernel after the other": lambda: answered(shape, gpu(False), PROMPTS),
+        "eager": lambda: answered(shape, gpu(), PROMPTS, eager=True),
+        "deterministic": lambda: answered(shape, gpu(), PROMPTS, deterministic=True),
+        "fp8 cache": lambda: answered(shape, gpu(), PROMPTS, kv_cache_dtype="fp8"),
     }
-    same = [answers[kind] == answers["bf16"] for kind in ("programmatic launch", "one kernel after the other", "eager")]
+    if not overlaps():  # where kernels hang so, nobody waits for them
+        del ways["programmatic launch"]
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    for kind, answer in ways.items():
+        output.attempt(lambda kind=kind, answer=answer: answers.update({kind: answer()}))
+        release()
+    alike = ("programmatic launch", "one kernel after the other", "eager")
+    same = [answers[kind] == answers.get("bf16") for kind in alike if kind in answers]
     output.put("recorded, eager and programmatic steps have the same tokens", all(same))
     cpu = load(shape, None, **_room(PROMPTS))
     for kind, found in answers.items():
@@ -207,6 +215,8 @@ def edges(graph: int) -> list[Edge]:
     driver = ctypes.CDLL(DRIVER)
     handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
     _succeed(driver.cuGraphGetEdges_v2(handle, None, None, None, ctypes.byref(count)))
+    if not count.value:
+        return []
     ends, found = [(ctypes.c_void_p * count.value)() for _ in range(2)], (Edge * count.value)()
     _succeed(driver.cuGraphGetEdges_v2(handle, *ends, found, ctypes.byref(count)))
     return list(found)

@@ -7,26 +7,27 @@ import time
 from typing import Any
 from unittest.mock import patch
 
-from gpu.engines import Decoded, Loaded, decode, finished, gpu, load, release, serve
-from gpu.report import ONE_BY_ONE, OVERLAPPED, SMALLEST
+from gpu.engines import Decoded, Loaded, decode, finished, gpu, load, overlaps, release, serve
+from gpu.report import EAGER, ONE_BY_ONE, OVERLAPPED, SMALLEST
 from gpu.sections import Output
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import PROMPT, Request, nano_vllm, prompt
 from nanovllm_cli.kernels import launcher
 from nanovllm_cli.sampling_params import SamplingParams
 
-MODELS = (SMALLEST, "qwen3-8b", "llama-3.2-1b")
+LARGE = "qwen3-8b"
+OTHERS = (LARGE, "llama-3.2-1b")
 ROUNDS = 3
-BATCHES = (8, 32, 128, 256)
-WAYS: tuple[tuple[str, dict[str, Any], bool | None, int], ...] = (
-    (ONE_BY_ONE, {}, False, 100),
-    ("eager", {"eager": True}, None, 100),
-    (OVERLAPPED, {}, True, 100),
+BATCHES = (32, 8, 128, 256)
+"""The first has a bar."""
+Way = tuple[str, dict[str, Any], bool | None, int]
+"""Of a decode step: settings, programmatic launch (None: as elsewhere), percent of a multiprocessor's memory that is shared."""
+WAYS: tuple[Way, ...] = ((EAGER, {"eager": True}, None, 100), (ONE_BY_ONE, {}, False, 100), (OVERLAPPED, {}, True, 100))
+OTHER_WAYS: tuple[Way, ...] = (
     ("deterministic", {"deterministic": True}, None, 100),
     ("eight guesses", {"num_speculative_tokens": 8}, None, 100),
     ("programmatic launch, memory divided as each kernel likes", {}, True, -1),
 )
-"""Of a decode step: settings, programmatic launch (None: as elsewhere), percent of a multiprocessor's memory that is shared."""
 PREFILLS = ((2048, 1), (512, 1), (8192, 1), (2048, 4))
 """Tokens of a prompt, prompts at once."""
 
@@ -54,40 +55,69 @@ def measure(loaded: Loaded, shape: Shape, batch: int, steps: int, rounds: int = 
 
 
 def batch_1(output: Output) -> None:
-    """The models one after the other; then what graphs and programmatic launch do for the smallest, whose steps are shortest.
-    Each row says whether its tokens are the first one's."""
-    for name in MODELS:
-        shape = SHAPES[name]
-        loaded = load(shape, gpu(), **room(1, 1024))
-        result, last = measure(loaded, shape, 1, 256 if shape.hidden < 4096 else 128)
-        output.put(name, result)
-        if name == MODELS[0]:
-            recorded = last.outputs[0].outputs[0].token_ids
-        del loaded
+    """Two models; then what graphs and programmatic launch do for the smaller one, whose steps are shortest."""
+    tokens: list[tuple[int, ...]] = []
+    for name in (SMALLEST, LARGE):
+        output.attempt(_model, output, name, tokens)
         release()
-    shape = SHAPES[MODELS[0]]
-    for title, settings, programmatic, carveout in WAYS:
-        with patch.object(launcher, "CARVEOUT", carveout):
-            loaded = load(shape, gpu(programmatic), **room(1, 1024), **settings)
-            result, last = measure(loaded, shape, 1, 256)
-        output.put(f"{MODELS[0]}, {title}", result | {"same tokens": last.outputs[0].outputs[0].token_ids == recorded})
-        del loaded
-        release()
+    _ways(output, WAYS, tokens)
+
+
+def ways(output: Output) -> None:
+    """What else there is to do with a step of the smallest model; and a third model."""
+    tokens: list[tuple[int, ...]] = []
+    output.attempt(_model, output, SMALLEST, tokens)
+    release()
+    _ways(output, OTHER_WAYS, tokens)
+    output.attempt(_model, output, OTHERS[-1], tokens)
+
+
+def _model(output: Output, name: str, tokens: list[tuple[int, ...]]) -> None:
+    """tokens: the answer is added."""
+    shape = SHAPES[name]
+    result, last = measure(load(shape, gpu(), **room(1, 1024)), shape, 1, 256 if shape.hidden < 4096 else 128)
+    output.put(name, result)
+    tokens.append(last.outputs[0].outputs[0].token_ids)
+
+
+def _ways(output: Output, ways: tuple[Way, ...], tokens: list[tuple[int, ...]]) -> None:
+    """Each row says whether its tokens are the first ones'. Where overlapping kernels hang or err, nobody waits for them."""
+    for way in ways:
+        if overlaps() or not way[2]:
+            output.attempt(_way, output, way, tokens)
+            release()
+
+
+def _way(output: Output, way: Way, tokens: list[tuple[int, ...]]) -> None:
+    title, settings, programmatic, carveout = way
+    shape = SHAPES[SMALLEST]
+    with patch.object(launcher, "CARVEOUT", carveout):
+        loaded = load(shape, gpu(programmatic), **room(1, 1024), **settings)
+        result, last = measure(loaded, shape, 1, 256)
+    same = last.outputs[0].outputs[0].token_ids == tokens[0] if tokens else None
+    output.put(f"{SMALLEST}, {title}", result | {"same tokens": same})
 
 
 def batches(output: Output) -> None:
-    for name in MODELS:
-        shape = SHAPES[name]
-        loaded = load(shape, gpu(), **room(max(BATCHES), 512), max_num_batched_tokens=8192)
-        for batch in BATCHES:
-            output.put(f"{name}, {batch}", measure(loaded, shape, batch, 64, rounds=2)[0])
-        del loaded
+    _batches(output, SMALLEST)
+
+
+def batches_of_others(output: Output) -> None:
+    for name in OTHERS:
+        output.attempt(_batches, output, name)
         release()
+
+
+def _batches(output: Output, name: str) -> None:
+    shape = SHAPES[name]
+    loaded = load(shape, gpu(), **room(max(BATCHES), 512), max_num_batched_tokens=8192)
+    for batch in BATCHES:
+        output.put(f"{name}, {batch}", measure(loaded, shape, batch, 64, rounds=2)[0])
 
 
 def prefill(output: Output) -> None:
     """From the request to its first token; the step is one, whatever the length."""
-    shape = SHAPES["qwen3-8b"]
+    shape = SHAPES[LARGE]
     most = max(tokens * count for tokens, count in PREFILLS)
     loaded = load(
         shape, gpu(), max_num_batched_tokens=most, max_num_seqs=4, num_blocks=2 * most // 16, max_model_len=most + 16
@@ -121,25 +151,27 @@ def warming(most: int) -> list[Request]:
 
 def workload(output: Output) -> None:
     """As nano-vllm's bench.py runs it: all 256 at once, temperature 0.6, tokens of answers over the time of everything."""
-    shape, requests = SHAPES["qwen3-0.6b"], nano_vllm()
     for title, settings in (("bf16", {}), ("fp8 cache", {"kv_cache_dtype": "fp8"})):
-        loaded = load(
-            shape, gpu(), max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=True, **settings
-        )
-        serve(loaded, warming(256), 0.6)
-        seconds, outputs = serve(loaded, requests, 0.6)
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        stats = loaded.engine.stats()
-        output.put(
-            title,
-            {
-                "tok/s": tokens / seconds,
-                "seconds": seconds,
-                "tokens": tokens,
-                "steps": stats.steps,
-                "preemptions": stats.preemptions,
-                "blocks": loaded.worker.num_blocks,
-            },
-        )
-        del loaded
+        output.attempt(_workload, output, title, settings)
         release()
+
+
+def _workload(output: Output, title: str, settings: dict[str, Any]) -> None:
+    loaded = load(
+        SHAPES[SMALLEST], gpu(), max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=True, **settings
+    )
+    serve(loaded, warming(256), 0.6)
+    seconds, outputs = serve(loaded, nano_vllm(), 0.6)
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    stats = loaded.engine.stats()
+    output.put(
+        title,
+        {
+            "tok/s": tokens / seconds,
+            "seconds": seconds,
+            "tokens": tokens,
+            "steps": stats.steps,
+            "preemptions": stats.preemptions,
+            "blocks": loaded.worker.num_blocks,
+        },
+    )

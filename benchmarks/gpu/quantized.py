@@ -21,7 +21,7 @@ from gpu.sections import Output, Skipped
 from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.sweeps import put, timed
 from gpu.timing import copies_for
-from nanovllm_cli.engine import worker
+from nanovllm_cli.engine import loaded_model
 from nanovllm_cli.kernels import library, packed, packed_gemm, packed_gemv, packed_wgmma, unpack
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.gemv import MAX_ROWS
@@ -36,12 +36,18 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 from nanovllm_cli.weights.weight_reader import PlainReader, Slices
 
-FORMATS = ("fp8", "fp8:block=128", "fp8-weight-only", "int8", "int8-weight-only", "int4", "nf4", "q4_k", "q6_k", "q8_0")
+FORMATS = ("int4", "q4_k", "fp8-weight-only", "int8-weight-only", "q8_0")
+"""Those that have bars."""
+OTHER_FORMATS = ("fp8", "fp8:block=128", "int8", "nf4", "q6_k")
 SIZES = ((4096, 12288), (24576, 4096), (151936, 4096))
 """Outputs and columns."""
-MODELS = ("fp8", "fp8-weight-only", "int8", "int4", "q4_k_m")
+MODELS = ("int4", "fp8", "q4_k_m")
+"""The same."""
+OTHER_MODELS = ("fp8-weight-only", "int8")
 KINDS: dict[packed.Kind, str] = {"int4": "int4", "int8": "int8-weight-only", "fp8": "fp8-weight-only", "nf4": "nf4"}
 """Of packed weights, and a format of each."""
+CROSSED = (12288, 4096)
+"""Outputs and columns."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 PLANNED: tuple[packed.Kind, ...] = ("int4", "fp8")
 PLANNED_SIZES = ((4096, 4096), (24576, 4096), (4096, 12288))
@@ -58,10 +64,22 @@ LOADED_ROWS = 16 * POOL_ROWS
 
 def kernels(output: Output) -> None:
     """Products of one row, as a decode step launches them: bytes are those that the format keeps."""
+    _kernels(output, FORMATS)
+
+
+def other_kernels(output: Output) -> None:
+    _kernels(output, OTHER_FORMATS)
+
+
+def _kernels(output: Output, names: tuple[str, ...]) -> None:
     launcher = CudaLauncher(programmatic_launch=overlaps())
-    for name in FORMATS:
-        for outputs, width in SIZES:
-            put(output, name, product_case(launcher, name, outputs, width, 1))
+    for name in names:
+        output.attempt(_products, output, launcher, name)
+
+
+def _products(output: Output, launcher: Launcher, name: str) -> None:
+    for outputs, width in SIZES:
+        put(output, name, product_case(launcher, name, outputs, width, 1))
 
 
 def product_case(launcher: Launcher, name: str, outputs: int, width: int, rows: int) -> Case:
@@ -103,25 +121,38 @@ def first_rows(rows: QuantizedRows, count: int) -> QuantizedRows:
 
 
 def crossover(output: Output) -> None:
-    """Our GEMMs against unpacking and against bf16 weights, by rows; and lines for quant/cuda_choice.py."""
-    launcher, (outputs, width) = CudaLauncher(), (12288, 4096)
+    """Our GEMMs against unpacking and against bf16 weights, by rows; and a line for quant/cuda_choice.py. Of the kind that has
+    bars."""
+    _crossovers(output, ("int4",))
+
+
+def other_crossovers(output: Output) -> None:
+    _crossovers(output, tuple(kind for kind in KINDS if kind != "int4"))
+
+
+def _crossovers(output: Output, kinds: tuple[packed.Kind, ...]) -> None:
+    launcher, (outputs, width) = CudaLauncher(), CROSSED
     plain = [randn(launcher, outputs, width, scale=width**-0.5) for _ in range(copies_for(2.0 * outputs * width))]
     lines: list[str] = []
-    for kind, name in KINDS.items():
-        form = parse_format(name)
-        copies = copies_for(outputs * form.row_bytes(width))
-        weights = [packed_weight(launcher, kind, form, outputs, width) for _ in range(copies)]
-        rows: list[dict[str, Any]] = []
-        for count in ROWS:
-            cases = way_cases(launcher, weights, plain, count)
-            row: dict[str, Any] = {"rows": count} | {f"{way} us": timed(case)["us"] for way, case in cases.items()}
-            ours = {way: row[f"{way} us"] for way in cases if way != "bf16"}
-            best = min(ours, key=lambda way: ours[way])
-            rows.append(row | {"gain": row["bf16 us"] / ours[best], "best": best})
-            output.put(kind, rows)
-        limits = ", ".join(map(str, (MAX_ROWS, *best_limits(rows))))  # our GEMV has norm and gate in it besides
-        lines.append(f'Line("{kind}", {launcher.capability}, {limits}, "measured, {outputs} x {width}")')
-        output.put("lines", lines)
+    for kind in kinds:
+        output.attempt(_crossover, output, launcher, kind, plain, lines)
+
+
+def _crossover(output: Output, launcher: Launcher, kind: packed.Kind, plain: list[torch.Tensor], lines: list[str]) -> None:
+    (outputs, width), form = CROSSED, parse_format(KINDS[kind])
+    copies = copies_for(outputs * form.row_bytes(width))
+    weights = [packed_weight(launcher, kind, form, outputs, width) for _ in range(copies)]
+    rows: list[dict[str, Any]] = []
+    for count in ROWS:
+        cases = way_cases(launcher, weights, plain, count)
+        row: dict[str, Any] = {"rows": count} | {f"{way} us": timed(case)["us"] for way, case in cases.items()}
+        ours = {way: row[f"{way} us"] for way in cases if way != "bf16"}
+        best = min(ours, key=lambda way: ours[way])
+        rows.append(row | {"gain": row["bf16 us"] / ours[best], "best": best})
+        output.put(kind, rows)
+    limits = ", ".join(map(str, (MAX_ROWS, *best_limits(rows))))  # our GEMV has norm and gate in it besides
+    lines.append(f'Line("{kind}", {launcher.capability}, {limits}, "measured, {outputs} x {width}")')
+    output.put("lines", lines)
 
 
 def best_limits(rows: list[dict[str, Any]]) -> tuple[int, int]:
@@ -268,31 +299,45 @@ def load_quantized(shape: Shape, device: Device, name: str, **settings: Any) -> 
     if name == "bf16":
         return load(shape, device, **settings)
     if name == "q4_k_m":
-        with patch.object(worker, "open_reader", RandomBlocks):
+        with patch.object(loaded_model, "open_reader", RandomBlocks):
             return load(shape, device, **settings)
     return load(shape, device, quant=name, **settings)
 
 
 def batch_1(output: Output) -> None:
-    for name in MODELS:
-        loaded = load_quantized(SHAPES["qwen3-8b"], gpu(), name, **room(32, 1024))
-        for batch in (1, 32):
-            result, _ = measure(loaded, SHAPES["qwen3-8b"], batch, 64, rounds=2)
-            del result["GB/s"]  # of bf16 weights
-            output.put(f"{name}, {batch}", result)
-        del loaded
+    _batches(output, MODELS)
+
+
+def batch_1_of_others(output: Output) -> None:
+    _batches(output, OTHER_MODELS)
+
+
+def _batches(output: Output, names: tuple[str, ...]) -> None:
+    for name in names:
+        output.attempt(_model, output, name)
         release()
+
+
+def _model(output: Output, name: str) -> None:
+    loaded = load_quantized(SHAPES["qwen3-8b"], gpu(), name, **room(32, 1024))
+    for batch in (1, 32):
+        result, _ = measure(loaded, SHAPES["qwen3-8b"], batch, 64, rounds=2)
+        del result["GB/s"]  # of bf16 weights
+        output.put(f"{name}, {batch}", result)
 
 
 def prefill(output: Output) -> None:
-    shape, tokens = SHAPES["qwen3-8b"], 2048
     for name in ("bf16", "fp8", "int4", "q4_k_m"):
-        loaded = load_quantized(
-            shape, gpu(), name, max_num_batched_tokens=tokens, max_num_seqs=2, num_blocks=tokens // 4, max_model_len=tokens + 16
-        )
-        output.put(name, prefill_of(loaded, shape, tokens, 1))
-        del loaded
+        output.attempt(_prompts, output, name, 2048)
         release()
+
+
+def _prompts(output: Output, name: str, tokens: int) -> None:
+    loaded = load_quantized(
+        SHAPES["qwen3-8b"], gpu(), name, max_num_batched_tokens=tokens, max_num_seqs=2, num_blocks=tokens // 4,
+        max_model_len=tokens + 16,
+    )  # fmt: skip
+    output.put(name, prefill_of(loaded, SHAPES["qwen3-8b"], tokens, 1))
 
 
 # ---- the peer ----

@@ -48,30 +48,38 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("environment", "machine, packages, versions", "environment:section", 60, ()),
+    Section("contact", "whether anything runs at all, and whether kernels may overlap", "contact:section", 75),
     Section("ceilings", "copy GB/s, matmul TFLOP/s", "sweeps:ceilings", 40),
-    Section("batch-1", "decode of one sequence: graphs, eager, CPU time", "engine_runs:batch_1", 130),
-    Section("attention", "paged decode and prefill attention", "sweeps:attention", 60),
+    Section("batch-1", "decode of one sequence: graphs, eager, CPU time", "engine_runs:batch_1", 110),
+    Section("attention", "paged decode and prefill attention of Qwen3-8B", "sweeps:attention", 45),
     Section("prefill", "prompts of Qwen3-8B", "engine_runs:prefill", 60),
-    Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 90),
-    Section("kernels", "every kernel test on the device", "checks:kernel_tests", 170, (*ENGINE, "pytest")),
-    Section("batches", "decode of 8 to 256 sequences", "engine_runs:batches", 110),
-    Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
-    Section("quantized", "products of one row in every format", "quantized:kernels", 90),
+    Section("quantized-8b", "Qwen3-8B in fp8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 120),
+    Section("quantized", "products of one row in the formats that have bars", "quantized:kernels", 60),
+    Section("crossover", "packed int4 GEMMs, unpacking and bf16 by rows", "quantized:crossover", 60),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
-    Section("crossover", "packed GEMMs, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 120),
+    Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 90),
+    Section("batches", "decode of 8 to 256 sequences of Qwen3-0.6B", "engine_runs:batches", 60),
+    Section("kernels", "every kernel test on the device", "checks:kernel_tests", 170, (*ENGINE, "pytest")),
+    Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 260, (*ENGINE, "transformers")),
+    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
+    Section("ways", "ways to run a decode step of one sequence", "engine_runs:ways", 110),
+    Section("attention-others", "attention of other heads: windows, 512 dims", "sweeps:attention_of_others", 60),
+    Section("batches-others", "decode of 8 to 256 sequences of larger models", "engine_runs:batches_of_others", 110),
+    Section("quantized-others", "products of one row in the other formats", "quantized:other_kernels", 60),
+    Section("quantized-8b-others", "Qwen3-8B in other formats", "quantized:batch_1_of_others", 90),
+    Section("crossover-others", "packed GEMMs of other formats by rows", "quantized:other_crossovers", 90),
     Section("experts", "decode of mixtures of experts", "experts:section", 140),
     Section("latent", "latent attention, and products with matrices of heads", "latent:section", 90),
-    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
     Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
     Section("recording", "what launches wait for in a recorded step", "checks:recording", 30),
     Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 60),
     Section("tuning", "constants that only a GPU can decide", "sweeps:tuning", 60),
     Section("plans", "every plan of packed GEMMs by warpgroups, against what is chosen", "quantized:plans", 90),
-    Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 260, (*ENGINE, "transformers")),
     Section("llama.cpp", "the peer on one GGUF file, where its tools are there", "quantized:llama_cpp", 120),
     Section("sanitizer", "compute-sanitizer on a short run", "checks:sanitizer", 200),
 )
-"""In the order in which they run: what most bars are about comes first, what compiles for minutes last."""
+"""In the order in which they run: first what the bars are about, each as short as it can be, then whether all is right, then what
+explains the bars, and what takes minutes last."""
 
 
 class Output:
@@ -81,6 +89,16 @@ class Output:
         self._path = path
         self.results: dict[str, Any] = {}
         self.error: str | None = None
+
+    def attempt(self, work: Callable[..., object], *args: Any) -> None:
+        """A part of a section that takes none of the others with it: what it raises is kept, and the section has failed, but it
+        goes on."""
+        try:
+            work(*args)
+        except Exception:
+            self.error = (self.error or "") + traceback.format_exc()
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            self.save()
 
     def put(self, name: str, result: Any) -> None:
         self.results[name] = result
@@ -179,12 +197,12 @@ def run_inside(name: str, path: Path) -> int:
     try:
         file, function = section.function.split(":")
         getattr(importlib.import_module(f"gpu.{file}"), function)(output)
-        return 0
+        return 0 if output.error is None else 1
     except Skipped as reason:
         output.error = str(reason)
         return SKIPPED_STATUS
     except BaseException:
-        output.error = traceback.format_exc()
+        output.error = (output.error or "") + traceback.format_exc()
         print(output.error, file=sys.stderr)
         return 1
     finally:

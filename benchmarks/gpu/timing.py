@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,10 +11,17 @@ import torch
 Call = Callable[[], object]
 
 
+WARM_SECONDS = 0.05
+"""Of the same work before it is timed: a GPU that had nothing to do raises its clock only under load."""
+
+
 def seconds_of(call: Call, repeats: int = 20, warm: int = 3) -> float:
     """Median of one call, timed by events."""
-    for _ in range(warm):
+    begin_warm = time.perf_counter()
+    while warm > 0 or time.perf_counter() - begin_warm < WARM_SECONDS:
         call()
+        torch.cuda.synchronize()
+        warm -= 1
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

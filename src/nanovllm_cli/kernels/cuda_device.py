@@ -32,9 +32,15 @@ class CudaDevice:
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
+        infers = torch.is_inference_mode_enabled()
         try:
-            # Other threads may allocate meanwhile: only what this one does wrong counts.
-            with torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
+            # Other threads may allocate meanwhile: only what this one does wrong counts. Torch begins by making tensors for its
+            # random numbers, which all graphs share: of inference mode nobody outside of it could record anything any more.
+            with (
+                torch.inference_mode(False),
+                torch.cuda.graph(graph, self._pool, self._stream, "thread_local"),
+                torch.inference_mode(infers),
+            ):
                 output = step()
         finally:
             torch.cuda.set_stream(stream)  # where the capture fails at its end, torch stays on the one it captured on

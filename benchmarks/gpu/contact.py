@@ -1,0 +1,115 @@
+"""First contact with a GPU, in a minute: the vendor's products that the engine asks torch for, and steps of a small model,
+launched one by one, recorded, and recorded with kernels that overlap. What is wrong here is wrong in all that follows; what hangs
+here takes no bar with it, and where that is kernels that overlap, the sections behind do without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu.engines import gpu, load, release, serve
+from gpu.report import EAGER, ONE_BY_ONE, OVERLAPPED, SMALLEST
+from gpu.sections import Output
+from gpu.shapes import SHAPES, Shape
+from gpu.workload import Request, prompt
+from nanovllm_cli.kernels import library, scaled_matmul
+from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.launcher import CudaLauncher
+from nanovllm_cli.kernels.scaled_matmul import BLOCK, Scaled
+
+LAYERS = 2
+SEQUENCES, PROMPT_LEN, ANSWER_LEN = 8, 600, 24
+ROOM = {"num_blocks": 64 * SEQUENCES, "max_num_seqs": SEQUENCES, "max_model_len": 1024, "max_num_batched_tokens": 8192}
+"""All prompts are one step, and each is long enough for torch's flash attention."""
+WAYS: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+    (EAGER, False, {"eager": True}),
+    (ONE_BY_ONE, False, {}),
+    (OVERLAPPED, True, {}),
+)
+"""Programmatic launch, and settings."""
+MOST_ERROR = 1e-2
+ROWS, OUTPUTS, WIDTH = 20, 272, 512
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def section(output: Output) -> None:
+    for name, find in products(CudaLauncher()).items():
+        output.attempt(_judge, output, name, find)
+    shape = replace(SHAPES[SMALLEST], layers=LAYERS, tied=False)  # a tied head of random weights repeats the last token
+    found: list[list[tuple[int, ...]]] = []
+    for title, programmatic, settings in WAYS:
+        output.attempt(_answer, output, title, shape, programmatic, settings, found)
+        release()
+
+
+def _judge(output: Output, name: str, relative_error: Callable[[], float]) -> None:
+    error = relative_error()
+    output.put(name, {"relative error": error, "right": error <= MOST_ERROR})
+
+
+def _answer(
+    output: Output, title: str, shape: Shape, programmatic: bool, settings: dict[str, Any], found: list[list[tuple[int, ...]]]
+) -> None:
+    output.put(title, answered(shape, gpu(programmatic), settings, found))
+
+
+def products(launcher: Launcher) -> dict[str, Callable[[], float]]:
+    """What torch computes for the engine, and how far that is from the same in float64."""
+    device = launcher.device
+
+    def far(got: torch.Tensor, wanted: torch.Tensor) -> float:
+        return float((got.cpu().double() - wanted).norm() / wanted.norm())
+
+    def plain(dtype: torch.dtype) -> float:
+        x, weight = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(OUTPUTS, WIDTH).to(BF16)
+        got = library.matmul(launcher, x.to(device), weight.to(device), None, out_dtype=dtype)
+        return far(got, x.double() @ weight.double().T)
+
+    def scaled(code: torch.dtype, groups: int, dtype: torch.dtype = BF16) -> float:
+        def side(rows: int) -> Scaled:
+            codes = torch.randint(-99, 99, (rows, WIDTH)).to(code)
+            return Scaled(codes, torch.rand(groups, rows) / 99)
+
+        x, weight = side(ROWS), side(OUTPUTS)
+        wide = [each.codes.double() * each.scales.double().T.repeat_interleave(WIDTH // groups, 1) for each in (x, weight)]
+        there = [Scaled(*(part.to(device) for part in each)) for each in (x, weight)]
+        return far(scaled_matmul.matmul(launcher, *there, None, dtype=BF16, out_dtype=dtype), wide[0] @ wide[1].T)
+
+    def flash() -> float:
+        q, k, v = (torch.randn(1, heads, ROWS, 64).to(BF16) for heads in (4, 2, 2))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        wanted = attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            got = attention(q.to(device), k.to(device), v.to(device), is_causal=True, enable_gqa=True)
+        return far(got, wanted)
+
+    return {
+        "bf16": lambda: plain(BF16),
+        "bf16 to float32": lambda: plain(torch.float32),
+        "int8": lambda: scaled(torch.int8, 1),
+        "e4m3, a scale a row": lambda: scaled(FP8, 1),
+        "e4m3 to float32": lambda: scaled(FP8, 1, torch.float32),
+        "e4m3, a scale for 128 columns": lambda: scaled(FP8, WIDTH // BLOCK),
+        "flash attention": flash,
+    }
+
+
+def answered(
+    shape: Shape, device: Device, settings: dict[str, Any], before: list[list[tuple[int, ...]]]
+) -> dict[str, Any]:
+    """Greedily, all at once. before: answers of the ways that came first; these are added."""
+    begin = time.perf_counter()
+    loaded = load(shape, device, **ROOM, **settings)
+    requests = [Request(prompt(PROMPT_LEN, i, loaded.vocab), ANSWER_LEN) for i in range(SEQUENCES)]
+    outputs = serve(loaded, requests, 0.0)[1]
+    graphs = loaded.worker.runner.decode.num_graphs  # type: ignore[attr-defined]
+    if not graphs and not settings:
+        raise RuntimeError("no step could be recorded: the log says why")
+    before.append([output.outputs[0].token_ids for output in outputs])
+    return {"same tokens": before[-1] == before[0], "graphs": graphs, "seconds": time.perf_counter() - begin}
