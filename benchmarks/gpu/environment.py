@@ -67,8 +67,11 @@ def version_of(package: str) -> str | None:
 
 
 def answer(*command: str) -> str | None:
-    """What a program prints, or None where it is not there or fails."""
+    """What a program prints, or None where it is not there, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
