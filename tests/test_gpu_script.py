@@ -325,6 +325,7 @@ def put(results, error=None):
 put({"first": 1})
 if name == "crash": put({"first": 1}, "Traceback\\nValueError: it broke"); sys.exit(1)
 if name == "killed": print("last words", flush=True); os.kill(os.getpid(), 9)
+if name == "warns": print("a warning", flush=True)
 if name == "skip": put({}, "nothing here"); sys.exit(77)
 if name == "hang":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -340,6 +341,11 @@ def run_section(name: str, limit: float = 20, left: float = 100, needs: tuple[st
 def test_a_section_gives_its_results() -> None:
     record = run_section("fine")
     assert (record["status"], record["results"]) == ("done", {"first": 1, "second": 2})
+    assert "log" not in record
+
+
+def test_what_a_section_that_is_done_has_warned_of_is_kept() -> None:
+    assert run_section("warns")["log"] == "a warning\n"
 
 
 @pytest.mark.parametrize(
@@ -514,7 +520,7 @@ def test_the_report_reads_without_being_rendered() -> None:
     ("value", "shown"),
     [
         (None, ""), (True, "True"), (3, "3"), (1500.0, "1,500"), (0.3456789, "0.3457"), (12345.6, "12,346"), (1e-5, "1e-05"),
-        ("a", "a"), (99.95, "99.95"),
+        ("a", "a"), (99.95, "99.95"), (math.nan, "nan"), (-math.inf, "-inf"),
     ],
 )  # fmt: skip
 def test_numbers_as_a_person_reads_them(value: Any, shown: str) -> None:

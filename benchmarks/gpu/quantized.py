@@ -22,7 +22,7 @@ from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.sweeps import put, timed
 from gpu.timing import copies_for
 from nanovllm_cli.engine import loaded_model
-from nanovllm_cli.kernels import library, packed, packed_gemm, packed_gemv, packed_wgmma, unpack
+from nanovllm_cli.kernels import library, packed, packed_gemm, packed_gemv, packed_wgmma, scaled_matmul, unpack
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.gemv import MAX_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
@@ -338,6 +338,9 @@ def _prompts(output: Output, name: str, tokens: int) -> None:
         max_model_len=tokens + 16,
     )  # fmt: skip
     output.put(name, prefill_of(loaded, SHAPES["qwen3-8b"], tokens, 1))
+    if name == "fp8":
+        with patch.object(scaled_matmul, "FAST_SUMS", True):
+            output.put("fp8, fast sums", prefill_of(loaded, SHAPES["qwen3-8b"], tokens, 1))
 
 
 # ---- the peer ----

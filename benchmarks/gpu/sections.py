@@ -179,7 +179,7 @@ def run(
     if status is None:
         return record | {"status": "timed out", "why": f"not done after {limit:.0f} s", "log": tail}
     if status == 0:
-        return record | {"status": "done"}
+        return record | {"status": "done"} | ({"log": tail} if tail.strip() else {})
     if status == SKIPPED_STATUS:
         return record | {"status": "skipped", "why": found["error"]}
     return record | {"status": "failed", "why": found["error"] or f"ended with {status}", "log": tail}

@@ -25,6 +25,9 @@ LEAST_INT_ROWS = 17
 BLOCK = 128
 BLOCK_ROWS = 4
 """With scales for 128 columns, rows are a multiple of it."""
+FAST_SUMS = False
+"""Whether Hopper's tensor cores add products of e4m3 with scales a row to the end, in the few bits that they have for it, and not
+only short stretches of them, whose sums are added in float32. How much faster that is has not been measured."""
 
 
 class Scaled(NamedTuple):
@@ -118,7 +121,7 @@ def _scaled(
             _on_host(_padded(x, padded), weight, bias, out)
         elif groups == 1:
             args = (x.codes, weight.codes.t(), x.scales.view(-1, 1), weight.scales)
-            torch._scaled_mm(*args, bias=bias, out_dtype=out_dtype, out=out)
+            torch._scaled_mm(*args, bias=bias, out_dtype=out_dtype, use_fast_accum=FAST_SUMS, out=out)
         else:
             _blocks_on_gpu(_padded(x, padded), weight, out)
             if bias is not None:
