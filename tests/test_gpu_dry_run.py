@@ -91,7 +91,8 @@ def test_sections_of_kernels_run(name: str, output: Output) -> None:
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_what_has_no_bars_is_measured_too(output: Output) -> None:
+def test_what_has_no_bars_is_measured_too(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "SIZES", quantized.SIZES[:1])  # rows of blocks are searched for on the host
     run("quantized-others", output)
     assert {len(rows) for rows in output.results.values()} == {len(quantized.SIZES)}
     run("crossover-others", output)
@@ -137,6 +138,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     monkeypatch.setattr(experts, "measure", lambda *_: {"tok/s": 1.0})
     monkeypatch.setattr(contact, "CudaLauncher", Nowhere)
     monkeypatch.setattr(contact, "products", lambda launcher: {"bf16": lambda: 1e-3})
+    monkeypatch.setattr(contact, "behind_transformers", lambda *_: [0.0])
     return loaded
 
 
@@ -193,6 +195,9 @@ def test_contact_runs_steps_and_says_where_none_was_recorded(monkeypatch: pytest
         assert row["same tokens"]
         assert bool(row["graphs"]) == (not settings)
     assert len(set(found[0][0])) > 1
+    assert max(contact.behind_transformers(shape, torch.device("cpu"), found[0])) <= checks.NEAR_TIE
+    wrong = [tuple((token + 1) % shape.vocab for token in answer) for answer in found[0]]
+    assert max(contact.behind_transformers(shape, torch.device("cpu"), wrong)) > checks.NEAR_TIE
     with pytest.raises(RuntimeError, match="no step could be recorded"):
         contact.answered(shape, EmulatedDevice(capture_fails=True), {}, found)
 

@@ -1,6 +1,6 @@
-"""First contact with a GPU, in a minute: the vendor's products that the engine asks torch for, and steps of a small model,
-launched one by one, recorded, and recorded with kernels that overlap. What is wrong here is wrong in all that follows; what hangs
-here takes no bar with it, and where that is kernels that overlap, the sections behind do without."""
+"""First contact with a GPU, in a minute: the vendor's products that the engine asks torch for; and steps of a small model, launched
+one by one, recorded, and recorded with kernels that overlap, against transformers. What is wrong here is wrong in all that follows;
+what hangs here takes no bar with it, and where that is kernels that overlap, the sections behind do without."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu.checks import NEAR_TIE
 from gpu.engines import gpu, load, release, serve
+from gpu.peers import make_model
 from gpu.report import EAGER, ONE_BY_ONE, OVERLAPPED, SMALLEST
 from gpu.sections import Output
-from gpu.shapes import SHAPES, Shape
+from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.workload import Request, prompt
 from nanovllm_cli.kernels import library, scaled_matmul
 from nanovllm_cli.kernels.device import Device
@@ -46,6 +48,7 @@ def section(output: Output) -> None:
     for title, programmatic, settings in WAYS:
         output.attempt(_answer, output, title, shape, programmatic, settings, found)
         release()
+    output.attempt(_compare, output, shape, found)
 
 
 def _judge(output: Output, name: str, relative_error: Callable[[], float]) -> None:
@@ -57,6 +60,26 @@ def _answer(
     output: Output, title: str, shape: Shape, programmatic: bool, settings: dict[str, Any], found: list[list[tuple[int, ...]]]
 ) -> None:
     output.put(title, answered(shape, gpu(programmatic), settings, found))
+
+
+def _compare(output: Output, shape: Shape, found: list[list[tuple[int, ...]]]) -> None:
+    gaps = [gap for answers in found for gap in behind_transformers(shape, torch.device("cuda", 0), answers)]
+    output.put("against transformers", {"tokens": len(gaps), "largest gap": max(gaps), "near-ties only": max(gaps) <= NEAR_TIE})
+
+
+def behind_transformers(shape: Shape, device: torch.device, answers: list[tuple[int, ...]]) -> list[float]:
+    """Of each token the log-probability by which it is behind the first, as transformers has them in float32."""
+    checkpoint = RandomCheckpoint(shape, device)
+    model = make_model(shape, str(device)).float()
+    model.load_state_dict({name: checkpoint.tensor(name).float() for name in checkpoint.names()})
+    gaps: list[float] = []
+    for i, answer in enumerate(answers):
+        ids = torch.tensor([[*prompt(PROMPT_LEN, i, shape.vocab), *answer]], device=device)
+        with torch.inference_mode():
+            scores = model(ids).logits[0, PROMPT_LEN - 1 : -1].log_softmax(-1)
+        taken = scores.gather(1, ids[0, PROMPT_LEN:, None])[:, 0]
+        gaps += (scores.amax(1) - taken).tolist()
+    return gaps
 
 
 def products(launcher: Launcher) -> dict[str, Callable[[], float]]:
