@@ -1,6 +1,6 @@
-"""First contact with a GPU, in a minute: the vendor's products that the engine asks torch for; and steps of a small model, launched
-one by one, recorded, and recorded with kernels that overlap, against transformers. What is wrong here is wrong in all that follows;
-what hangs here takes no bar with it, and where that is kernels that overlap, the sections behind do without."""
+"""First contact with a GPU, in a minute: the vendor's products that the engine asks torch for; and steps of a small model,
+launched one by one, recorded, and recorded with kernels that overlap, against transformers. What is wrong here is wrong in all
+that follows; what hangs here takes no bar with it, and where that is kernels that overlap, the sections behind do without."""
 
 from __future__ import annotations
 
