@@ -178,7 +178,8 @@ def test_contact_judges_the_products_that_engines_ask_for(monkeypatch: pytest.Mo
         contact._judge(output, name, relative_error)
     assert all(row["right"] for row in output.results.values()), output.results
     monkeypatch.setattr(contact.library, "matmul", lambda launcher, x, weight, bias, out_dtype: x @ weight.T + 1)
-    contact._judge(output, "bf16", found["bf16"])
+    with pytest.raises(RuntimeError, match="bf16: the product is wrong"):
+        contact._judge(output, "bf16", found["bf16"])
     assert not output.results["bf16"]["right"]
 
 

@@ -28,6 +28,7 @@ LEAST_SECONDS = 15.0
 """A section that would have less is not started."""
 GLANCE_SECONDS = 1.0
 """How often a running section's results are looked at."""
+MOST_ENDING_SECONDS = 20.0
 TAIL = 4000
 SKIPPED_STATUS = 77
 ONE_BY_ONE = "NANOVLLM_GPU_ONE_BY_ONE"
@@ -172,7 +173,8 @@ def run(
             finally:
                 with contextlib.suppress(ProcessLookupError):  # what it started too
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # of a driver that does not let go of it
+                    process.wait(MOST_ENDING_SECONDS)
         found = json.loads(path.read_text()) if path.exists() else {"results": {}, "error": None}
         tail = log.read_text(errors="replace")[-TAIL:]
     record = record_of(found)
