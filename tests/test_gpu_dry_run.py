@@ -129,7 +129,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     for module, names in (
         (engine_runs, ("gpu", "load", "measure", "prefill_of", "serve", "release")),
         (quantized, ("gpu", "load", "measure", "prefill_of", "release")),
-        (experts, ("gpu", "load", "release")),
+        (experts, ("gpu", "release")),
         (checks, ("gpu", "load", "answered", "judged", "release")),
         (contact, ("gpu", "load", "serve", "release")),
     ):

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu.engine_runs import room
-from gpu.engines import Loaded, decode, gpu, load, release
+from gpu.engines import Loaded, decode, gpu, release
+from gpu.quantized import load_quantized
 from gpu.sections import Output
 from gpu.workload import PROMPT
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.weights.shapes import SHAPES
 
-MODELS = (*(("qwen3-30b-a3b", quant) for quant in (None, "int4", "fp8", "q4_k")), ("gpt-oss-20b", None),
+MODELS = (*(("qwen3-30b-a3b", quant) for quant in (None, "int4", "fp8", "q4_k_m")), ("gpt-oss-20b", None),
           ("deepseek-v2-lite", None))  # fmt: skip
 LAYERS = 8
 BATCHES = (1, 3, 8, 33, 64)  # 3 and 33 are padded to 4 and 64
@@ -35,11 +36,14 @@ class Cut:
 
 def section(output: Output) -> None:
     for name, quant in MODELS:
-        loaded = load(Cut(name, LAYERS), gpu(), **room(max(BATCHES), 256), quant=quant)
-        for batch in BATCHES:
-            output.put(f"{name}, {LAYERS} layers, {quant or 'bf16'}, {batch}", measure(loaded, batch, STEPS))
-        del loaded
+        output.attempt(_model, output, name, quant or "bf16")
         release()
+
+
+def _model(output: Output, name: str, quant: str) -> None:
+    loaded = load_quantized(Cut(name, LAYERS), gpu(), quant, **room(max(BATCHES), 256))
+    for batch in BATCHES:
+        output.put(f"{name}, {LAYERS} layers, {quant}, {batch}", measure(loaded, batch, STEPS))
 
 
 def measure(loaded: Loaded, batch: int, steps: int) -> dict[str, float]:

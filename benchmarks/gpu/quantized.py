@@ -18,7 +18,7 @@ from gpu.cases import BF16, Case, randn
 from gpu.engine_runs import measure, prefill_of, room
 from gpu.engines import Loaded, gpu, load, overlaps, release
 from gpu.sections import Output, Skipped
-from gpu.shapes import SHAPES, RandomCheckpoint, Shape
+from gpu.shapes import SHAPES, HasConfig, RandomCheckpoint
 from gpu.sweeps import put, timed
 from gpu.timing import copies_for
 from nanovllm_cli.engine import loaded_model
@@ -294,7 +294,7 @@ def _is_precious(name: str) -> bool:
     return layer % 3 == 2 or layer < 4
 
 
-def load_quantized(shape: Shape, device: Device, name: str, **settings: Any) -> Loaded:
+def load_quantized(shape: HasConfig, device: Device, name: str, **settings: Any) -> Loaded:
     """name: as `--quant` takes it, "q4_k_m", or "bf16"."""
     if name == "bf16":
         return load(shape, device, **settings)

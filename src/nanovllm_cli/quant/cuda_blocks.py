@@ -40,7 +40,7 @@ class CudaBlocks(CudaStorage):
         return self._weight.data.nbytes
 
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
-        quantized = self._form.quantize(rows) if isinstance(rows, torch.Tensor) else rows
+        quantized = self._form.quantize(rows.cpu()) if isinstance(rows, torch.Tensor) else rows
         assert isinstance(quantized, BlockRows), "rows of this format"
         block_layout.pack_rows(self._weight, first_row, quantized.data)
 
