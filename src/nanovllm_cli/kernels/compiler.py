@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,19 +157,19 @@ def _version_of(nvrtc: Any) -> tuple[int, int]:
     return version
 
 
-def _header_folders(major: int) -> list[Path]:
-    """Where the headers may be: wheels that torch brings, a toolkit, what NVIDIA's own search finds."""
-    folders = [
-        Path(place) / "include" for name in (f"nvidia.cu{major}", "nvidia.cuda_runtime") for place in _places(name)
-    ]
-    folders += [Path(os.environ[name]) / "include" for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
-    folders.append(Path("/usr/local/cuda/include"))
+def _header_folders(major: int) -> Iterator[Path]:
+    """Where the headers may be: wheels that torch brings, a toolkit, and only then what NVIDIA's own search finds."""
+    for name in (f"nvidia.cu{major}", "nvidia.cuda_runtime"):
+        yield from (Path(place) / "include" for place in _places(name))
+    yield from (Path(os.environ[name]) / "include" for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name))
+    yield Path("/usr/local/cuda/include")
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
-        return folders
+        return
     found = find_nvidia_header_directory("cudart")
-    return [*folders, Path(found)] if found else folders
+    if found:
+        yield Path(found)
 
 
 def _places(package: str) -> list[str]:
