@@ -149,6 +149,22 @@ def test_what_no_call_came_to_runs_before_what_failed_and_results_are_kept_where
     assert (found["matmul"]["why"], found["matmul"]["earlier"]) == ("broke at once", True)
 
 
+def test_results_of_another_card_are_not_mixed_with_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", lambda names, *_: ran.append(names))
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps({"sections": {"environment": done(gpu={"name": "H100"}), "ceilings": done(a=1)}}))
+    for card in ("H100", "H200"):
+        monkeypatch.setattr(command_line, "this_card", lambda card=card: card)
+        command_line.main(["--resume", str(first), "--output", str(tmp_path / "second.json"), "--only", "ceilings,attention"])
+    assert ran == [["attention"], ["ceilings", "attention"]]
+    assert "another card (H100)" in capsys.readouterr().err
+
+
 def test_a_second_call_that_comes_less_far_takes_nothing_of_the_first() -> None:
     before = done(a={"passed": 1}, b={"passed": 2}, rows=[1, 2, 3], other=[1])
     cut = done(b={"passed": 7}, rows=[9], other=[8, 9]) | {"status": "timed out"}

@@ -9,9 +9,10 @@ and how near is that to what the device can do.
 Runs from the source tree; nothing needs to be installed but what the package imports. Sections run in order of importance, each
 in a process of its own; results are written as they come, so that who is killed loses none. Random weights of real shapes, random
 data, medians. --resume runs what an earlier call never came to, and then once more what failed there or took too long; what it
-does not come to again it keeps. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's
-own. A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance (`pip download --no-deps --only-binary
-:all: --python-version 3.12 --platform manylinux_2_31_x86_64 -d .whl gguf 'llguidance>=1.9'`); what a section misses it says.
+does not come to again it keeps, unless that was another card. --wheels: a folder of wheels that pip is to install, without an
+index, into a folder of the run's own. A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance
+(`pip download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_31_x86_64 -d .whl gguf
+'llguidance>=1.9'`); what a section misses it says.
 Without a GPU it says why and ends with status 6.
 """
 
@@ -68,6 +69,10 @@ def main(words: list[str] | None = None) -> int:
         if reason is not None:
             print(f"no GPU run: {reason.message}{f' ({reason.hint})' if reason.hint else ''}", file=sys.stderr)
             return reason.exit_code
+        card = known.get("environment", {}).get("results", {}).get("gpu", {}).get("name")
+        if card is not None and card != this_card():
+            print(f"{options.resume} is of another card ({card}): all runs anew", file=sys.stderr)
+            known = {}
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([site, *PATHS, os.environ.get("PYTHONPATH", "")])}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         return measure(options, known, options.budget - (time.monotonic() - begin), environment)
@@ -139,6 +144,12 @@ def why_not() -> Any:
     from nanovllm_cli.kernels.launcher import why_unavailable
 
     return why_unavailable()
+
+
+def this_card() -> str:
+    import torch
+
+    return torch.cuda.get_device_properties(0).name
 
 
 def install(wheels: Path, site: str) -> None:
