@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
