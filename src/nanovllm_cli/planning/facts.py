@@ -41,8 +41,8 @@ class TensorClass:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq"). predicts_further: whether
-    it has a layer that can guess (`--mtp`), which nothing else here counts."""
+    """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq"). predicts_further:
+    whether it has a layer that can guess (`--mtp`), which nothing else here counts."""
 
     spec: ModelSpec
     classes: tuple[TensorClass, ...]
