@@ -56,6 +56,9 @@ class Resolved:
     def __str__(self) -> str:
         return "org/fake@abc123 (1.0 MB)"
 
+    def told_as(self, name: str) -> str:
+        return f"{name}: {self}"
+
 
 class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:

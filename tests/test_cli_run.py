@@ -263,6 +263,9 @@ def test_logs_go_to_their_file(tmp_path: Path) -> None:
     assert record["level"] == "info"
     assert record["message"].startswith("prompt 12 tokens")
     assert "info: prompt 12 tokens" in nanovllm(tmp_path, "run", "-v", "--no-stats", "tiny", "say hi").err
+    full = nanovllm(tmp_path, "run", "-q", "tiny", "--log-file", "/dev/full", "say hi")
+    assert (full.code, full.out) == (0, "hi\n")
+    assert full.err == "warning: the log /dev/full is not complete: No space left on device\n"
 
 
 def test_help_imports_no_torch_and_no_rich(tmp_path: Path) -> None:

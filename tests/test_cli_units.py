@@ -9,6 +9,7 @@ import pwd
 import stat
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -19,6 +20,7 @@ from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.files import WholeFile, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.options import MemoryOptions, ModelOptions
 from nanovllm_cli.cli.output import Console, Stream, one_line
 from nanovllm_cli.cli.program import PROGRAM, build
 from nanovllm_cli.cli.progress_line import duration, size
@@ -99,6 +101,11 @@ def test_cache_types_have_the_names_of_llama_cpp_and_vllm_too(text: str, name: s
 def test_other_cache_types_are_refused_with_the_nearest(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parsers.cache_type(text)
+
+
+def test_as_many_threads_as_there_are_is_said_as_in_llama_cpp() -> None:
+    assert MemoryOptions(threads=-1).config(ModelOptions()) == MemoryOptions().config(ModelOptions())
+    assert MemoryOptions(threads=3).config(ModelOptions()).threads == 3
 
 
 def test_logit_biases() -> None:
@@ -537,6 +544,28 @@ def test_a_project_ends_at_its_repository(tmp_path: Path) -> None:
     assert project_file(inner) == tmp_path / "nanovllm.toml"
     (tmp_path / "repository" / ".git").mkdir()
     assert project_file(inner) is None
+
+
+def test_a_folder_that_may_not_be_looked_into_has_no_settings(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's home, or a working folder inside it, as `sudo -u` and cron leave them."""
+    asked = os.stat
+
+    def refuse(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if str(path).startswith(str(config)):
+            raise PermissionError(13, "Permission denied")
+        return asked(path, *args, **more)
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(config / "home"))
+    monkeypatch.setattr(os, "stat", refuse)
+    assert load_settings(FLAGS).files == ()
+    with pytest.raises(UsageError, match="there is no run to continue"):
+        history.load()
+
+
+def test_a_working_folder_that_is_gone_has_no_settings(config: Path) -> None:
+    (config / "project/deep").rmdir()
+    assert load_settings(FLAGS).files == ()
+    assert settings_view.short(Path("/etc/x")) == "/etc/x"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_a_peers_flag_is_never_read_as_one_of_ours_with_a_value() -> None:
     """`-ot x` would write the answer into a file called t, `-mli` would run the model li."""
     command = get_command(build()).commands["run"]  # type: ignore[attr-defined]
     calls = (["tiny", "-ot", "x"], "-ot"), (["-mli"], "-mli"), (["tiny", "-hft", "x"], "-hft"), (["tiny", "-ptc", "4"], "-ptc")
+    calls += (["tiny", "-fa=on", "hi"], "-fa"), (["-mm", "x"], "-mm"), (["tiny", "-fitt", "1024"], "-fitt")
     for words, flag in calls:
         with pytest.raises(typer.TyperException) as refused:
             command.make_context("run", words)
@@ -49,7 +50,28 @@ def test_hints_of_commands_name_commands() -> None:
     assert habits.command_hint("version") == "here it is nanovllm --version"
 
 
+def test_programs_are_known_by_all_their_names() -> None:
+    assert habits.command_hint("convert_hf_to_gguf.py", NAMES) == "here it is nanovllm convert"
+    assert habits.command_hint("gguf_dump", NAMES) == "here it is nanovllm models show"
+    assert habits.command_hint("llama-completion", NAMES) == "here it is nanovllm run MODEL --raw", "not a shell's completions"
+    assert habits.subcommand_hint("models", "remove") == "here it is nanovllm models rm"
+    assert habits.subcommand_hint("models", "server") is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--temprature", ["--temp"]), ("-temp", ["--temp"]), ("--top_k", ["--top-k"]), ("-prompt", ["--prompt"]),
+        ("--context-size", ["--ctx-size"]), ("--api-keys", ["--api-key"]), ("--reasoning-parse", ["--reasoning-parser"]),
+        ("--path", []), ("--rpcs", []), ("-lcx", []), ("--load-modes", []),
+    ],
+)  # fmt: skip
+def test_only_what_is_spelt_much_alike_is_a_slip(typed: str, meant: list[str]) -> None:
+    assert habits.near_flags(typed, FLAGS["run"] | FLAGS["serve"])[: len(meant) or None] == meant
+
+
 def test_a_flag_that_this_command_has_no_word_for_gets_no_hint() -> None:
     assert habits.option_hint("--temperature", {"--temp"}) == "here it is --temp"
     assert habits.option_hint("--temperature", {"--to"}) is None
     assert habits.option_hint("--nosuch", {"--temp"}) is None
+    assert habits.option_hint("--max_tokens", {"--predict"}) == "here it is --predict", "as fields of requests are written"

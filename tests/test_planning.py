@@ -17,7 +17,7 @@ from nanovllm_cli.engine import memory
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES, size_cache
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.planning import estimate, plan
+from nanovllm_cli.planning import estimate, facts, plan
 from nanovllm_cli.planning.estimate import Speed, WeightPlan
 from nanovllm_cli.planning.plan import Plan, make_plan
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -144,6 +144,12 @@ def test_a_context_that_the_model_does_not_have_is_refused_as_by_run() -> None:
     with pytest.raises(DoesNotFitError, match="the model holds 2048"):
         planned(max_model_len=MOST + 1)
     assert planned(max_model_len=MOST).context == MOST
+
+
+def test_defaults_of_a_gguf_file_are_told_as_they_were_meant() -> None:
+    # the float32 nearest to 0.95 and to 0.6, as doubles
+    told = facts.generation_defaults({"top_p": 0.949999988079071044921875, "temperature": 0.60000002384185791015625, "top_k": 20})
+    assert told == {"top_p": 0.95, "temperature": 0.6, "top_k": 20}
 
 
 def test_exact_activations_and_small_steps_cost_speed() -> None:

@@ -158,7 +158,8 @@ def test_existing_path_wins_over_everything(tmp_path: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"12345")
         model = resolve(name)
         assert model == source.ResolvedModel(Path(name), name, None, None, None, 5, "hf")
-        assert str(model) == f"{name} (0.0 MB)"
+        assert str(model) == model.told_as(name) == f"{name} (0.0 MB)", "a path is not said twice"
+        assert model.told_as("mine") == f"mine: {name} (0.0 MB)"
 
 
 def test_paths_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

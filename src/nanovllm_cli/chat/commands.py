@@ -330,7 +330,7 @@ def _paths(chat: Chat, begun: str) -> Candidates:
 # fmt: off
 COMMANDS: tuple[Command, ...] = (
     Command(("help",), "[COMMAND]", "What can be written here.", _help, _command_names),
-    Command(("set",), "[NAME [VALUE]]", "A sampling option, such as temp 0.3; default: the model's own.", _set, _setting_names),
+    Command(("set",), "[NAME [VALUE]]", "A sampling option, such as temp 0.3; else the model's own.", _set, _setting_names),
     Command(("show",), "[WHAT]", "The settings, template, system prompt or model.", _show, _words(*_SHOWN)),
     Command(("system",), '[TEXT]', 'What the model is told first; "" leaves it out.', _system),
     Command(("load",), "[SESSION]", "Go on with a saved session; without a name, list them.", _load, _session_names),

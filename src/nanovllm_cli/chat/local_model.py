@@ -69,7 +69,7 @@ class LocalModel(Model):
     @property
     def facts(self) -> str:
         llm = self.llm
-        return f"{llm.name}: {llm.resolved}, {llm.num_parameters:,} parameters, context {self.limit} tokens"
+        return f"{llm.resolved.told_as(llm.name)}, {llm.num_parameters:,} parameters, context {self.limit:,} tokens"
 
     @property
     def template(self) -> str:

@@ -47,7 +47,7 @@ class RemoteModel(Model):
 
     @property
     def facts(self) -> str:
-        context = "" if self.limit is None else f", context {self.limit} tokens"
+        context = "" if self.limit is None else f", context {self.limit:,} tokens"
         return f"{self.name}: at {self._endpoint.server.url}{context}"
 
     @property

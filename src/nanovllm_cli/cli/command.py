@@ -173,11 +173,12 @@ class Command(TyperCommand):
         return found
 
     def _refuse_habits(self, ctx: Any, words: list[str]) -> None:
-        """A peer's `-fa` or `-hf` would be read as `-f a`, or as a plea for help."""
+        """A peer's `-fa`, `-fa=on` or `-hf` would be read as `-f a`, or as a plea for help."""
         flags = {flag for param in self.get_params(ctx) for flag in param.opts}
         for word in words[: words.index("--")] if "--" in words else words:
-            if word[:2] in flags and word not in flags and is_habit(word):
-                raise NoSuchFlag(word, [], ctx)
+            name = word.split("=")[0]
+            if name[:2] in flags and name not in flags and is_habit(name):
+                raise NoSuchFlag(name, ctx)
 
     def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
         """`-ngl 99` reaches the parser as `-n gl`: said as what it is, an option that does not exist."""
@@ -188,10 +189,9 @@ class Command(TyperCommand):
             short = [suspect]
         flags = [flag for param in self.get_params(ctx) for flag in param.opts]
         for word in words:
-            name = word.split("=")[0]
+            name = word
             if any(word.startswith(flag) and word[2:3].isalpha() for flag in short) and name not in flags:
-                near = difflib.get_close_matches("-" + name, [flag for flag in flags if len(flag) > 2], n=3, cutoff=0.5)
-                return NoSuchFlag(name, near, ctx)
+                return NoSuchFlag(name, ctx)
         return None
 
 
@@ -284,15 +284,15 @@ def group(help: str, cls: type[Group] = Group, **more: Any) -> typer.Typer:
 
 
 class NoSuchFlag(typer.TyperException):
-    """A flag that no option has. option_name and possibilities are named as in the parser's own error."""
+    """A flag that no option has. option_name and possibilities are named as in the parser's own error, which guesses there."""
 
     exit_code = 2
 
-    def __init__(self, option_name: str, possibilities: list[str], ctx: Any) -> None:
+    def __init__(self, option_name: str, ctx: Any) -> None:
         super().__init__(f"No such option: {option_name}")
         self.ctx = ctx
         self.option_name = option_name
-        self.possibilities = possibilities
+        self.possibilities = None
 
 
 def command_flags(ctx: Any) -> dict[str, dict[str, str]]:

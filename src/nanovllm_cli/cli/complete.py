@@ -67,7 +67,7 @@ def _own_aliases() -> dict[str, str]:
 
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for path in (user_file(), project_file(Path.cwd())):
+        for path in (user_file(), project_file()):
             with contextlib.suppress(OSError, ValueError):
                 tables = parse(path.read_text("utf-8")) if path is not None else {}
                 aliases = tables.get("aliases")

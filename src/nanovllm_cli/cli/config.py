@@ -172,7 +172,7 @@ def set_value(
     target = target_of(root, key)
     value = _checked_value(ctx, target, key, values)
     file = _file(files)
-    before = SettingsFile(file).text if file.exists() else TomlText("")
+    before = SettingsFile(file).text if os.path.exists(file) else TomlText("")
     _write(file, before.with_value(target.table, target.key, value))
     screen.say(f"{target.key} = {shown(value)} in [{table_name(target.table)}] of {short(file)}")
 
@@ -183,7 +183,7 @@ def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: Mes
     screen = screen_for(messages)
     target = target_of(_root(ctx), key)
     file = _file(files)
-    if not file.exists() or target.key not in (there := SettingsFile(file)).table(target.table):
+    if not os.path.exists(file) or target.key not in (there := SettingsFile(file)).table(target.table):
         raise UsageError(f"{key} is not set in {file}", "nanovllm config shows what is")
     _write(file, there.text.without(target.table, target.key))
     screen.say(f"{target.key} is out of [{table_name(target.table)}] of {short(file)}")
@@ -206,7 +206,7 @@ def edit(*, ctx: typer.Context, files: FileOptions, messages: MessageOptions) ->
         editor = shlex.split(wanted) or ["vi"]
     except ValueError as failure:
         raise UsageError(f"cannot run {wanted}: {failure}", "set EDITOR to the editor you use") from failure
-    if not file.exists():
+    if not os.path.exists(file):
         _write(file, NEW_FILE)
     try:
         code = subprocess.call([*editor, str(file)])
@@ -266,7 +266,7 @@ def _number(word: str) -> Any:
 def _file(files: FileOptions) -> Path:
     """Raises UsageError where there is no home to keep settings in."""
     if files.project:
-        return project_file(Path.cwd()) or Path.cwd() / PROJECT_FILE
+        return project_file() or Path(PROJECT_FILE).absolute()
     file = user_file()
     if file is None:
         raise UsageError(

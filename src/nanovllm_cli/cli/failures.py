@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import typer
 
 from nanovllm_cli.cli.command import source_of
-from nanovllm_cli.cli.habits import command_hint, option_hint, words_hint
+from nanovllm_cli.cli.habits import command_hint, near_flags, option_hint, subcommand_hint, words_hint
 from nanovllm_cli.errors import NanovllmError
 
 _NUMBERS = {
@@ -22,6 +22,7 @@ _NUMBERS = {
     "Input should be a valid boolean, unable to interpret input": "neither on nor off: write 1 or 0",
     "Input should be a valid number, unable to parse string as a number": "not a number",
 }
+_A_PROMPT = "put -- before a prompt that begins with a dash"
 _USUAL = ("NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR")
 
 
@@ -57,10 +58,14 @@ def _of_usage(error: typer.TyperException) -> Explanation:
 
 def _usage_hint(error: Any, ctx: Any) -> str:
     help_line = f"{ctx.command_path if ctx is not None else 'nanovllm'} --help lists the options"
-    habit = _habit_hint(getattr(error, "option_name", None), ctx)
+    name = getattr(error, "option_name", None)
+    flags = {flag for param in ctx.command.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)} if ctx else set()
+    if name is not None and any(map(str.isspace, name)):
+        return f"{_A_PROMPT}; {help_line}"
+    habit = option_hint(name, flags) if name is not None else None
     if habit:
         return habit
-    near = getattr(error, "possibilities", None)
+    near = near_flags(name, flags) if name is not None and hasattr(error, "possibilities") else []
     if near:
         return f"did you mean {' or '.join(near)}?"
     param = getattr(error, "param", None)
@@ -68,9 +73,8 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         where = source_of(ctx, param)
         if where is not None:
             return f"the value comes from {where}"
-    name = getattr(error, "option_name", None)
     if name is not None and name[1:2].isdigit():
-        return f"put -- before a prompt that begins with a dash; {help_line}"
+        return f"{_A_PROMPT}; {help_line}"
     commands = getattr(getattr(ctx, "command", None), "commands", None)
     if commands:
         return _command_hint(error, ctx, sorted(commands))
@@ -79,18 +83,13 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     return help_line
 
 
-def _habit_hint(flag: str | None, ctx: Any) -> str | None:
-    if flag is None or ctx is None:
-        return None
-    return option_hint(flag, {name for param in ctx.command.get_params(ctx) for name in param.opts})
-
-
 def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
     words = error.message.split("'")
-    habit = command_hint(words[1], commands) if len(words) > 2 and ctx.parent is None else None
+    name = words[1] if len(words) > 2 else ""
+    habit = command_hint(name, commands) if ctx.parent is None else subcommand_hint(ctx.command.name, name)
     if habit:
         return habit
-    near = difflib.get_close_matches(words[1], commands) if len(words) > 2 else []
+    near = difflib.get_close_matches(name, commands, cutoff=0.65)
     if near:
         return f"did you mean {' or '.join(near)}?"
     example = "" if ctx.parent is not None else '; for example: nanovllm run tiny "Once upon a time"'

@@ -64,7 +64,7 @@ def load() -> LastRun:
 
 
 def _why_none(path: Path) -> str:
-    there = next(folder for folder in path.parents if folder.exists())
+    there = next(folder for folder in path.parents if os.path.exists(folder))
     if not os.access(there, os.W_OK):
         return f"nothing can be kept in {path.parent}; XDG_STATE_HOME names another place"
     return "run something first, without --continue; with -v it says why it could not be kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from datetime import UTC, datetime
 
 from nanovllm_cli.cli import output
@@ -32,7 +33,7 @@ def screen_for(options: MessageOptions) -> Console:
     handlers: list[logging.Handler] = [screen]
     if options.log_file is not None:
         try:
-            to_file = logging.FileHandler(options.log_file, encoding="utf-8", errors="replace")
+            to_file = LogFile(options.log_file, console)
         except OSError as failure:
             raise OutputError(f"cannot write the log {options.log_file}: {failure.strerror}") from failure
         to_file.setFormatter(
@@ -42,7 +43,7 @@ def screen_for(options: MessageOptions) -> Console:
         )
         handlers.append(to_file)
     root.handlers = handlers
-    logging.raiseExceptions = False  # a log that cannot be written is not worth a traceback
+    logging.raiseExceptions = False  # a record that cannot be shown is not worth a traceback
     logging.captureWarnings(True)
     return console
 
@@ -62,6 +63,23 @@ def _on_screen(options: MessageOptions, console: Console) -> logging.Handler:
     if options.log_json and not options.log_file:
         handler.setFormatter(JsonFormatter())
     return handler
+
+
+class LogFile(logging.FileHandler):
+    """Records in a file. One that can't be written any more (a full disk) is no reason to end, and is said once."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        super().__init__(name, encoding="utf-8", errors="replace")
+        self._name = name
+        self._console = console
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            failure = sys.exception()
+            reason = failure.strerror if isinstance(failure, OSError) else failure
+            self._console.line(f"warning: the log {self._name} is not complete: {reason}")
 
 
 class ConsoleHandler(logging.Handler):

@@ -80,7 +80,7 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
         llm = LLM(found, config=config, chat_template=template, progress=progress)
         signals.check()
         keep_loaded()  # libraries and model stay; going through them again took a fifth of a step's Python
-        console.say(f"{name}: {llm.resolved}", "dim")
+        console.say(llm.resolved.told_as(name), "dim")
         say_parts(config, console)
         return Loaded(llm, seconds + time.monotonic() - began)
 

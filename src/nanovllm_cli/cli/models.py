@@ -185,7 +185,7 @@ def pull(
     with signals.insisting():
         from nanovllm_cli.weights.source import resolve
     found = resolve(name, offline=source.offline, revision=source.revision, progress=ProgressLine(screen))
-    screen.say(f"{name}: {found}", "dim")
+    screen.say(found.told_as(name), "dim")
     if options.json:
         record = {
             "name": name, "repo": found.repo, "revision": found.revision, "quant": found.quant, "path": str(found.path),

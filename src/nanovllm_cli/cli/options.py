@@ -221,7 +221,7 @@ class MemoryOptions:
         f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
         default=EngineConfig().gpu_memory_utilization, panel=ENGINE, metavar="SHARE",
     )
-    threads: int | None = option("-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE)
+    threads: int | None = option("-t", "--threads", help="CPU threads. [-1: one a core; of a Mac, one a fast core]", panel=ENGINE)
     tensor_parallel_size: int = option(
         "-tp", "--tensor-parallel-size",
         help="Processes that compute the model together, each with its part of weights, KV cache and threads: for computers with "
@@ -236,7 +236,7 @@ class MemoryOptions:
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
             "max_num_batched_tokens": self.batch_size,
             "kv_cache_bytes": self.kv_cache,
-            "threads": self.threads,
+            "threads": None if self.threads == -1 else self.threads,
             "max_num_seqs": max_num_seqs,
         }
         return EngineConfig(
@@ -379,6 +379,9 @@ class SamplingOptions:
         same = [each.name for each in dataclasses.fields(SamplingParams) if hasattr(self, each.name) and each.name not in others]
         fields = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         if self.predict is not None:
+            if self.predict < 1 and self.predict not in (-1, -2):
+                wanted = f"--predict must be a whole number from 1 on, or -1, not {self.predict}"
+                raise UsageError(wanted, "-1: no limit but the context")
             fields["max_tokens"] = None if self.predict in (-1, -2) else self.predict
         if self.ignore_eos:
             fields["ignore_eos"] = True

@@ -55,7 +55,8 @@ def logit_bias(text: str) -> tuple[int, float]:
     """15043+1, 15043-1.5: a token id and what is added to its logit."""
     match = re.fullmatch(r"\s*([0-9]{1,10})\s*([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a token id with a bias, such as 15043+1 or 15043-1.5")
+        never = "; -100 all but forbids a token, --bad-word forbids a text" if text.strip().lower().endswith("-inf") else ""
+        raise ValueError(f"{text!r} is not a token id with a bias, such as 15043+1 or 15043-1.5{never}")
     return int(match[1]), float(match[2])
 
 

@@ -42,7 +42,8 @@ class Program(Group):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flag = args[0].split("=")[0] if args else ""
         known = {name for command in self.commands.values() for param in command.params for name in param.opts}
-        if flag.startswith("-") and flag not in ("-h", "--help", "--version") and (flag in known or is_habit(flag)):
+        own = ("-h", "--help", "--version", "--usage", "-V")  # the last two are peers' names of them
+        if flag.startswith("-") and flag not in own and (flag in known or is_habit(flag)):
             raise UsageError(f"{flag} stands before any command", f"the command comes first: nanovllm run {flag} …")
         return super().parse_args(ctx, args)
 

@@ -122,26 +122,36 @@ class Settings:
 
 def load_settings(flags: Mapping[str, Mapping[str, str]]) -> Settings:
     """Both files, checked. Raises UsageError."""
-    found = [path for path in (project_file(Path.cwd()), user_file()) if path is not None and _is_there(path)]
+    found = [path for path in (project_file(), user_file()) if path is not None and _is_there(path)]
     files = tuple(map(SettingsFile, found))
     for file in files:
         check(file, flags)
     return Settings(files, flags)
 
 
-def project_file(start: Path) -> Path | None:
-    """The nearest project file at or above `start`, not beyond the repository that `start` is in."""
-    for folder in (start, *start.parents):
+def project_file(start: Path | None = None) -> Path | None:
+    """The nearest project file at or above `start`, else the current folder, and not beyond the repository that it is in."""
+    start = start or working_folder()
+    for folder in (start, *start.parents) if start is not None else ():
         if _is_there(folder / PROJECT_FILE):
             return folder / PROJECT_FILE
-        if (folder / ".git").exists():
+        if os.path.exists(folder / ".git"):
             return None
     return None
 
 
+def working_folder() -> Path | None:
+    """None where it was removed while a shell was in it."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
 def _is_there(path: Path) -> bool:
-    """A folder counts, and is refused when it is read; devices do not, so that a link to /dev/null is no file."""
-    return path.is_file() or path.is_dir()
+    """A folder counts, and is refused when it is read; devices do not, so that a link to /dev/null is no file. In a folder that
+    this user may not look into (another's home under `sudo -u`) there is nothing; Path.is_file raises before Python 3.14."""
+    return os.path.isfile(path) or os.path.isdir(path)
 
 
 def user_file() -> Path | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, Page, Parameter
-from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file
+from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file, working_folder
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import in_home
 
@@ -153,8 +153,8 @@ def place(origin: Origin | str | None) -> str:
 
 def short(file: Path) -> str:
     """With ~ for the home folder, and as seen from here."""
-    for start, before in ((Path.cwd(), ""), (in_home("~"), "~/")):
-        if file.is_relative_to(start):
+    for start, before in ((working_folder(), ""), (in_home("~"), "~/")):
+        if start is not None and file.is_relative_to(start):
             return before + str(file.relative_to(start))
     return str(file)
 

@@ -15,6 +15,7 @@ from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.convert_names import shortest
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
@@ -166,4 +167,5 @@ def rope_words(spec: ModelSpec) -> str:
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What generation_config.json says about sampling, in its own names."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
-    return {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+    found = {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+    return {name: shortest(value) if isinstance(value, float) else value for name, value in found.items()}

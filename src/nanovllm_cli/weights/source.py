@@ -54,6 +54,10 @@ class ResolvedModel:
         quant = f", {self.quant}" if self.quant else ""
         return f"{self.repo}@{(self.revision or '')[:7]}{quant} ({size})"
 
+    def told_as(self, name: str) -> str:
+        """What `name` is, for people; a path is not said twice."""
+        return str(self) if name == str(self.path) else f"{name}: {self}"
+
 
 @dataclass(frozen=True)
 class RemoteModel:
