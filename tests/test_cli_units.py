@@ -15,9 +15,11 @@ import pytest
 from typer.main import get_command
 
 from nanovllm_cli import folders
+from nanovllm_cli.cli import config as config_command
 from nanovllm_cli.cli import history, parsers, settings_view
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
+from nanovllm_cli.cli.failures import explanation
 from nanovllm_cli.cli.files import WholeFile, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.options import MemoryOptions, ModelOptions
@@ -566,6 +568,14 @@ def test_a_working_folder_that_is_gone_has_no_settings(config: Path) -> None:
     (config / "project/deep").rmdir()
     assert load_settings(FLAGS).files == ()
     assert settings_view.short(Path("/etc/x")) == "/etc/x"
+    with pytest.raises(UsageError, match="this folder is not there any more"):
+        config_command._file(config_command.FileOptions(project=True))
+
+
+def test_a_folder_that_is_closed_is_no_fault_of_ours() -> None:
+    told = explanation(PermissionError(13, "Permission denied", "/root/.cache/huggingface/hub"))
+    assert (told.message, told.exit_code) == ("/root/.cache/huggingface/hub: permission denied", 4)
+    assert explanation(PermissionError(1, "Operation not permitted")).message.startswith("internal error")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.worker import select_platform
-from nanovllm_cli.errors import ModelNotFoundError, NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import hub, source
 from nanovllm_cli.weights.aliases import ALIASES
@@ -149,6 +149,19 @@ def test_any_text_ends_in_a_typed_error_or_a_path(pieces: list[str]) -> None:
     else:
         message = "it was a path"
     assert "\n" not in message
+
+
+def test_in_a_folder_that_may_not_be_looked_into_names_are_none_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(AccessRefusedError, match="tiny: permission denied"):
+        source._existing_path("tiny")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert source._existing_path("tiny") is None
+    with pytest.raises(AccessRefusedError, match="tiny: permission denied"):
+        source._existing_path("./tiny")
 
 
 def test_existing_path_wins_over_everything(tmp_path: Path) -> None:

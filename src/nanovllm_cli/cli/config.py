@@ -37,6 +37,7 @@ from nanovllm_cli.cli.settings import (
     project_file,
     table_name,
     user_file,
+    working_folder,
 )
 from nanovllm_cli.cli.settings_view import (
     Row,
@@ -266,7 +267,10 @@ def _number(word: str) -> Any:
 def _file(files: FileOptions) -> Path:
     """Raises UsageError where there is no home to keep settings in."""
     if files.project:
-        return project_file() or Path(PROJECT_FILE).absolute()
+        here = working_folder()
+        if here is None:
+            raise UsageError("this folder is not there any more", "go to another one")
+        return project_file(here) or here / PROJECT_FILE
     file = user_file()
     if file is None:
         raise UsageError(

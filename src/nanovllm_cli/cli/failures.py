@@ -39,6 +39,10 @@ def explanation(error: BaseException) -> Explanation:
         return _of_usage(error)
     if isinstance(error, MemoryError) or _is_out_of_memory(error):
         return Explanation("out of memory", "try a smaller --ctx-size, a smaller --kv-cache or a smaller model", 5)
+    # A folder of which nobody thought that it could be closed to this user.
+    if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
+        places = "HOME, XDG_CACHE_HOME, XDG_STATE_HOME and HF_HOME say where files are kept"
+        return Explanation(f"{os.fsdecode(error.filename)}: permission denied", f"check its permissions; {places}", 4)
     text = str(error).split("\n")[0]
     message = f"internal error: {type(error).__name__}{': ' + text if text else ''}"
     return Explanation(message, f"{_without_variables()}run it again with --debug, and report what that shows", 1)

@@ -9,6 +9,7 @@ it is done, so that only the first says so.
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import numba
@@ -38,7 +39,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 
 def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
     """True if `warm_up` has been through for these, with these sources and versions, on this machine."""
-    return _marker(dtype, *kept).exists()
+    return os.path.exists(_marker(dtype, *kept))
 
 
 def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
@@ -75,7 +76,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
 
 def integer_is_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_integer`."""
-    return _marker("integer", dtype).exists()
+    return os.path.exists(_marker("integer", dtype))
 
 
 def warm_up_integer(dtype: torch.dtype) -> None:
@@ -91,7 +92,7 @@ def warm_up_integer(dtype: torch.dtype) -> None:
 
 def experts_are_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_experts`."""
-    return _marker("experts", dtype).exists()
+    return os.path.exists(_marker("experts", dtype))
 
 
 def warm_up_experts(dtype: torch.dtype) -> None:
@@ -111,7 +112,7 @@ def warm_up_experts(dtype: torch.dtype) -> None:
 
 def conv_is_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_conv`."""
-    return _marker("conv", dtype).exists()
+    return os.path.exists(_marker("conv", dtype))
 
 
 def warm_up_conv(dtype: torch.dtype) -> None:
@@ -124,7 +125,7 @@ def warm_up_conv(dtype: torch.dtype) -> None:
 
 def delta_is_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_delta`."""
-    return _marker("delta", dtype).exists()
+    return os.path.exists(_marker("delta", dtype))
 
 
 def warm_up_delta(dtype: torch.dtype) -> None:
@@ -144,7 +145,7 @@ def warm_up_delta(dtype: torch.dtype) -> None:
 
 def latent_is_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_latent`."""
-    return _marker("latent", dtype).exists()
+    return os.path.exists(_marker("latent", dtype))
 
 
 def warm_up_latent(dtype: torch.dtype) -> None:

@@ -316,6 +316,8 @@ def _existing_path(name: str) -> Path | None:
         path = Path(name).expanduser()
         return path if path.exists() else None
     except PermissionError as error:
+        if not _looks_like_path(name) and not os.access(".", os.X_OK):
+            return None  # in a folder that is closed to this user no name is a path
         raise AccessRefusedError(f"{name}: permission denied", "check the permissions of the folder") from error
     except (OSError, RuntimeError):  # too long for a path, a home folder that is not known
         return None
