@@ -220,6 +220,7 @@ def test_a_file_too_long_is_refused(home: Path) -> None:
         (["set", "aliases.x", ""], "takes the name of one model"),
         (["unset", "top-p"], "top-p is not set in"),
         (["rum"], "no command 'rum' that has settings"),
+        (["list"], "no command 'list' that has settings\nhint: nanovllm config alone shows everything that is set"),
         (["gte"], "there is no command 'gte'"),
         (["set", "config.set.quiet", "1"], "no command 'config.set' that has settings"),
     ],

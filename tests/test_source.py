@@ -172,6 +172,7 @@ def test_existing_path_wins_over_everything(tmp_path: Path) -> None:
         model = resolve(name)
         assert model == source.ResolvedModel(Path(name), name, None, None, None, 5, "hf")
         assert str(model) == model.told_as(name) == f"{name} (0.0 MB)", "a path is not said twice"
+        assert model.told_as(f"./{name}") == str(model)
         assert model.told_as("mine") == f"mine: {name} (0.0 MB)"
 
 

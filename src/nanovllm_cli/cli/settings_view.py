@@ -16,6 +16,7 @@ from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file, work
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import in_home
 
+_LISTS = ("list", "ls", "show")  # what others call it
 _NO_OPTION = {"NANOVLLM_DEBUG"}  # read before there are options
 
 
@@ -129,10 +130,10 @@ def _named(commands: list[Page], name: str) -> Page:
             return each
     names = [each.name for each in commands]
     near = nearest(name, names)
-    raise UsageError(
-        f"there is no command {name!r} that has settings",
-        f"did you mean {' or '.join(near)}?" if near else f"those that have: {', '.join(names)}",
-    )
+    hint = f"did you mean {' or '.join(near)}?" if near else f"those that have: {', '.join(names)}"
+    if name in _LISTS:
+        hint = "nanovllm config alone shows everything that is set"
+    raise UsageError(f"there is no command {name!r} that has settings", hint)
 
 
 def record(row: Row) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class ResolvedModel:
 
     def told_as(self, name: str) -> str:
         """What `name` is, for people; a path is not said twice."""
-        return str(self) if name == str(self.path) else f"{name}: {self}"
+        return str(self) if Path(name) == self.path else f"{name}: {self}"
 
 
 @dataclass(frozen=True)
