@@ -24,7 +24,9 @@ from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.plan import Plan
 from nanovllm_cli.engine.strategy import Drafted, Pace
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert_families import make_gguf
 from test_draft import LONG
 from test_lookup import ASKED, PROMPT, answers, engine_with
@@ -323,3 +325,23 @@ def test_a_file_made_of_a_folder_has_it_too(kind: str, tmp_path: Path, made: lis
     count = len(made) // 2
     assert made[:count] == made[count:]
     assert count > 10
+
+
+def test_who_has_one_is_told_from_the_headers(sure: Path, folder: Path) -> None:
+    for path, has in ((sure, True), (folder, False)):
+        with open_checkpoint(path) as checkpoint:
+            assert facts_of(checkpoint).predicts_further is has
+
+
+@pytest.mark.parametrize(("kind", "key"), [(KINDS[1], "mtp_num_hidden_layers"), (KINDS[3], "num_nextn_predict_layers")])
+def test_random_weights_have_one_where_the_config_says_so(kind: str, key: str, tmp_path: Path) -> None:
+    config = save(random_model(CASES[kind]), tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: 1}))
+    engine = guessing(Path(f"random:{config}"))
+    (output,) = run(engine, [(LONG[:20], greedy(9))])
+    assert output.metrics.num_guessed_tokens > 0
+
+
+def test_a_saved_cache_is_for_who_guesses_alike(sure: Path) -> None:
+    kinds = [guessing(sure)._executor.cache_kind, engine_with(sure, 0)._executor.cache_kind]
+    assert kinds[0] != kinds[1]
