@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -219,9 +220,10 @@ def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
 def _machine() -> Path:
     """The library of what does not depend on the kernel: half the time of a small one."""
     target = CACHE / f"machine-{_digest()}.so"
-    if not target.is_file():
-        # most of the time is spent here; and without the headers that were compiled beforehand, for those want the same flags
-        _compile(target, ["-shared", "-O2", *map(str, sorted(HERE.glob("*.cpp"))), f"-Wl,-soname,{target.name}"])
+    with lacking(target) as lacks:
+        if lacks:
+            # most of the time is spent here; and without the headers that were compiled beforehand, for those want the same flags
+            _compile(target, ["-shared", "-O2", *map(str, sorted(HERE.glob("*.cpp"))), f"-Wl,-soname,{target.name}"])
     return target
 
 
@@ -230,10 +232,10 @@ def _headers() -> Path:
     """A header that includes what every kernel begins with, compiled beforehand: half of the rest."""
     header = CACHE / f"headers-{_digest()}" / "headers.h"
     compiled = header.with_name("headers.h.gch")
-    if not compiled.is_file():
-        header.parent.mkdir(parents=True, exist_ok=True)
-        header.write_text('#include "cuda_emulation.h"\n')
-        _compile(compiled, ["-x", "c++-header", str(header)])
+    with lacking(compiled) as lacks:
+        if lacks:
+            header.write_text('#include "cuda_emulation.h"\n')
+            _compile(compiled, ["-x", "c++-header", str(header)])
     return header
 
 
@@ -267,3 +269,13 @@ def appearing(target: Path) -> Iterator[Path]:
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     yield unfinished
     unfinished.rename(target)
+
+
+@contextlib.contextmanager
+def lacking(target: Path) -> Iterator[bool]:
+    """Whether `target` is still to be made, of what all processes need that start together: one makes it, the others wait."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f"{target.name}.lock").open("w") as lock:
+        if not target.is_file():
+            fcntl.flock(lock, fcntl.LOCK_EX)  # given back where it is closed
+        yield not target.is_file()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from emulation.emulator import CACHE, Emulator, KernelFailed, appearing
+from emulation.emulator import CACHE, Emulator, KernelFailed, appearing, lacking
 from emulation.on_gpu import reads_tasks
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
@@ -173,9 +173,10 @@ def _machine() -> Any:
     sources = sorted(HERE.glob("*.cpp"))
     digest = hashlib.sha256(repr(FLAGS).encode() + b"".join(file.read_bytes() for file in [*sources, *HERE.glob("*.h"), ORDERS]))
     target = CACHE / f"ptx-{digest.hexdigest()[:20]}.so"
-    if not target.is_file():
-        with appearing(target) as unfinished:
-            subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", str(unfinished)], check=True)
+    with lacking(target) as lacks:
+        if lacks:
+            with appearing(target) as unfinished:
+                subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", str(unfinished)], check=True)
     library = ctypes.CDLL(str(target))
     library.ptx_traffic.restype = ctypes.c_long
     library.ptx_program.restype = ctypes.c_void_p
