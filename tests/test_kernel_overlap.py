@@ -12,7 +12,7 @@ import torch
 import test_kernel_expert_products as expert_tests
 from deltas import Case, Kept
 from emulation.compare import random
-from emulation.emulator import ORDERS, Emulator, emulation_alone, load
+from emulation.emulator import ORDERS, PTX, SANITIZE, Emulator, emulation_alone, load
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
@@ -34,7 +34,7 @@ from nanovllm_cli.kernels.route import route
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
 
-pytestmark = emulation_alone
+pytestmark = [*emulation_alone, pytest.mark.skipif(bool(PTX or SANITIZE), reason="dependent launch is for the plain emulation")]
 BF16 = torch.bfloat16
 Call = Callable[[Launcher], torch.Tensor]
 
