@@ -16,8 +16,8 @@ for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, default)
 
 LONGEST = (  # those that compile for other processors: where nothing is kept of it
-    "test_kernels_generic", "test_kernels_arm", "test_ptx", "test_examples", "test_models", "test_cuda_delta",
-    "test_models_command", "test_cuda_latent", "test_hub", "test_chat_loop", "test_sanitizers", "test_cuda_guesses",
+    "test_kernels_generic", "test_kernels_arm", "test_ptx", "test_examples", "test_cuda_delta", "test_cuda_latent",
+    "test_sanitizers", "test_models", "test_models_command", "test_hub", "test_chat_loop", "test_cuda_guesses",
     "test_completions", "test_cuda_gemma4", "test_gpu_script", "test_cli_terminal", "test_convert_experts",
     "test_pipes", "test_kernel_latent_attention", "test_convert_families", "test_cuda_conv", "test_convert",
     "test_cuda_wide_heads", "test_quantize_algorithms", "test_adapters", "test_url", "test_chat_terminal",
