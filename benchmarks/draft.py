@@ -35,6 +35,7 @@ from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.plan import Plan
 from nanovllm_cli.engine.strategy import Drafted, Standard
 from nanovllm_cli.llm import LLM
+from nanovllm_cli.models.mtp import num_guessed
 from nanovllm_cli.weights.shapes import shape_config
 from speculation import ANSWER, decode, follow
 
@@ -55,7 +56,7 @@ def draft_follows(draft: Draft | MTPDraft, answer: list[int], right: float) -> N
     def sample(seq_ids: Any, logits: torch.Tensor, rows: Any = None) -> Any:
         for seq_id, row in zip(seq_ids, range(len(seq_ids)) if rows is None else rows, strict=True):
             place = places[seq_id]
-            token = answer[place] if 0 <= place < len(answer) else 0
+            token = answer[place] if 0 <= place < len(answer) else 1
             logits[row, token if rng.random() < right else token - 1] = 1e4
         return type(runner.sampler).sample(runner.sampler, seq_ids, logits, rows)
 
@@ -93,7 +94,8 @@ def main() -> None:
     )  # fmt: skip
     llm = LLM(options.model, config=config)
     rng = random.Random(0)
-    prompt, answer = ([rng.randrange(llm.spec.vocab_size) for _ in range(count)] for count in (PROMPT_LEN, ANSWER))
+    tokens = num_guessed(llm.spec.vocab_size) if options.mtp else llm.spec.vocab_size
+    prompt, answer = ([rng.randrange(tokens) for _ in range(count)] for count in (PROMPT_LEN, ANSWER))
     follow(llm, dict.fromkeys(range(16), answer))
     draft = llm._worker._draft
     assert draft is not None

@@ -110,7 +110,7 @@ def write(folder: Path, layer: Layer, place: int) -> None:
 
 
 @torch.no_grad()
-def expected_guesses(saved: Saved, tokens: list[int], count: int) -> list[int]:
+def expected_guesses(saved: Saved, tokens: list[int], count: int, among: int | None = None) -> list[int]:
     """By recomputing everything: of each token's embedding and the row of the token before it; rows of guesses are its own."""
     model, layer = saved.model, saved.layer
     rows = model.model(torch.tensor([tokens])).last_hidden_state[0]
@@ -120,7 +120,7 @@ def expected_guesses(saved: Saved, tokens: list[int], count: int) -> list[int]:
         embedded = model.get_input_embeddings()(torch.tensor(tokens + guesses))
         joined = torch.cat([layer.embedding_norm(embedded), layer.hidden_norm(rows)], 1) @ layer.join.T
         found = layer.block.model(inputs_embeds=joined[None]).last_hidden_state[0]
-        guesses.append(int(model.lm_head(found[-1]).argmax()))
+        guesses.append(int(model.lm_head(found[-1])[:among].argmax()))
         rows = torch.cat([rows, found[-1:]])
     return guesses
 
@@ -345,3 +345,17 @@ def test_random_weights_have_one_where_the_config_says_so(kind: str, key: str, t
 def test_a_saved_cache_is_for_who_guesses_alike(sure: Path) -> None:
     kinds = [guessing(sure)._executor.cache_kind, engine_with(sure, 0)._executor.cache_kind]
     assert kinds[0] != kinds[1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_large_vocabulary_the_first_tokens_are_guessed(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[tuple[int, int, list[int]]]
+) -> None:
+    """As if the head had no other rows; also where these are rounded."""
+    saved = with_layer("qwen3.5", tmp_path, vocab_size=400, tie_word_embeddings=tied)
+    monkeypatch.setattr("nanovllm_cli.models.mtp.LEAST_GUESSED", 100)
+    (output,) = run(guessing(saved.folder), [(LONG[:20], DRAWN)])
+    tokens = [*LONG[:20], *output.outputs[0].token_ids]
+    for _, end, guesses in made:
+        assert guesses == expected_guesses(saved, tokens[:end], len(guesses), among=128)
+    assert answers(guessing(saved.folder, quant="int8"), [(LONG[:20], DRAWN)])

@@ -10,7 +10,7 @@ from nanovllm_cli.models.mtp import MTP, mtp_spec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.loader import WeightFormats, load_mtp
+from nanovllm_cli.weights.loader import WeightFormats, head_name, load_mtp
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import mtp_names_of, of_that_layer
 
@@ -34,6 +34,8 @@ class LoadedMTP(LoadedModel):
         self._formats = WeightFormats(checkpoint, reader, wanted, table)
         names = of_that_layer(table, reader.names())
         needed = self._formats.num_bytes(self.dtype, self.platform.dense_bytes, names)
+        head = self._formats.num_bytes(self.dtype, self.platform.dense_bytes, [head_name(table, self.spec)])
+        needed += head * self.spec.vocab_size // loaded.spec.vocab_size
         check_weights_fit(needed, self.platform.available_bytes())
         self.model = MTP(self.spec, self._kit(), loaded.model)
         load_mtp(self.model, checkpoint, reader, table, progress)

@@ -22,6 +22,7 @@ from nanovllm_cli.models.mtp import MTP
 from nanovllm_cli.models.names import HF_IGNORED, MTP_SHARED
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
+from nanovllm_cli.quant.rows import take_rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
@@ -173,6 +174,17 @@ def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: di
     shared = {name for name in there if MTP_SHARED.fullmatch(name)}
     check_tensors(checkpoint.path, model.spec, wanted, there, shared, misshapen=MISSHAPEN)
     _fill(slots, names, reader, progress)
+    if not model.head_rows:
+        return
+    for rows, first in reader.slices(head_name(table, model.spec)):
+        if first >= model.head_rows:
+            break
+        model.head.weight.load_rows(first, take_rows(rows, slice(model.head_rows - first)))
+
+
+def head_name(table: Mapping[str, str], spec: ModelSpec) -> str:
+    """The checkpoint's tensor that a model's head is."""
+    return table["embedding.weight" if spec.tied_head else "head.weight"]
 
 
 def _fill(slots: Slots, names: Mapping[str, str], reader: WeightReader, progress: LoadProgress) -> None:
