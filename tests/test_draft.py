@@ -275,7 +275,7 @@ def test_run_says_the_same_and_how_many_guesses_held(tmp_path: Path) -> None:
         (["run", "tiny", "-md", "tiny", "x"], 2, "hint: here it is --draft-model"),
         (["chat", "tiny", "--draft-max", "16"], 2, "hint: here it is --speculate"),
         (["serve", "tiny", "--draft-p-min", "0.5"], 2, "hint: here it is --draft-min-p"),
-        (["serve", "tiny", "--speculative-config", "{}"], 2, "hint: here it is --draft-model NAME, and --speculate N"),
+        (["serve", "tiny", "--speculative-config", "{}"], 2, "hint: here it is --draft-model NAME or --mtp, and --speculate N"),
         (["run", "tiny", "-ngld", "99", "x"], 2, "hint: the draft model runs where the other one does"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -27,7 +27,6 @@ MOST_UNFED = 16
 """Tokens of a sequence that nobody guesses behind: several at once take little longer than one."""
 
 
-
 class _Unfed(NamedTuple):
     """Tokens of a sequence that the layer has still to be fed, from position `start` on, and the model's rows of the tokens
     before each of them and of the last: [1 + len(tokens), hidden]."""
