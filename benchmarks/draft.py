@@ -86,13 +86,14 @@ def main() -> None:
     parser.add_argument("--mtp", action="store_true", help="instead of a draft model")
     options = parser.parse_args()
     drafted: dict[str, Any] = {"draft_model": options.draft, "draft_quant": options.draft_quant or None}
+    model = options.model
     if options.mtp:
-        options.model, drafted = with_mtp(options.model), {"mtp": True}
+        model, drafted = with_mtp(model), {"mtp": True}
     config = EngineConfig(
         device="cpu", quant=options.quant or None, draft_min_p=0.0, threads=options.threads, max_model_len=1024, max_num_seqs=8,
         **drafted,
     )  # fmt: skip
-    llm = LLM(options.model, config=config)
+    llm = LLM(model, config=config)
     rng = random.Random(0)
     tokens = num_guessed(llm.spec.vocab_size) if options.mtp else llm.spec.vocab_size
     prompt, answer = ([rng.randrange(tokens) for _ in range(count)] for count in (PROMPT_LEN, ANSWER))
@@ -124,7 +125,8 @@ def main() -> None:
                 for i, count in enumerate(options.guesses)
             }  # fmt: skip
             print(f"right {right}, {batch}", json.dumps(found[f"right {right}, {batch}"]), flush=True)
-    settings = {name: getattr(options, name) for name in ("model", "quant", "draft", "draft_quant")}
+    names = ("model", "quant", "mtp") if options.mtp else ("model", "quant", "draft", "draft_quant")
+    settings = {name: getattr(options, name) for name in names}
     result = {"machine": asdict(this_machine()), **settings, "decoding": found}
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
