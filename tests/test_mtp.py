@@ -359,3 +359,32 @@ def test_of_a_large_vocabulary_the_first_tokens_are_guessed(
     for _, end, guesses in made:
         assert guesses == expected_guesses(saved, tokens[:end], len(guesses), among=128)
     assert answers(guessing(saved.folder, quant="int8"), [(LONG[:20], DRAWN)])
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+def test_what_breaks_its_feeding_breaks_no_answer(
+    failure: type[BaseException], sure: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and a failure, while it is fed what a step made of the prompts."""
+    asked = [(LONG[:40], ASKED["penalties"]), (LONG[:9], ASKED["random"])]
+    plain = answers(engine_with(sure, 0), asked)
+    feed, left = MTPDraft._run, [failure]
+
+    def failing(draft: MTPDraft, *args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return feed(draft, *args)
+
+    engine = guessing(sure)
+    step = engine.step
+
+    def going_on() -> Any:
+        try:
+            return step()
+        except KeyboardInterrupt:
+            return []
+
+    monkeypatch.setattr(MTPDraft, "_run", failing)
+    monkeypatch.setattr(engine, "step", going_on)
+    assert answers(engine, asked) == plain
+    assert not left

@@ -2,9 +2,10 @@
 step and draws from each row.
 
 The layer reads tokens and, of each, what the model made of the token before it. Its K and V lie in blocks beside the model's, at
-the same places. Behind a step it is fed what the step was fed, with the rows that this gave; before the next one it is fed the
-token that was drawn, and guesses. What it was fed of guesses is written over when the model's rows of them are there. A row that
-nobody has any more, as of a prefix that was found, is zeros: a guess may then be worse, but a guess changes no token.
+the same places. Before a step it is fed what the last one was fed, with the rows that this gave, then the token that was drawn,
+and guesses: so whatever fails or is broken off, nothing has been drawn yet. What it was fed of guesses is written over when the
+model's rows of them are there. A row that nobody has any more, as of a prefix that was found, is zeros: a guess may then be
+worse, but a guess changes no token.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ class MTPDraft:
         self._least_logprob = math.log(config.draft_min_p) if config.draft_min_p else None
         self._params = SamplingParams(temperature=0.0, logprobs=0 if config.draft_min_p else None)
         self._unfed: dict[int, _Unfed] = {}
+        self._last: tuple[Sequence[KeptRows], StepOutput] | None = None
 
     def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
         """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
+        self.settle()
         for seq_id in plan.finished:
             self._unfed.pop(seq_id, None)
         self._runner.run(Plan([], [], plan.finished, plan.copies))
@@ -82,6 +85,13 @@ class MTPDraft:
     def follow(self, kept: Sequence[KeptRows], output: StepOutput) -> None:
         """What the model made of a step's tokens. kept: rows of its shares. output: what was drawn, which tells the guesses that
         held."""
+        self._last = kept, output
+
+    def settle(self) -> None:
+        """Feeds the layer what is left of the last step. To be called before anyone else touches a block."""
+        if self._last is None:
+            return
+        (kept, output), self._last = self._last, None
         num_drawn = {each.seq_id: len(each.token_ids) for each in output.drawn}
         feeding: list[_Fed] = []
         for share, rows in kept:

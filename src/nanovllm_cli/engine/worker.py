@@ -225,16 +225,23 @@ class Worker(LoadedModel):
             "block": [config.block_size, self.block_bytes],
         }
 
+    def _enter_settled(self) -> None:
+        """Whoever moves blocks is to find all in them that belongs there."""
+        self.platform.enter()
+        if isinstance(self._draft, MTPDraft):
+            with torch.inference_mode():
+                self._draft.settle()
+
     def read_blocks(self, blocks: list[int]) -> memoryview:
         """See Executor."""
-        self.platform.enter()
+        self._enter_settled()
         found = [cache.blocks.take_out(blocks) for cache in self._caches]
         others = [] if self._ranks is None else self._ranks.take(blocks, of_states=False)
         return torch.cat([*found, *others], dim=1).flatten().numpy().data
 
     def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """See Executor."""
-        self.platform.enter()
+        self._enter_settled()
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
         *parts, others = torch.split(rows, self._block_parts, dim=1)
         for cache, part in zip(self._caches, parts, strict=True):
