@@ -90,25 +90,28 @@ def test_who_drafts_for_itself_is_always_right(folder: Path) -> None:
     assert engine.stats().steps == 14  # the prompt's, then three tokens, five, ten times eight, and two
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"max_num_batched_tokens": 11}, {"num_blocks": 9, "max_num_seqs": 4}, {"num_blocks": 15, "max_num_batched_tokens": 33},
-        {"num_guesses": 5}, {"num_guesses": 1},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_its_cache_follows_the_other_ones(more: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several at once, some with a beginning that is known, one forked, blocks short: all guesses hold."""
-    monkeypatch.setattr(CpuPlatform, "most_drafted", 64)
-    engine = drafting(folder, folder, **more)
+PRESSED: list[dict[str, Any]] = [
+    {"max_num_batched_tokens": 11}, {"num_blocks": 9, "max_num_seqs": 4}, {"num_blocks": 15, "max_num_batched_tokens": 33},
+    {"num_guesses": 5}, {"num_guesses": 1},
+]  # fmt: skip
+
+
+def check_that_all_hold(engine: Engine, *, loses: bool) -> None:
+    """Several at once, some with a beginning that is known, one forked. loses: whether blocks are so few that sequences lose
+    theirs."""
     asked = [(LONG[:n], greedy(40)) for n in (33, 50, 50, 17)]
     for _ in range(2):  # the second time prompts and answers are found
         outputs = run(engine, [*asked, (LONG[:20], greedy(30, n=3))])
         guessed = sum(output.metrics.num_guessed_tokens for output in outputs)
         assert guessed == sum(output.metrics.num_held_tokens for output in outputs) > 20
     assert engine.stats().prefix_hit_tokens > 100
-    assert (engine.stats().preemptions > 0) == ("num_blocks" in more)
+    assert (engine.stats().preemptions > 0) == loses
+
+
+@pytest.mark.parametrize("more", PRESSED, ids=str)
+def test_its_cache_follows_the_other_ones(more: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "most_drafted", 64)
+    check_that_all_hold(drafting(folder, folder, **more), loses="num_blocks" in more)
 
 
 def test_a_step_has_guesses_for_as_many_as_pay(folder: Path) -> None:

@@ -28,7 +28,7 @@ from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert_families import make_gguf
-from test_draft import LONG
+from test_draft import LONG, PRESSED, check_that_all_hold
 from test_lookup import ASKED, PROMPT, answers, engine_with
 from test_models import CASES
 
@@ -216,25 +216,10 @@ def test_what_is_right_is_right_to_the_end(sure: Path) -> None:
     assert engine.stats().steps == 20  # the prompt's, then three tokens, seventeen times five, and two
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"max_num_batched_tokens": 11}, {"num_blocks": 9, "max_num_seqs": 4}, {"num_blocks": 15, "max_num_batched_tokens": 33},
-        {"num_guesses": 5}, {"num_guesses": 1},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("more", PRESSED, ids=str)
 def test_its_cache_follows_the_models(more: dict[str, Any], sure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several at once, some with a beginning that is known, one forked, blocks short: all guesses hold."""
     monkeypatch.setattr(CpuPlatform, "most_drafted", 64)
-    engine = guessing(sure, **more)
-    asked = [(LONG[:n], greedy(40)) for n in (33, 50, 50, 17)]
-    for _ in range(2):  # the second time prompts and answers are found
-        outputs = run(engine, [*asked, (LONG[:20], greedy(30, n=3))])
-        guessed = sum(output.metrics.num_guessed_tokens for output in outputs)
-        assert guessed == sum(output.metrics.num_held_tokens for output in outputs) > 20
-    assert engine.stats().prefix_hit_tokens > 100
-    assert (engine.stats().preemptions > 0) == ("num_blocks" in more)
+    check_that_all_hold(guessing(sure, **more), loses="num_blocks" in more)
 
 
 def test_where_nobody_guesses_it_is_fed_all_the_same(sure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
