@@ -58,9 +58,9 @@ def _short_texts() -> Iterator[None]:
 
 
 ASKED = [
-    *[(prompt, greedy(30, logprobs=2)) for prompt in (*PROMPTS, list(range(60, 110)))],
-    ([9, 8, 7] * 6, greedy(40, logprobs=2, allowed_token_ids=(8, 9))),
-    ([9, 8, 7] * 6, SamplingParams(temperature=2.0, seed=3, max_tokens=40, logprobs=2, allowed_token_ids=(6, 7, 8, 9))),
+    *[(prompt, greedy(20, logprobs=2)) for prompt in (*PROMPTS, list(range(60, 110)))],
+    ([9, 8, 7] * 6, greedy(26, logprobs=2, allowed_token_ids=(8, 9))),
+    ([9, 8, 7] * 6, SamplingParams(temperature=2.0, seed=3, max_tokens=26, logprobs=2, allowed_token_ids=(6, 7, 8, 9))),
 ]
 
 
@@ -122,7 +122,7 @@ def with_states(engine: Engine, count: int) -> Engine:
 
 
 def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
-    check_nothing_is_lost(forks_and_found_prefixes(folder, max_tokens=20))
+    check_nothing_is_lost(forks_and_found_prefixes(folder, max_tokens=14))
 
 
 def test_launches_of_a_decode_step(folder: Path) -> None:

@@ -15,7 +15,7 @@ from emulation.emulator import needs_emulation
 from engines import greedy, random_model, run, save
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
-from test_cuda_guesses import KINDS, SETTINGS
+from test_cuda_guesses import FEW_KINDS, SETTINGS
 from test_lookup import answers
 
 pytestmark = needs_emulation
@@ -48,7 +48,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(small: Path) -> list[Any]:
-    return answers(engine_on(small, EmulatedDevice(), deterministic=True, **SETTINGS), KINDS)
+    return answers(engine_on(small, EmulatedDevice(), deterministic=True, **SETTINGS), FEW_KINDS)
 
 
 def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_deterministic_gpu_gives_the_same_to_the_bit(small: Path, plain: list[
     """With guesses, and few blocks."""
     device = EmulatedDevice()
     engine = engine_on(small, device, **SETTINGS | {"deterministic": True, "num_speculative_tokens": 4} | FEW)
-    assert answers(engine, KINDS) == plain
+    assert answers(engine, FEW_KINDS) == plain
     assert engine.stats().used_blocks == 0
     assert device.graphs
 

@@ -37,6 +37,7 @@ def short(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 KINDS = [(PROMPT[: 7 + 4 * (i % 5)], short(params, 16 + i)) for i, params in enumerate(ASKED.values())]
+FEW_KINDS = KINDS[::3]
 
 
 @pytest.fixture(scope="module")

@@ -94,8 +94,10 @@ gemm(const int64_t* tasks, const DTYPE* x, const DTYPE* given_weight, const DTYP
 
   wait_for_previous_kernel();  // the weight, too, may be what it has just unpacked
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    copy_x(stages + stage * STAGE, stage * DEPTH);
-    copy_tile<TILE_N>(stages + stage * STAGE + TILE_M * DEPTH, weight, first_output, outputs, stage * DEPTH, width);
+    if (stage < steps) {
+      copy_x(stages + stage * STAGE, stage * DEPTH);
+      copy_tile<TILE_N>(stages + stage * STAGE + TILE_M * DEPTH, weight, first_output, outputs, stage * DEPTH, width);
+    }
     commit_copies();
   }
 
