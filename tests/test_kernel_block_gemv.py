@@ -86,6 +86,19 @@ def test_gated_is_what_two_kernels_leave(rows: int, outputs: int, width: int, or
     assert ((got.double() - want).abs() <= 2.0**-6 * (gate * up).abs() + 1e-5).all()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 49, 256), (19, 17, 512)])
+def test_without_a_gate_it_is_what_two_kernels_leave(rows: int, outputs: int, width: int, order: int) -> None:
+    """Of any number of rows."""
+    (weight, values), emulator = weights("Q4_K", outputs, width), Emulator(order)
+    x, bias = random(rows, width, dtype=BF16), random(outputs, dtype=BF16)
+    got = block_gemv(emulator, x, weight, bias, activation="relu2")
+    assert "gated_activation" not in emulator.launches
+    assert torch.equal(got, reference.gated_activation(block_gemv(Emulator(), x, weight, bias), "relu2"))
+    expected = (product(x, values, 32) + bias.double()).relu().square()
+    assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-4).all(), "three roundings at most"
+
+
 def test_up_that_begins_within_a_tile_takes_two_kernels() -> None:
     weight, values = weights("Q4_K", 2 * 17, 256)
     x, emulator = random(1, 256, dtype=BF16), Emulator()

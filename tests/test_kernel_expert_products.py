@@ -166,6 +166,17 @@ def test_the_activation_of_gpt_oss(kind: str) -> None:
     assert torch.equal(got, alone)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "int4 zeros", "Q4_K"])
+def test_experts_without_a_gate(kind: str) -> None:
+    """Whatever the rows of their first matrices are a multiple of."""
+    shape = (11, 3, 2, 49, 256)
+    got, alone, exact = run(KINDS[kind], shape, 0, "relu2", Emulator())
+    assert got.shape == (22, 49)
+    assert torch.equal(got, alone)
+    expected = reference.gated_activation(exact.to(KINDS[kind].dtype), "relu2").double()
+    assert (got.double() - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("matrix", [0, 1])
 @pytest.mark.parametrize(("code", "groups"), [(torch.int8, 1), (torch.float8_e4m3fn, 1), (torch.float8_e4m3fn, 2)])

@@ -89,7 +89,18 @@ def test_gated_is_what_two_kernels_leave(rows: int, outputs: int, width: int, or
     assert ((got.double() - expected).abs() <= 2.0**-6 * (gate * up).abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 65, 1024), (3, 130, 128), (8, 17, 16)])
+def test_without_a_gate_it_is_what_two_kernels_leave(rows: int, outputs: int, width: int, order: int) -> None:
+    hidden, x = normed(rows, width, BF16)
+    weight, bias = weights(outputs, width, BF16), random(outputs, dtype=BF16)
+    got = gemv(Emulator(order), hidden, weight, bias, activation="relu2")
+    assert torch.equal(got, reference.gated_activation(gemv(Emulator(), hidden, weight, bias), "relu2"))
+    expected = product(x, weight, bias).relu().square()
+    assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-5).all(), "three roundings at most"
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai", "relu2"])
 def test_activations(activation: str) -> None:
     x, weight = torch.eye(8, 16, dtype=FP16), 3 * random(34, 16, dtype=FP16)
     got = gemv(Emulator(), x, weight, None, activation=activation)

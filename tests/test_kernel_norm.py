@@ -82,6 +82,36 @@ def test_two_norms_and_a_sum_have_the_bits_of_their_kernels(tokens: int, width: 
     assert float((joined.double() - by_formula).norm() / by_formula.norm()) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
+GROUPS = [(2, 3, 17), (5, 2, 100), (3, 8, 128), (1, 4, 9000), (4, 6, 1)]
+"""Tokens, groups of each, their width."""
+
+
+def of_groups(tokens: int, groups: int, width: int, dtype: torch.dtype, emulator: Emulator) -> None:
+    x, weight = random(tokens * groups, width, dtype=dtype), random(groups * width, dtype=dtype)
+    rows = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    got = norm.add_rms_norm(emulator, x, None, weight, 1e-5, 0.0)
+    close_to_rounding(got.view(tokens, -1), rows.view(tokens, -1) * weight.double())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "groups", "width"), GROUPS)
+def test_rows_take_turns_at_the_gains(tokens: int, groups: int, width: int, dtype: torch.dtype, order: int) -> None:
+    of_groups(tokens, groups, width, dtype, Emulator(order))
+
+
+def test_gains_of_another_group_are_seen() -> None:
+    with pytest.raises(AssertionError):
+        of_groups(2, 3, 17, torch.bfloat16, Emulator(bugs=("FIRST_GAINS",)))
+
+
+@pytest.mark.parametrize(("rows", "gains"), [(4, 3 * 64), (3, 64 + 32), (3, 32)])
+def test_gains_that_do_not_go_round_are_refused(rows: int, gains: int) -> None:
+    x, weight = random(rows, 64, dtype=torch.bfloat16), random(gains, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        norm.add_rms_norm(Emulator(), x, None, weight, 1e-5, 0.0)
+
+
 def test_no_tokens_is_no_launch() -> None:
     emulator = Emulator()
     empty = torch.empty(0, 64, dtype=torch.bfloat16)

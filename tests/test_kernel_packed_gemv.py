@@ -9,7 +9,7 @@ from emulation.compare import close_to_rounding, gains, random, relative_error
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from emulation.quantized import quantized
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import packed
+from nanovllm_cli.kernels import packed, reference
 from nanovllm_cli.kernels import packed_gemv as module
 from nanovllm_cli.kernels.cpu import zeros
 from nanovllm_cli.kernels.ops import Normed
@@ -87,6 +87,19 @@ def test_gated_is_what_two_kernels_leave(rows: int, outputs: int, order: int) ->
     exact = got == expected.to(BF16)  # but where a gate or an up lies near the middle of two numbers
     assert exact.double().mean() > 0.97
     assert ((got.double() - expected).abs() <= 2.0**-6 * (gate * up).abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 33), (3, 144), (8, 16)])
+def test_without_a_gate_it_is_what_two_kernels_leave(rows: int, outputs: int, order: int) -> None:
+    weight, meant = quantized(Integer(4, 32, scales="float16"), outputs, 416)
+    hidden, x = normed(rows, 416, BF16)
+    bias, emulator = random(outputs, dtype=BF16), Emulator(order)
+    got = packed_gemv(emulator, hidden, weight, bias, activation="relu2")
+    assert emulator.launches == {"packed_gemv": 1}
+    assert torch.equal(got, reference.gated_activation(packed_gemv(Emulator(), hidden, weight, bias), "relu2"))
+    expected = (x.double() @ meant.T + bias.double()).relu().square()
+    assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-5).all(), "three roundings at most"
 
 
 def test_rows_are_alone_in_their_bits() -> None:

@@ -164,6 +164,17 @@ def test_few_rows_with_a_gate(rows: int, outputs: int, width: int, order: int) -
     assert ((got.double() - expected).abs() <= 2.0**-9 * (gate * up).abs() + 1e-5).all()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 64, 1024), (3, 144, 128), (8, 32, 16)])
+def test_few_rows_without_a_gate(rows: int, outputs: int, width: int, kind: torch.dtype, order: int) -> None:
+    x, weight, bias = scaled(rows, width, kind), scaled(outputs, width, kind), random(outputs, dtype=BF16)
+    got = scaled_gemv(Emulator(order), x, weight, bias, dtype=BF16, activation="relu2")
+    assert torch.equal(got, reference.gated_activation(scaled_gemv(Emulator(), x, weight, bias, dtype=BF16), "relu2"))
+    expected = (values(x) @ values(weight).t() + bias.double()).relu().square()
+    assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-5 * expected.max()).all(), "three roundings at most"
+
+
 def test_few_rows_are_alone_in_their_bits_and_a_nan_stays_in_its_row() -> None:
     x, weight = scaled(8, 272, FP8), scaled(48, 272, FP8)
     x.scales[0, 5] = torch.nan

@@ -126,7 +126,7 @@ def test_activation_of_columns_refuses_what_it_would_misread(bad: Any) -> None:
             activation.gated(Emulator(), gate, up, "silu")
 
 
-@pytest.mark.parametrize("kind", list(filter(None, activation.ACTIVATIONS)))
+@pytest.mark.parametrize("kind", list(filter(activation.has_gate, activation.ACTIVATIONS)))
 def test_activation_far_from_zero(kind: str) -> None:
     """Its tail keeps all its digits, and an exponential that overflows gives zero."""
     below = [-1e30, -60000.0, -100.0, -80.0, -20.0, -9.0, -5.0, -3.0, -1e-3, -0.0]
@@ -158,6 +158,24 @@ def test_activation_passes_nan_on(kind: str) -> None:
     x[0, 3] = x[0, 20] = torch.nan
     got = activation.gated_activation(Emulator(), x, kind)
     assert got.isnan().nonzero()[:, 1].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_gate_what_is_above_zero_is_squared(dtype: torch.dtype) -> None:
+    """To infinity, where that is too large; a NaN stays one."""
+    x = torch.tensor([[-torch.inf, -1e4, -3.0, -1e-7, -0.0, 0.0, 1e-7, 2.0, 3.5, 1e4, torch.inf, torch.nan]], dtype=dtype)
+    before = x.clone()
+    got = activation.gated_activation(Emulator(), x, "relu2")
+    assert got.shape == x.shape
+    assert torch.equal(x[:, :-1], before[:, :-1])
+    assert got[0, -1].isnan()
+    assert torch.equal(got[:, :-1], x.double().relu().square().to(dtype)[:, :-1])
+
+
+def test_what_has_no_gate_is_not_taken_for_one() -> None:
+    x, other = (random(3, 8, dtype=BF16) for _ in range(2))
+    with pytest.raises(AssertionError):
+        activation.gated(Emulator(), x, other, "relu2")
 
 
 def test_activation_without_a_mask_is_found() -> None:

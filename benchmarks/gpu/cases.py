@@ -240,10 +240,12 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
 
     made: list[tuple[str, float, Callable[[], object]]] = [
         ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),
+        ("norm of 8 groups", 2.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x.view(rows * 8, -1), None, gain, 1e-6, 0.0)),
         ("rope and cache", 2.0 * qkv.nbytes, rotated),
         ("short convolution", 7.0 * x.nbytes, convolved),
         ("gate of attention", 3.0 * x.nbytes, lambda: sigmoid_gate(launcher, gated, gates[:, 0])),
         ("silu and up", 1.5 * both.nbytes, lambda: activation.gated_activation(launcher, both, "silu")),
+        ("squared relu", 2.0 * both.nbytes, lambda: activation.gated_activation(launcher, both, "relu2")),
         ("embedding", 2.0 * x.nbytes, lambda: embedding.embedding(launcher, ids, table)),
         ("draw, greedy", float(logits.nbytes), drawn(0.0)),
         ("draw, temperature", float(logits.nbytes), drawn(0.6)),

@@ -1,15 +1,16 @@
-// The activations of gated MLPs, for all kernels that have one at their end.
+// The activations of MLPs, for all kernels that have one at their end.
 #pragma once
 #include "common.cuh"
 
 // As in activation.py, which has 0 for none.
-constexpr int SILU = 1, GELU_TANH = 2, GELU = 3, SWIGLU_OAI = 4;
+constexpr int SILU = 1, GELU_TANH = 2, GELU = 3, SWIGLU_OAI = 4, RELU2 = 5;
 constexpr float OAI_LIMIT = 7.0f, OAI_SLOPE = 1.702f;
 
 // act(gate) * up. All in forms that keep their precision where the gate is far below zero: no 1 + tanh, no 1 + erf. gpt-oss's has
-// bounds for the gate and for up, and 1 is added to up; a NaN stays one.
+// bounds for the gate and for up, and 1 is added to up; a NaN stays one. RELU2 is of MLPs without a gate, whose up is both.
 template <int WHICH>
 DEVICE float gated(float gate, float up) {
+  if (WHICH == RELU2) return gate < 0.0f ? 0.0f : gate * up;
   if (WHICH == GELU) return 0.5f * gate * erfcf(gate * -0.70710678f) * up;
   if (WHICH == SWIGLU_OAI) {
     gate = gate > OAI_LIMIT ? OAI_LIMIT : gate;

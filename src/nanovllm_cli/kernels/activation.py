@@ -1,8 +1,9 @@
-"""Gated activations of an MLP on a GPU (activation.cu)."""
+"""Activations of an MLP on a GPU (activation.cu)."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -10,24 +11,33 @@ import torch
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
 
 THREADS = 256
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4, "relu2": 5}
 """By name, as in activation.cuh."""
 
 
+def has_gate(activation: str | None) -> TypeGuard[str]:
+    """True if it is of two numbers, so that a matmul with it has half as many outputs as its weight has rows."""
+    return activation not in (None, "relu2")
+
+
 def gated_activation(launcher: Launcher, x: torch.Tensor, activation: str) -> torch.Tensor:
-    """x [T, 2 width] -> [T, width], see `reference.gated_activation`."""
+    """x [T, 2 width], or [T, width] without a gate, -> [T, width], see `reference.gated_activation`."""
     tokens, columns = x.shape
+    if not has_gate(activation):
+        check(x, launcher, x.dtype, tokens, columns)
+        return gated(launcher, x, x, activation)
     width = columns // 2
     check(x, launcher, x.dtype, tokens, 2 * width)
     return gated(launcher, x[:, :width], x[:, width:], activation)
 
 
 def gated(launcher: Launcher, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up of [T, width] each, either of which may be columns of a wider tensor."""
+    """act(gate) * up of [T, width] each, either of which may be columns of a wider tensor; they are one without a gate."""
     tokens, width = gate.shape
     gate_stride, up_stride = gate.stride(0), up.stride(0)
     assert gate.dtype == up.dtype, (gate.dtype, up.dtype)
     assert gate.shape == up.shape, (gate.shape, up.shape)
+    assert has_gate(activation) or gate is up, activation
     assert gate.device == up.device == launcher.device, (gate.device, up.device, launcher.device)
     assert width <= 1 or gate.stride(1) == up.stride(1) == 1, (gate.stride(), up.stride())
     out = torch.empty((tokens, width), dtype=gate.dtype, device=gate.device)

@@ -9,7 +9,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import block_records as records
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels import quantize_activations as rounding
-from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation
+from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation, has_gate
 from nanovllm_cli.kernels.block_records import TILE, PackedBlocks
 from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name
@@ -37,12 +37,12 @@ def block_gemv(
 ) -> torch.Tensor:
     """x [M, K], rounded to int8, @ weight [N, K].T + bias [N]; residual, activation, out_dtype: see `product.AfterFew`. Rounding:
     a scale for each row and group of the weight's, by the CPU's rule. A launch takes at most 32 rows, and each reads the weight.
-    A row's bits depend neither on the others nor, without an activation, on how many they are."""
+    A row's bits depend neither on the others nor, without a gate, on how many they are."""
     source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype, layout, num_rows = source.shape, source.dtype, weight.layout, weight.num_rows
     assert width == weight.width, (width, weight.width)
     check(weight.data, launcher, torch.uint8, *records.shape(layout))
-    if activation and (num_rows // 2 % TILE or rows > 8):  # up begins within a tile, or more rows than partial sums of both
+    if has_gate(activation) and (num_rows // 2 % TILE or rows > 8):  # up begins within a tile, or partial sums of both are many
         return gated_activation(launcher, block_gemv(launcher, x, weight, bias), activation)
     out = product.output_for(
         launcher, rows, num_rows, dtype, bias, residual=residual, activation=activation, out_dtype=out_dtype
@@ -55,9 +55,9 @@ def block_gemv(
     parts = parts_of(outputs, across, launcher.num_multiprocessors)
     grid = min(-(-outputs // (WARPS // parts * TILE)), launcher.num_multiprocessors * RESIDENT)
     capability = launcher.capability
-    fused = rows <= FUSED_ROWS and fits(layout, rows, 1, bool(activation), capability)
+    fused = rows <= FUSED_ROWS and fits(layout, rows, 1, has_gate(activation), capability)
     rounded = None if fused else rounding.to_blocks(launcher, x, layout.group)
-    at_once = rows if fused else rows_at_once(layout, rows, bool(activation), capability)
+    at_once = rows if fused else rows_at_once(layout, rows, has_gate(activation), capability)
     for first in range(0, rows, at_once):
         last = min(rows, first + at_once)
         lane_rows = lane_rows_of(last - first)
@@ -82,12 +82,12 @@ def expert_gemv(
     width, layout, num_rows, dtype = weight.width, weight.layout, weight.num_rows, x.dtype
     check_rows(launcher, x, tasks, matrix, width)
     check(weight.data, launcher, torch.uint8, *records.shape(layout))
-    if activation and num_rows // 2 % TILE:  # up begins within a tile
+    if has_gate(activation) and num_rows // 2 % TILE:  # up begins within a tile
         return gated_activation(launcher, expert_gemv(launcher, x, weight, tasks, matrix), activation)
     out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
     outputs, capability = out.shape[1], launcher.capability
     lane_rows = lane_rows_of(tasks.most_rows)
-    assert fits(layout, 0, lane_rows, bool(activation), capability)
+    assert fits(layout, 0, lane_rows, has_gate(activation), capability)
     across = records.padded_width(layout) // records.columns_of(layout)
     parts = parts_of(outputs, across, launcher.num_multiprocessors)
     rounded = rounding.to_blocks(launcher, x, layout.group)
@@ -187,8 +187,9 @@ def variants() -> list[Kernel]:
         *(of("Q4_K", lane_rows, False) for lane_rows in (1, 2, 4, 8)),
         *(of(name, 8, False) for name in ("Q2_K", "Q5_1", "Q6_K", "IQ4_XS")),
         of("Q4_K", activation="silu"), of("Q4_K", 2, False, "silu"), of("Q6_K", out=torch.float32),
+        of("Q4_K", activation="relu2"), of("Q6_K", 8, False, "relu2"),
         of("Q4_K", dtype=fp16, out=fp16), of("Q4_K", dtype=fp16, out=fp16, capability=75),
         *(from_tasks(of(name, rows, False, "silu"), 0) for name in ("Q4_K", "MXFP4") for rows in (1, 2)),
         *(from_tasks(of(name, rows, False), 1) for name in ("Q6_K", "MXFP4") for rows in (1, 2)),
-        from_tasks(of("MXFP4", 2, False, "swiglu_oai"), 0),
+        from_tasks(of("MXFP4", 2, False, "swiglu_oai"), 0), from_tasks(of("Q4_K", 2, False, "relu2"), 0),
     ]  # fmt: skip

@@ -113,10 +113,10 @@ def variant(dtype: torch.dtype, key_dim: int, value_dim: int, width: int, mamba:
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds: Qwen3.5's, the largest heads with the most taps, and odd ones; of Mamba-2 Granite 4 H's, and
-    the same."""
+    """What the compile gate builds: Qwen3.5's, the largest heads with the most taps, and odd ones; of Mamba-2 Granite 4 H's,
+    Nemotron Nano 2's, and the same."""
     shapes = ((128, 128, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
-    spaces = ((128, 64, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
+    spaces = ((128, 64, 4), (128, 80, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
     return [
         variant(dtype, *shape, mamba)
         for dtype in (torch.bfloat16, torch.float16)

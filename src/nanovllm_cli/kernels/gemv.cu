@@ -3,7 +3,7 @@
 //   x [rows, width] DTYPE; with NORM it is normalised first: round(x / rms(x) * (offset + gain)), gain [width]
 //   weight [outputs, width] DTYPE; GATED: [2 * outputs, width], the gate's rows before up's. bias: one a weight row, or null
 //   out [rows, outputs] OUT = y + bias + residual, rounded once; residual, where it is not null, may be out itself
-//   GATED: out = act(gate) * up, gate and up rounded to DTYPE before, as two kernels would leave them
+//   GATED: out = act(gate) * up, gate and up rounded to DTYPE before, as two kernels would leave them; of RELU2 so is y
 //   EXPERTS: rows, weight and bias are a task's (experts.cuh), and there is neither norm nor residual
 //
 // The tensor cores serve as a wide dot product, so that eight rows cost what one does, and no number is converted: a warp

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import product
-from nanovllm_cli.kernels.activation import ACTIVATIONS
+from nanovllm_cli.kernels.activation import ACTIVATIONS, has_gate
 from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.kernel import (
     WARP,
@@ -57,7 +57,7 @@ def gemv(
     if not outputs:
         return out
 
-    strips, parts, tiles = _division(launcher, outputs, width, bool(activation))
+    strips, parts, tiles = _division(launcher, outputs, width, has_gate(activation))
     grid = min(tiles, launcher.num_multiprocessors * RESIDENT)
     has_norm = gain is not None
     kernel = variant(dtype, out.dtype, widest(width, dtype), strips, has_norm, activation)
@@ -85,7 +85,7 @@ def expert_gemv(
     activation: str | None = None,
 ) -> torch.Tensor:
     """Rows of x [T, K], of the second matrix [P, K], each multiplied with the weight of its task's expert, whose bias, if it
-    has any, is added: [P, N] or, with an activation, [P, N / 2]. weight [N, K]: any of the experts, which are alike. A row's
+    has any, is added: [P, N] or, with a gate, [P, N / 2]. weight [N, K]: any of the experts, which are alike. A row's
     bits are what `gemv` gives it."""
     (num_rows, width), dtype = weight.shape, x.dtype
     check_rows(launcher, x, tasks, matrix, width)
@@ -93,7 +93,7 @@ def expert_gemv(
     check(weight, launcher, dtype, num_rows, width)
     out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
     outputs = out.shape[1]
-    strips, parts, tiles = _division(launcher, outputs, width, bool(activation))
+    strips, parts, tiles = _division(launcher, outputs, width, has_gate(activation))
     args = (
         tasks.words, x, None, None, None, None, out, np.int32(0), np.int32(width), np.int32(outputs), np.int32(parts),
         np.float32(0), np.float32(0), np.int32(tasks.taken),
@@ -159,12 +159,14 @@ def variant(
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds: a layer's four matmuls and the head's, and rows that have no 16-byte loads."""
+    """What the compile gate builds: a layer's matmuls and the head's, and rows that have no 16-byte loads."""
     kernels = []
     for dtype in (torch.bfloat16, torch.float16):
         kernels += [variant(dtype, dtype, 8, strips, norm, None) for strips in (1, 2) for norm in (False, True)]
-        kernels += [variant(dtype, dtype, 8, 2, True, "silu"), variant(dtype, torch.float32, 8, 2, True, None)]
+        kernels += [variant(dtype, dtype, 8, 2, True, activation) for activation in ("silu", "relu2")]
+        kernels += [variant(dtype, torch.float32, 8, 2, True, None)]
         kernels += [variant(dtype, dtype, 1, 2, True, None), variant(dtype, dtype, 1, 2, False, None)]
-        kernels += [from_tasks(variant(dtype, dtype, 8, 2, False, activation), 0) for activation in ("silu", "swiglu_oai")]
+        of_experts = ("silu", "swiglu_oai", "relu2")
+        kernels += [from_tasks(variant(dtype, dtype, 8, 2, False, activation), 0) for activation in of_experts]
         kernels += [from_tasks(variant(dtype, dtype, 8, strips, False, None), 1) for strips in (1, 2)]
     return kernels

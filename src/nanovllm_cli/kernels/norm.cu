@@ -5,9 +5,10 @@
 //
 // With CENTERED (a macro, as VECTOR and DTYPE) it is the norm of what the row is without its mean: layer norm without a bias.
 //
-// x, residual, out [T, width] DTYPE, whose rows lie row_stride elements apart; out may be x. weight [width] DTYPE. width and
-// row_stride are multiples of VECTOR, the elements of one load.
-// One block a row; each thread keeps its elements in registers if they are at most KEEP loads, and reads them again if not.
+// x, residual, out [T * G, width] DTYPE, whose rows lie row_stride elements apart; out may be x. weight [G, width] DTYPE: rows
+// take turns at its gains. width and row_stride are multiples of VECTOR, the elements of one load.
+// One block a row, grid (T, G); each thread keeps its elements in registers if they are at most KEEP loads, and reads them again
+// if not.
 #include "common.cuh"
 
 constexpr int KEEP = 4;
@@ -17,9 +18,12 @@ add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, DTYPE* out, i
              float offset) {
   typedef Vector<DTYPE, VECTOR> Elements;
   __shared__ float scratch[WARP_SIZE];
-  const int64_t row = (int64_t)blockIdx.x * row_stride;
+  const int64_t row = ((int64_t)blockIdx.x * gridDim.y + blockIdx.y) * row_stride;
   const int first = threadIdx.x * VECTOR, stride = blockDim.x * VECTOR;
   const DTYPE* source = residual ? residual : x;
+#ifndef BUG_FIRST_GAINS
+  weight += blockIdx.y * width;
+#endif
   Elements kept[KEEP];
   const auto counted = [](float value) { return CENTERED ? value : value * value; };
   float total = 0.0f, mean = 0.0f;

@@ -19,10 +19,11 @@ def add_rms_norm(
     offset: float,
     centered: bool = False,
 ) -> torch.Tensor:
-    """See `reference.add_rms_norm`; residual [T, width] is changed in place."""
+    """See `reference.add_rms_norm`; residual [T, width] is changed in place. weight [G * width]: row i has the gains i modulo
+    G."""
     tokens, width = x.shape
     check(x, launcher, x.dtype, tokens, width)
-    check(weight, launcher, x.dtype, width)
+    check(weight, launcher, x.dtype, weight.shape[0] // width * width)
     if residual is not None:
         check(residual, launcher, x.dtype, tokens, width)
     out = torch.empty_like(x)
@@ -49,12 +50,15 @@ def _launch(
     centered: bool,
 ) -> None:
     tokens, width = x.shape
+    groups = weight.shape[0] // width
+    assert groups, (weight.shape, width)
+    assert tokens % groups == 0, (tokens, groups)
     if tokens:
         vector = widest(math.gcd(width, x.stride(0), x.storage_offset()), x.dtype)  # no load straddles a boundary of its own
         threads = min(MAX_THREADS, -(-width // (vector * WARP)) * WARP)
         sizes, floats = map(np.int32, (width, x.stride(0))), map(np.float32, numbers)
         kernel = variant(x.dtype, vector, centered)
-        launcher.launch(kernel, (tokens, 1, 1), (threads, 1, 1), (x, residual, weight, out, *sizes, *floats))
+        launcher.launch(kernel, (tokens // groups, groups, 1), (threads, 1, 1), (x, residual, weight, out, *sizes, *floats))
 
 
 def variant(dtype: torch.dtype, vector: int, centered: bool) -> Kernel:

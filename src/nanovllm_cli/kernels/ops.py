@@ -83,7 +83,7 @@ class Ops(Protocol):
         [T] int64, tokens with one past original_len take long_frequencies."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        """The norm of x, as a tensor; on a CPU rows may take turns at the gains of several."""
+        """The norm of x, as a tensor; rows may take turns at the gains of several."""
 
     def norm_columns(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, normed in place."""

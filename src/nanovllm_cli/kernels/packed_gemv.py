@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import product
-from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation
+from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation, has_gate
 from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.gemv import MAX_ROWS, RESIDENT, WARPS, parts_of, rows_at_once, strips_of
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, mma_capability, type_name, widest
@@ -32,7 +32,7 @@ def packed_gemv(
     order of columns meets x in that order. A row's bits do not depend on the others'."""
     source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype, num_rows = source.shape, source.dtype, weight.num_rows
-    if activation and num_rows // 2 % TILE_OUTPUTS:  # gate and up share a tile
+    if has_gate(activation) and num_rows // 2 % TILE_OUTPUTS:  # gate and up share a tile
         return gated_activation(launcher, packed_gemv(launcher, x, weight, bias), activation)
     assert 0 < rows <= MAX_ROWS, rows
     assert width == weight.width, (width, weight.width)
@@ -45,7 +45,7 @@ def packed_gemv(
     if not outputs:
         return out
 
-    strips, parts, panels = _division(launcher, weight, outputs, bool(activation))
+    strips, parts, panels = _division(launcher, weight, outputs, has_gate(activation))
     grid = min(panels, launcher.num_multiprocessors * RESIDENT)
     has_norm = gain is not None
     kernel = variant(weight, dtype, out.dtype, strips, has_norm, activation)
@@ -73,13 +73,13 @@ def expert_gemv(
     width, num_rows, dtype = weight.width, weight.num_rows, x.dtype
     assert weight.order is None
     check_rows(launcher, x, tasks, matrix, width)
-    if activation and num_rows // 2 % TILE_OUTPUTS:  # gate and up share a tile
+    if has_gate(activation) and num_rows // 2 % TILE_OUTPUTS:  # gate and up share a tile
         return gated_activation(launcher, expert_gemv(launcher, x, weight, tasks, matrix), activation)
     product.check_tensor_cores(launcher, dtype)
     weight.check(launcher)
     out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
     outputs = out.shape[1]
-    strips, parts, panels = _division(launcher, weight, outputs, bool(activation))
+    strips, parts, panels = _division(launcher, weight, outputs, has_gate(activation))
     args = (
         tasks.words, x, None, None, None, None, None, None, None, out, np.int32(0), np.int32(width), np.int32(outputs),
         np.int32(parts), np.float32(0), np.float32(0), np.int32(tasks.taken),
@@ -127,11 +127,13 @@ def variants() -> list[Kernel]:
     kernels = [variant(weight, bf16, bf16, 1, False, None) for weight in (int4, int8, fp8, nf4)]
     kernels += [variant(weight, bf16, bf16, 2, True, None) for weight in (int4, int8, fp8, nf4)]
     kernels += [variant(weight, half, half, 2, True, None) for weight in (of("int4", 128, half, True), int8, fp8, nf4)]
-    kernels += [variant(weight, bf16, bf16, 2, True, "silu") for weight in (int4, nf4)]
-    kernels += [variant(of("int8", 32, half, True), bf16, bf16, 2, True, activation) for activation in (None, "silu")]
+    kernels += [variant(weight, bf16, bf16, 2, True, activation) for weight in (int4, nf4) for activation in ("silu", "relu2")]
+    wide = of("int8", 32, half, True)
+    kernels += [variant(wide, bf16, bf16, 2, True, activation) for activation in (None, "silu", "relu2")]
     kernels += [variant(int4, bf16, single, 2, True, None)]
     kernels += [variant(of("int4", 32, single, True, True), half, half, 2, True, None)]
     kernels += [from_tasks(variant(weight, bf16, bf16, 2, False, "silu"), 0) for weight in (int4, int8, fp8, nf4)]
+    kernels += [from_tasks(variant(weight, bf16, bf16, 2, False, "relu2"), 0) for weight in (int4, fp8)]
     kernels += [from_tasks(variant(weight, bf16, bf16, strips, False, None), 1) for weight in (int4, fp8) for strips in (1, 2)]
     kernels += [variant(of("int8", 0, bf16, width=1001), half, half, 1, False, None)]
     return kernels

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.activation import has_gate
 from nanovllm_cli.kernels.kernel import Launcher, check, mma_capability
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
@@ -24,7 +25,7 @@ class After(TypedDict, total=False):
 
 class AfterFew(After, total=False):
     """activation: the weight's rows and the bias are a gate's and then as many of up, and what is returned [M, N / 2] is
-    act(gate) * up (`reference.gated_activation`). Not with a residual."""
+    act(gate) * up (`reference.gated_activation`). Of one without a gate it is act(y) [M, N]. Not with a residual."""
 
     activation: str | None
 
@@ -67,10 +68,10 @@ def output_for(
     """Where a product [rows, num_rows] goes: see `AfterFew`. dtype: x's. bias [num_rows], and the residual, are checked."""
     assert out_dtype in (None, dtype, torch.float32), out_dtype
     assert residual is None or (activation is None and out_dtype in (None, dtype)), out_dtype
-    assert not activation or num_rows % 2 == 0, num_rows
+    assert not has_gate(activation) or num_rows % 2 == 0, num_rows
     if bias is not None:
         check(bias, launcher, dtype, num_rows)
-    outputs = num_rows // 2 if activation else num_rows
+    outputs = num_rows // 2 if has_gate(activation) else num_rows
     if residual is not None:
         return check(residual, launcher, dtype, rows, outputs)
     return torch.empty(rows, outputs, dtype=out_dtype or dtype, device=launcher.device)

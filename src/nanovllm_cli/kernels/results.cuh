@@ -1,4 +1,4 @@
-// The end of kernels for a few rows: sums of several warps become results, with bias, residual or a gate.
+// The end of kernels for a few rows: sums of several warps become results, with bias, residual or an activation.
 //
 // By macro, besides that of experts.cuh: DTYPE, OUT, ACTIVATION (0 for none).
 #pragma once
@@ -6,7 +6,7 @@
 #include "experts.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
-constexpr bool GATED = ACTIVATION != 0;
+constexpr bool GATED = ACTIVATION != 0 && ACTIVATION != RELU2;
 
 // Where a team of `parts` warps puts what it has summed: OUTPUTS neighbours of every row. GATED: of as many gates and ups.
 template <int OUTPUTS>
@@ -59,6 +59,10 @@ struct Results {
         y = gated<ACTIVATION>(to_float(from_float<DTYPE>(y)), to_float(from_float<DTYPE>(up)));
       } else {
         y += i == mine ? added_to_mine : added(first, i);
+        if (ACTIVATION == RELU2) {
+          y = to_float(from_float<DTYPE>(y));
+          y = gated<RELU2>(y, y);
+        }
       }
       out[(int64_t)work.place(row) * outputs + output] = from_float<OUT>(y);
     }

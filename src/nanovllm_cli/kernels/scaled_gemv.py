@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import product
-from nanovllm_cli.kernels.activation import ACTIVATIONS
+from nanovllm_cli.kernels.activation import ACTIVATIONS, has_gate
 from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.gemv import LOADS, MAX_ROWS, RESIDENT, WARPS, parts_of, strips_of
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name
@@ -48,7 +48,7 @@ def scaled_gemv(
     )
     outputs = out.shape[1]
     if outputs:
-        strips, parts, panels = _division(launcher, outputs, width, groups > 1, bool(activation))
+        strips, parts, panels = _division(launcher, outputs, width, groups > 1, has_gate(activation))
         grid = min(panels, launcher.num_multiprocessors * RESIDENT)
         sizes = (np.int32(rows), np.int32(width), np.int32(outputs), np.int32(parts), np.int32(1))
         args = (None, *x, *weight, bias, residual, out, *sizes)
@@ -74,7 +74,7 @@ def expert_gemv(
     check(x.scales, launcher, torch.float32, groups, x.codes.shape[0])
     out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
     outputs = out.shape[1]
-    strips, parts, panels = _division(launcher, outputs, width, groups > 1, bool(activation))
+    strips, parts, panels = _division(launcher, outputs, width, groups > 1, has_gate(activation))
     sizes = (np.int32(x.codes.shape[0]), np.int32(width), np.int32(outputs), np.int32(parts), np.int32(tasks.taken))
     args = (tasks.words, *x, None, None, None, None, out, *sizes)
     kernel = from_tasks(variant(kind, dtype, dtype, groups > 1, strips, activation), matrix)
@@ -109,6 +109,7 @@ def variants() -> list[Kernel]:
         kernels += [variant(kind, bf16, bf16, grouped, strips, None) for strips in ((1,) if grouped else (1, 2))]
         kernels += [variant(kind, bf16, torch.float32, grouped, 1, None)]
         kernels += [variant(kind, dtype, dtype, grouped, 2, "silu") for dtype in (bf16, half)]
-        kernels += [from_tasks(variant(kind, bf16, bf16, grouped, 2, "silu"), 0)]
+        without_gate = variant(kind, bf16, bf16, grouped, 1, "relu2")
+        kernels += [without_gate, from_tasks(without_gate, 0), from_tasks(variant(kind, bf16, bf16, grouped, 2, "silu"), 0)]
         kernels += [from_tasks(variant(kind, bf16, bf16, grouped, 1, None), 1)]
     return kernels
