@@ -22,7 +22,7 @@ from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.model_spec import DeltaSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_formats import CudaFormats
@@ -115,10 +115,6 @@ class CudaPlatform:
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
-        if not all(mlp.gated for mlp in spec.mlps):
-            raise UnsupportedError("MLPs without a gate on a GPU", "take another model, or the CPU")
-        if any(isinstance(mixer, DeltaSpec) and mixer.mamba and mixer.num_keys > 1 for mixer in spec.mixers):
-            raise UnsupportedError("norms of a state space's groups on a GPU", "take another model, or the CPU")
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),
