@@ -28,11 +28,16 @@ def softmax(x: Floats) -> Floats:
 
 
 def distribution(logits: NDArray[np.float32], params: SamplingParams, exclude_top: bool) -> Floats:
-    """Probability of each token after temperature, min_p, top_k, typical_p, top_p and XTC, in this order."""
+    """Probability of each token after temperature, top_n_sigma, min_p, top_k, typical_p, top_p and XTC, in this order."""
     x = logits.astype(np.float64)
     by_rank = sorted(range(len(x)), key=lambda i: (-x[i], i))
     p = softmax(x / params.temperature)
 
+    if params.top_n_sigma > 0:
+        limit = x.max() - params.top_n_sigma * x[x > -np.inf].std()
+        if np.any(np.abs(x - limit) < 1e-5):
+            raise NearTie
+        p = _only(p, [i for i in by_rank if x[i] >= limit])
     if params.min_p > 0:
         limit = params.min_p * p.max()
         _fair(p, limit)
@@ -100,6 +105,11 @@ def exact_draw(logits: Floats32, params: SamplingParams, uniform: float, exclude
     """The id drawn; the largest logit must be finite and the temperature positive."""
     ranked = np.lexsort((np.arange(len(logits)), -logits))
     kept = ranked[logits[ranked] > -np.inf]
+    if params.top_n_sigma > 0:
+        alive = logits[logits > -np.inf].astype(np.float64)  # in order of ids, one after the other: what numpy's own sum is not
+        mean = alive.cumsum()[-1] / len(alive)
+        deviation = math.sqrt(((alive - mean) ** 2).cumsum()[-1] / len(alive))
+        kept = kept[logits[kept] >= np.float32(float(logits.max()) - params.top_n_sigma * deviation)]
     if params.min_p > 0:
         floor = np.float32(max(LOWEST, float(logits.max()) + params.temperature * math.log(params.min_p)))
         kept = kept[logits[kept] >= floor]

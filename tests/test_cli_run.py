@@ -74,7 +74,7 @@ def test_prompts_go_through_the_template_or_raw(tmp_path: Path) -> None:
 
 
 SAMPLING_FLAGS = (
-    "-n 5000 --temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical 0.8 -s 42 --repeat-penalty 1.1"
+    "-n 5000 --temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --top-nsigma 1.5 --typical 0.8 -s 42 --repeat-penalty 1.1"
     " --presence-penalty 0.2"
     " --frequency-penalty 0.3 --repeat-last-n 64 --dry-multiplier 0.8 --dry-base 1.5 --dry-allowed-length 3"
     " --dry-penalty-last-n 100 --dry-sequence-breaker \\n --dry-sequence-breaker ; --xtc-probability 0.5"
@@ -87,8 +87,8 @@ def test_every_sampling_flag_arrives(tmp_path: Path) -> None:
     from nanovllm_cli.sampling_params import SamplingParams
 
     wanted = SamplingParams(
-        max_tokens=5000, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, typical_p=0.8, seed=42, repetition_penalty=1.1,
-        presence_penalty=0.2, frequency_penalty=0.3, penalty_last_n=64, dry_multiplier=0.8, dry_base=1.5,
+        max_tokens=5000, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, top_n_sigma=1.5, typical_p=0.8, seed=42,
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, penalty_last_n=64, dry_multiplier=0.8, dry_base=1.5,
         dry_allowed_length=3, dry_penalty_last_n=100, dry_sequence_breakers=("\n", ";"), xtc_probability=0.5,
         xtc_threshold=0.2, logit_bias={5: 1.0, 6: -2.5}, ignore_eos=True, stop=("END", "\n\n"), bad_words=("no",),
         min_tokens=2, n=2,

@@ -131,7 +131,7 @@ def test_masks_are_computed_only_where_the_answer_was_no(sampler: Sampler, monke
 @pytest.mark.parametrize(
     "options",
     [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}, {"min_p": 0.1}, {"typical_p": 0.9},
-     {"top_p": 0.99, "xtc_probability": 0.5}],
+     {"top_n_sigma": 1.0}, {"top_p": 0.99, "xtc_probability": 0.5}],
 )  # fmt: skip
 @pytest.mark.parametrize("lead", [0.0, 2.0, 6.0, 12.0])
 def test_filters_choose_among_what_is_allowed(sampler: Sampler, options: dict[str, object], lead: float) -> None:

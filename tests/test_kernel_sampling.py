@@ -404,6 +404,7 @@ def test_what_the_kernels_would_misread_is_refused(bad) -> None:
     "params",
     [
         SamplingParams(typical_p=0.9),
+        SamplingParams(top_n_sigma=1.0),
         SamplingParams(xtc_probability=0.5),
         SamplingParams(dry_multiplier=1.0),
         SamplingParams(bad_words=("a",)),

@@ -72,6 +72,7 @@ def filters(draw: st.DrawFn) -> SamplingParams:
         top_k=int(sometimes(st.integers(1, 60), 0)),
         top_p=sometimes(st.floats(0.01, 0.999), 1.0),
         min_p=sometimes(st.floats(0.001, 0.9), 0.0),
+        top_n_sigma=sometimes(st.floats(0.1, 4), 0.0),
         typical_p=sometimes(st.floats(0.05, 0.99), 1.0),
         xtc_threshold=draw(st.floats(0.01, 0.5)),
     )
@@ -100,7 +101,7 @@ def test_equal_and_banned_logits_follow_the_same_definitions(
     logits[1:][random.random(59) < banned] = -np.inf
     params = SamplingParams(
         temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
-        xtc_threshold=params.xtc_threshold,
+        top_n_sigma=params.top_n_sigma, xtc_threshold=params.xtc_threshold,
     )  # fmt: skip
     with np.errstate(all="ignore"):
         try:
@@ -169,8 +170,8 @@ def test_rows_of_a_batch_are_drawn_each_by_its_own_settings(threads: int) -> Non
         {"top_k": 9},
         {"top_p": 0.7},
         {"typical_p": 0.6, "min_p": 0.01},
-        {"temperature": 0},
-        {"xtc_threshold": 0.05},
+        {"temperature": 0, "top_n_sigma": 1.0},
+        {"top_n_sigma": 1.5, "xtc_threshold": 0.05},
     ]
     asked = [(SamplingParams(**kinds[i % 6]), float(random.random()), i % 6 == 5) for i in range(len(which))]  # type: ignore[arg-type]
     cpu.set_num_threads(threads)
@@ -282,6 +283,7 @@ def test_what_questions_decide() -> None:
         ({"top_k": 4}, [0, 2], ([], None)),  # which filters nothing
         ({"top_k": 3}, [0], ([1, 3, 0], None)),
         ({"typical_p": 0.9}, [], ([], None)),
+        ({"top_n_sigma": 1.5}, [], ([], None)),  # a ban changes the deviation
         ({"top_p": 0.95, "xtc_probability": 1.0, "xtc_threshold": 0.2}, [], ([], None)),
     ):  # fmt: skip
         asked: list[int] = []
@@ -449,6 +451,17 @@ def test_xtc_leaves_the_least_likely_of_the_top_choices(
     assert sorted({draw_token(logits, params, u, True) for u in np.linspace(0, 0.999, 100)}) == left
 
 
+@pytest.mark.parametrize(
+    ("sigmas", "left"), [(1.0, [0, 0, 0.428571, 0.571429]), (3.0, [0.1, 0.2, 0.3, 0.4]), (-1.0, [0.1, 0.2, 0.3, 0.4])]
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_top_n_sigma_keeps_what_llama_cpp_says(sigmas: float, left: list[float], temperature: float) -> None:
+    """Its own test vectors (tests/test-sampling.cpp); a temperature changes how likely tokens are, not which are left."""
+    logits = np.log(np.array([0.1, 0.2, 0.3, 0.4], dtype=np.float32))
+    expected = np.array(left) ** (1 / temperature)
+    check_draws(logits, SamplingParams(temperature=temperature, top_n_sigma=sigmas), False, expected / expected.sum())
+
+
 def test_far_and_extreme_logits_are_no_trouble() -> None:
     logits = np.array([3e38, -3e38, 0, -np.inf, 2.9e38], dtype=np.float32)
     with np.errstate(all="ignore"):
@@ -460,6 +473,7 @@ def test_far_and_extreme_logits_are_no_trouble() -> None:
             SamplingParams(top_p=0.0),
             SamplingParams(top_p=1 - 2**-53),
             SamplingParams(typical_p=0.0),
+            SamplingParams(top_n_sigma=0.1),
         ):
             assert {draw_token(logits, params, u, True) for u in (0.0, 0.5, 1 - 2**-53)} == {0}
 

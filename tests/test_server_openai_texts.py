@@ -509,6 +509,9 @@ def drawn_from(params: SamplingParams, steps: Sequence[str], logits: Any) -> Any
                 keep &= left == left.max()
             case "temperature":
                 logits = logits / params.temperature
+            case "top_n_sigma" if params.top_n_sigma > 0:
+                alive = logits[keep]
+                keep &= logits >= alive.max() - params.top_n_sigma * alive.std() - 1e-9
             case "min_p":
                 keep &= left >= params.min_p * left.max() * (1 - 1e-9)
             case "top_k" if params.top_k:
@@ -532,7 +535,7 @@ def test_other_samplers_draw_as_llama_cpp_has_them_or_are_refused() -> None:
     numbers = np.random.default_rng(5)
     values: dict[str, tuple[float, float]] = {
         "repetition_penalty": (1.0, 1.5), "presence_penalty": (0.0, 1.0), "dry_multiplier": (0.0, 2.0), "min_p": (0.0, 0.2),
-        "typical_p": (1.0, 0.3), "top_p": (1.0, 0.8), "xtc_probability": (0.0, 1.0),
+        "top_n_sigma": (0.0, 1.2), "typical_p": (1.0, 0.3), "top_p": (1.0, 0.8), "xtc_probability": (0.0, 1.0),
     }  # fmt: skip
     taken = reordered = 0
     for _ in range(600):
@@ -548,12 +551,12 @@ def test_other_samplers_draw_as_llama_cpp_has_them_or_are_refused() -> None:
         taken += 1
         reordered += [step for step in ORDER if step in steps] != steps
         greedy = ours.temperature == 0
-        plain = replace(ours, top_k=0, top_p=1, min_p=0, typical_p=1, xtc_probability=0) if greedy else ours
+        plain = replace(ours, top_n_sigma=0, top_k=0, top_p=1, min_p=0, typical_p=1, xtc_probability=0) if greedy else ours
         np.testing.assert_allclose(drawn_from(plain, ORDER, logits), drawn_from(params, steps, logits), atol=1e-9)
     assert taken > 200
     assert reordered > 50
-    assert names_of("edtmkypx") == names_of(ORDER) == list(ORDER)
-    assert names_of(["typical-p", "temp", "top_n_sigma", "adaptive_p"]) == ["typ_p", "temperature"]
+    assert names_of("edtsmkypx") == names_of(ORDER) == list(ORDER)
+    assert names_of(["typical-p", "temp", "top-n-sigma", "adaptive_p"]) == ["typ_p", "temperature", "top_n_sigma"]
 
 
 def test_a_stream_of_pieces_has_every_token() -> None:

@@ -88,16 +88,16 @@ def test_a_chat_with_what_was_asked_for_and_nothing_else(tmp_path: Path) -> None
 
 
 def test_every_sampling_option_has_its_name(tmp_path: Path) -> None:
-    flags = """-n 9 --temp 0.5 --top-k 4 --top-p 0.8 --min-p 0.1 --typical 0.9 -s 3 --repeat-penalty 1.1 --presence-penalty 0.2
-        --frequency-penalty 0.3 --repeat-last-n 64 --dry-multiplier 0.4 --dry-base 1.5 --dry-allowed-length 3
-        --dry-penalty-last-n 5 --dry-sequence-breaker x --xtc-probability 0.1 --xtc-threshold 0.2 -l 5+1 -l 6-2.5 --ignore-eos
-        --stop END --stop \\n --bad-word no --min-tokens 2 -N 2 --logprobs 3 --json"""
+    flags = """-n 9 --temp 0.5 --top-k 4 --top-p 0.8 --min-p 0.1 --top-nsigma 1 --typical 0.9 -s 3
+        --repeat-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --repeat-last-n 64
+        --dry-multiplier 0.4 --dry-base 1.5 --dry-allowed-length 3 --dry-penalty-last-n 5 --dry-sequence-breaker x
+        --xtc-probability 0.1 --xtc-threshold 0.2 -l 5+1 -l 6-2.5 --ignore-eos --stop END --stop \\n --bad-word no --min-tokens 2 -N 2 --logprobs 3 --json"""
     body, _ = asked(tmp_path, "hi", *flags.split())
     for known in ("model", "messages", "stream", "stream_options"):
         del body[known]
     assert body == {
-        "max_tokens": 9, "temperature": 0.5, "top_k": 4, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9, "seed": 3,
-        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "penalty_last_n": 64,
+        "max_tokens": 9, "temperature": 0.5, "top_k": 4, "top_p": 0.8, "min_p": 0.1, "top_n_sigma": 1.0, "typical_p": 0.9,
+        "seed": 3, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "penalty_last_n": 64,
         "dry_multiplier": 0.4, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 5, "dry_sequence_breakers": ["x"],
         "xtc_probability": 0.1, "xtc_threshold": 0.2, "logit_bias": {"5": 1.0, "6": -2.5}, "ignore_eos": True,
         "stop": ["END", "\n"], "bad_words": ["no"], "min_tokens": 2, "n": 2, "logprobs": True, "top_logprobs": 3,

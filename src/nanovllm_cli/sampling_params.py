@@ -28,6 +28,7 @@ FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
+    "top_n_sigma": (-1.0, 100.0),
     "typical_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0),
@@ -105,6 +106,8 @@ class SamplingParams:
 
     As llama.cpp means them:
 
+    top_n_sigma: keep the tokens whose logit is at most so many standard deviations of all of them below the largest (Tang et
+        al. 2024); 0 keeps all, as anything below does.
     typical_p: keep the tokens whose surprise is nearest to the expected one, until they hold this much (locally typical
         sampling, Meister et al. 2022); 1 keeps all.
     penalty_last_n: how many of the last tokens the three penalties look at; -1 all of them, 0 none.
@@ -120,6 +123,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -175,6 +179,8 @@ class SamplingParams:
             raise _refused("reasoning", self.reasoning, "a ReasoningPhase")
         if self.top_k == -1:
             self._set("top_k", 0)
+        if self.top_n_sigma < 0.0:
+            self._set("top_n_sigma", 0.0)
         if self.seed == -1:
             self._set("seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -19,6 +19,7 @@ _OPTIONS = {
     "--repeat-penalty": ("--repetition-penalty",),
     "--stop": ("--reverse-prompt", "-r"),
     "--typical": ("--typical-p",),
+    "--top-nsigma": ("--top-n-sigma",),
     "--eager": ("--enforce-eager",),
     "--quant": ("--quantization",),
     "--device": ("--main-gpu", "-mg", "-dev"),
@@ -141,7 +142,7 @@ _EXPLAINED = {
         "--speculate 8 guesses up to eight tokens a step by what the text repeats, --draft-model by a smaller model, --mtp by a "
         "layer of the model's own",
     ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z",
-     "--adaptive-target", "--adaptive-decay", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
+     "--adaptive-target", "--adaptive-decay", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
         "that sampler is not supported; --help lists those that are",
     ("-cl", "--cache-list"): "nanovllm models list shows what is in the cache",
     ("--completion-bash",): "nanovllm completion bash prints it",

@@ -324,6 +324,9 @@ class SamplingOptions:
     top_k: int | None = _sampling("top_k", "--top-k", help="Only the k likeliest tokens; 0 takes all.")
     top_p: float | None = _sampling("top_p", "--top-p", help="Only the likeliest tokens that make up p.")
     min_p: float | None = _sampling("min_p", "--min-p", help="Only tokens of at least this share of the likeliest one.")
+    top_n_sigma: float | None = _sampling(
+        "top_n_sigma", "--top-nsigma", help="Only tokens at most n standard deviations below the likeliest; 0 takes all."
+    )
     typical_p: float | None = _sampling("typical_p", "--typical", help="Locally typical sampling.")
     seed: int | None = option(
         "-s", "--seed", help="The same seed gives the same answer. [-1: a new one]", panel=SAMPLING

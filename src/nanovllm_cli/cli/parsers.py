@@ -112,7 +112,7 @@ _NO_FLAGS = {
 _FIELDS = {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))} - _NO_FLAGS
 FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty", "temperature": "--temp",
-    "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "bad_words": "--bad-word",
+    "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "top_n_sigma": "--top-nsigma", "bad_words": "--bad-word",
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate", "policy": "--scheduling-policy",
 }  # fmt: skip

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.sampling_params import SamplingParams
 
 # Fields of SamplingParams with the value that switches each of them off.
-_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "xtc_probability": 0.0, "seed": None}
+_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "xtc_probability": 0.0, "seed": None}
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _OF_DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breaker")
 

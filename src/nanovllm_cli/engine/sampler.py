@@ -13,6 +13,7 @@ registered. The sampler appends what it draws. What happens to a row of logits, 
     DRY                      subtracted
     (temperature 0)          the largest logit wins, the lowest id of equal ones; the rest is for other temperatures
     temperature              logits are divided by it
+    top_n_sigma              of all that may be drawn
     min_p, top_k             as in vLLM, where min_p comes first; both cut at a place in the order by logit
     typical_p, top_p, XTC    in llama.cpp's order, each on what is left, renormalized
     draw
@@ -25,8 +26,8 @@ allowed: of what they left without a mask, the likeliest are asked about until t
 (`kernels.cpu_sampling.draw_allowed`), and drawn from by the same random number. Which way a draw goes depends on the
 sequence's own past alone.
 
-vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
-top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
+vLLM's parameters come in vLLM's order; top_n_sigma, typical_p and XTC stand where llama.cpp has them, before, between and behind
+top_k and top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
 cannot matter. All rows of a step are changed and drawn from together, in compiled code; a sequence by itself only keeps the
 list of what its own tokens change (`sampling_state`).
 

@@ -13,6 +13,9 @@ hits. Tokens more than 2**40 times less likely than the first weigh nothing and 
 **Typical tokens.** typical_p ranks by |surprise - expected|, in float64. In a surprise - expected = -log p - sum p * -log p the
 normalizer of p cancels, so that (largest - logit) / temperature serves as one; the expected one is summed in order of ids.
 
+**Deviations.** top_n_sigma counts by that of all that may be drawn, in float64 and in order of ids. A temperature divides logits
+and their deviation alike, so it changes nothing of where that cuts.
+
 **Draw.** By inverse CDF: r = floor(u * total), and the token drawn is the first, in order of ids, whose running sum of
 kept weights exceeds r. Ids, not ranks, so that no sort is needed where no filter needs one.
 
@@ -140,11 +143,12 @@ def edit_rows(rows: Ids, edits: Sequence[Sequence[Edits]], copies: Logits) -> No
 def draw_settings(params: SamplingParams) -> list[float]:
     """What a draw needs of a request, with XTC; the last of them is the place of the random number."""
     if params.is_greedy:
-        return [0.0, -math.inf, 0.0, 1.0, 1.0, 0.0, 0.0]
+        return [0.0, -math.inf, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     min_p_gap = params.temperature * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
     xtc_threshold = params.xtc_threshold if params.has_xtc else 0.0
     return [
-        params.temperature, min_p_gap, max(0, params.top_k), params.typical_p, params.top_p, xtc_threshold, 0.0
+        params.temperature, min_p_gap, params.top_n_sigma, max(0, params.top_k), params.typical_p, params.top_p, xtc_threshold,
+        0.0,
     ]  # fmt: skip
 
 

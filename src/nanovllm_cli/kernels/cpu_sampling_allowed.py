@@ -5,6 +5,7 @@ Legend: V tokens, P blocks, N allowed tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -133,3 +134,23 @@ def copy_allowed(logits, peaks, words, copy):
                 copy[i] = logits[i] if (word >> np.uint32(i % 32)) & np.uint32(1) else NEG_INF
         highest = max(highest, block_peaks(copy[start : start + BLOCK], peaks[block : block + 1]))
     return highest
+
+
+@inner
+def deviation(logits, peaks):
+    """The standard deviation of logits [V] that are not -inf, of which there is one, summed in order of ids. What a block without
+    any holds is nobody's."""
+    count, total = 0, 0.0
+    for block in range(len(peaks)):
+        if peaks[block] != NEG_INF:
+            for i in range(block * BLOCK, min((block + 1) * BLOCK, len(logits))):
+                if logits[i] != NEG_INF:
+                    count += 1
+                    total += np.float64(logits[i])
+    mean, squares = total / count, 0.0
+    for block in range(len(peaks)):
+        if peaks[block] != NEG_INF:
+            for i in range(block * BLOCK, min((block + 1) * BLOCK, len(logits))):
+                if logits[i] != NEG_INF:
+                    squares += (np.float64(logits[i]) - mean) ** 2
+    return math.sqrt(squares / count)

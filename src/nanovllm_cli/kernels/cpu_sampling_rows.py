@@ -26,6 +26,7 @@ from nanovllm_cli.kernels.cpu_sampling_allowed import (
     NEG_INF,
     block_peaks,
     copy_allowed,
+    deviation,
     gather_allowed,
     inner,
     num_allowed,
@@ -35,9 +36,9 @@ from nanovllm_cli.kernels.cpu_sampling_allowed import (
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
-TEMPERATURE, MIN_P_GAP, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTINGS = range(8)
+TEMPERATURE, MIN_P_GAP, TOP_N_SIGMA, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTINGS = range(9)
 """Columns of a row's settings, float64. MIN_P_GAP: temperature * log(min_p). Off is temperature 0 (the largest wins), MIN_P_GAP
--inf, TOP_K 0, TYPICAL_P and TOP_P 1, XTC_THRESHOLD 0."""
+-inf, TOP_N_SIGMA and TOP_K 0, TYPICAL_P and TOP_P 1, XTC_THRESHOLD 0."""
 
 NOTHING_LEFT, NOT_FINITE = -1, -2
 """In place of an id: every logit is -inf; NaN or +inf among them."""
@@ -296,8 +297,8 @@ def _drawn(logits, peaks, peak, setting, kept):
     if setting[TEMPERATURE] == 0.0:
         return _first_largest(logits, peaks, peak)
     temperature, top_k = np.float32(setting[TEMPERATURE]), np.int64(setting[TOP_K])
-    limit = top_k if top_k < size else 0
-    whole = setting[MIN_P_GAP] == -np.inf and limit == 0
+    limit, gap, sigmas = top_k if top_k < size else 0, setting[MIN_P_GAP], setting[TOP_N_SIGMA]
+    whole = gap == -np.inf and sigmas == 0.0 and limit == 0
     typical_p, top_p, threshold = setting[TYPICAL_P], setting[TOP_P], setting[XTC_THRESHOLD]
     if whole and typical_p == 1.0 and top_p == 1.0 and threshold == 0.0:
         return _hit_in_row(logits, peaks, peak, temperature, setting[UNIFORM])
@@ -314,7 +315,9 @@ def _drawn(logits, peaks, peak, setting, kept):
             held = _weigh(logits, peak, temperature, ids, gaps, weights, count)
             part = part + 0.25 if part < 1.0 else np.inf
     else:
-        floor = max(_LOWEST, np.float32(max(np.float64(_LOWEST), np.float64(peak) + setting[MIN_P_GAP])))
+        if sigmas > 0.0:
+            gap = max(gap, -sigmas * deviation(logits, peaks))
+        floor = max(_LOWEST, np.float32(max(np.float64(_LOWEST), np.float64(peak) + gap)))
         count = _most_likely(logits, peaks, floor, limit, ids)
         total = _weigh(logits, peak, temperature, ids, gaps, weights, count)
         if count == limit:
@@ -327,7 +330,7 @@ def _drawn(logits, peaks, peak, setting, kept):
     if top_p < 1.0:
         target = np.int64(math.ceil(top_p * np.float64(total)))
         count = _keep_until(_keys_of_float32(gaps[:count]), np.int64(32), ids, gaps, weights, count, target)
-    if count <= LISTED and typical_p == 1.0 and threshold == 0.0:
+    if count <= LISTED and typical_p == 1.0 and threshold == 0.0 and sigmas == 0.0:
         kept[TOTAL] = total
         _list_kept(ids, gaps, weights, count, kept)
     if threshold > 0.0:

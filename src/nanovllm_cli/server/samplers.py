@@ -15,25 +15,29 @@ from typing import Any
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 
-ORDER = ("penalties", "dry", "temperature", "min_p", "top_k", "typ_p", "top_p", "xtc")
+ORDER = ("penalties", "dry", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc")
 
 _WITHOUT: dict[str, dict[str, float]] = {
     "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     "dry": {"dry_multiplier": 0.0},
     "temperature": {"temperature": 1.0},
+    "top_n_sigma": {"top_n_sigma": 0.0},
     "min_p": {"min_p": 0.0},
     "top_k": {"top_k": 0},
     "typ_p": {"typical_p": 1.0},
     "top_p": {"top_p": 1.0},
     "xtc": {"xtc_probability": 0.0},
 }
-_LETTERS = dict(zip("edtmkypxsai", (*ORDER, "top_n_sigma", "adaptive_p", "infill"), strict=True))
+_LETTERS = dict(zip("edtsmkypxai", (*ORDER, "adaptive_p", "infill"), strict=True))
 _OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "temp": "temperature", "nucleus": "top_p"}
-_OFF = ("top_n_sigma", "adaptive_p")
-"""Steps whose own fields are only taken where they switch them off."""
-_EITHER_WAY = {frozenset(pair) for pair in (("temperature", "top_k"), ("temperature", "min_p"), ("min_p", "top_k"))}
+_OFF = "adaptive_p"
+"""A step whose own field is only taken where it switches it off."""
+_EITHER_WAY = {
+    frozenset(pair)
+    for pair in (("temperature", "top_k"), ("temperature", "min_p"), ("min_p", "top_k"), ("temperature", "top_n_sigma"))
+}
 """Those look at the order of logits, or at one beside the largest: to be less likely than it by a factor of m is to be that by a
-factor of m ** (1 / temperature) once logits are divided by it."""
+factor of m ** (1 / temperature) once logits are divided by it. Deviations are divided along with them."""
 
 
 def names_of(samplers: Sequence[str] | str, without: Sequence[str] = ()) -> list[str]:
@@ -43,7 +47,7 @@ def names_of(samplers: Sequence[str] | str, without: Sequence[str] = ()) -> list
     for said in samplers:
         name = said.replace("-", "_")
         name = _LETTERS.get(name, name) if isinstance(samplers, str) else _OTHER_NAMES.get(name, name)
-        if name in _OFF or name in without:
+        if name == _OFF or name in without:
             continue
         if name == "infill":
             raise ApiError(400, "samplers: infill is not supported", code="unsupported", param="samplers")
@@ -74,7 +78,7 @@ def with_samplers(params: SamplingParams, names: Sequence[str]) -> SamplingParam
 
 def _changes(params: SamplingParams, name: str) -> bool:
     """Whether a step can change what is drawn. Where the likeliest token is, it is left by cuts that look for the likeliest."""
-    if params.is_greedy and name in ("min_p", "top_k", "top_p"):
+    if params.is_greedy and name in ("top_n_sigma", "min_p", "top_k", "top_p"):
         return False
     match name:
         case "penalties":

@@ -120,6 +120,7 @@ class SamplingFields(StrictModel):
     top_p: float | None = _bounded("top_p")
     top_k: int | None = _bounded("top_k")
     min_p: float | None = _bounded("min_p")
+    top_n_sigma: float | None = _bounded("top_n_sigma")
     typical_p: float | None = _bounded("typical_p")
     repetition_penalty: float | None = _bounded("repetition_penalty")
     repeat_penalty: float | None = _bounded("repetition_penalty")
@@ -195,7 +196,6 @@ class SamplingFields(StrictModel):
     ec_transfer_params: Unsupported = None
     mirostat: Literal[0] | None = None
     dynatemp_range: Literal[0] | None = None
-    top_n_sigma: Literal[-1, 0] | None = None
     adaptive_target: Literal[-1] | None = None
     min_keep: Literal[0] | None = None
     n_indent: int | None = Field(default=None, ge=0, le=0)
