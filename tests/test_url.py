@@ -91,7 +91,8 @@ def test_every_sampling_option_has_its_name(tmp_path: Path) -> None:
     flags = """-n 9 --temp 0.5 --top-k 4 --top-p 0.8 --min-p 0.1 --top-nsigma 1 --typical 0.9 -s 3
         --repeat-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --repeat-last-n 64
         --dry-multiplier 0.4 --dry-base 1.5 --dry-allowed-length 3 --dry-penalty-last-n 5 --dry-sequence-breaker x
-        --xtc-probability 0.1 --xtc-threshold 0.2 -l 5+1 -l 6-2.5 --ignore-eos --stop END --stop \\n --bad-word no --min-tokens 2 -N 2 --logprobs 3 --json"""
+        --xtc-probability 0.1 --xtc-threshold 0.2 -l 5+1 -l 6-2.5 --ignore-eos --stop END --stop \\n
+        --bad-word no --min-tokens 2 -N 2 --logprobs 3 --json"""
     body, _ = asked(tmp_path, "hi", *flags.split())
     for known in ("model", "messages", "stream", "stream_options"):
         del body[known]
