@@ -167,7 +167,7 @@ def quantize(
     _print_table(plan, screen)
     if card is not None:
         screen.say(f"against the original, {card.quality.tokens} tokens of {card.text}:")
-        _print_columns([(name, value) for name, value in card.figures()], screen)
+        _print_columns([(name, value) for name, value in card.quality.figures()], screen)
     if options.json:
         record = {
             "model": name, "output": str(output), "written": not options.dry_run, "seconds": round(time.monotonic() - began, 3),

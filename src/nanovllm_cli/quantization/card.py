@@ -9,15 +9,14 @@ makes the same logits of them again when the other model has read the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from nanovllm_cli.config import DTypeName
-from nanovllm_cli.errors import UsageError
-from nanovllm_cli.kernels.ops import take_rows
+from nanovllm_cli.errors import DoesNotFitError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.plan import Plan
@@ -52,23 +51,10 @@ class Card:
             "quality": asdict(self.quality),
         }
 
-    def figures(self) -> list[tuple[str, str]]:
-        """Names and values, for people."""
-        quality = self.quality
-        return [
-            ("KL divergence, mean", f"{quality.kl_mean:.5f} ± {quality.kl_error:.5f} nats"),
-            ("KL divergence, median", f"{quality.kl_median:.5f}"),
-            ("KL divergence, 99th percentile", f"{quality.kl_p99:.5f}"),
-            ("KL divergence, largest", f"{quality.kl_max:.5f}"),
-            ("same most likely token", f"{quality.same_top:.2%}"),
-            ("perplexity before", f"{quality.before.value:.4f} ± {quality.before.error:.4f}"),
-            ("perplexity after", f"{quality.after.value:.4f} ± {quality.after.error:.4f}"),
-        ]
-
     def as_markdown(self) -> str:
         """A section of a model card."""
         quality, plan = self.quality, self.plan
-        table = "\n".join(f"| {name} | {value} |" for name, value in self.figures())
+        table = "\n".join(f"| {name} | {value} |" for name, value in quality.figures())
         return (
             f"## Quantized with nanovllm\n\n"
             f"{self.original} in {plan.to}, by {self.algorithm}: {plan.bits_a_weight:.2f} bits a weight, "
@@ -93,27 +79,47 @@ def windows_of(tokenizer: Tokenizer, text: NamedText, num_tokens: int, vocab_siz
 
 
 def measure(
-    original: Checkpoint, quantized: Checkpoint, windows: Sequence[Sequence[int]], progress: LoadProgress
+    original: Checkpoint,
+    quantized: Checkpoint,
+    windows: Sequence[Sequence[int]],
+    progress: LoadProgress,
+    *,
+    first: int = 0,
+    dtype: DTypeName = "auto",
+    threads: int | None = None,
 ) -> Quality:
-    """Raises what loading raises."""
+    """first: the token of a window behind which predictions begin to be compared. dtype: of both; auto is the original's own.
+    Raises what loading raises, and DoesNotFitError."""
     longest = max(map(len, windows))
-    before = MeasuredModel(original, longest, progress=progress)
+    before = MeasuredModel(original, longest, dtype=dtype, threads=threads, progress=progress)
     total = sum(map(len, windows))
+    kept_bytes = (total - len(windows) * (1 + first)) * before.model.spec.hidden_size * before.dtype.itemsize
+    if kept_bytes > (free := before.free_bytes()):
+        raise DoesNotFitError(
+            f"what is kept of {total:,} tokens takes {kept_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free",
+            "take less text",
+        )
     progress.stage("reading the text", total, "tokens")
     kept = []
-    for window in windows:
-        kept.append(before.hidden(window))
-        progress.advance(len(window))
+    for part in parts(windows, before.at_once):
+        kept.append(before.scored(part, first))
+        progress.advance(sum(map(len, part)))
     before.forget_layers()
-    after = MeasuredModel(quantized, longest, dtype=_DTYPES[before.dtype], progress=progress)
+    after = MeasuredModel(quantized, longest, dtype=_DTYPES[before.dtype], threads=threads, progress=progress)
     comparison = Comparison()
     progress.stage("comparing", total, "tokens")
-    for window, wanted in zip(windows, kept, strict=True):
-        found = after.hidden(window)
-        targets = torch.tensor(window[1:])
-        for first in range(0, len(targets), LOGIT_ROWS):
-            rows = slice(first, min(first + LOGIT_ROWS, len(targets)))  # the last token has no next one
-            comparison.add(before.logits(take_rows(wanted, rows)), after.logits(take_rows(found, rows)), targets[rows])
-        progress.advance(len(window))
+    for part, wanted in zip(parts(windows, before.at_once), kept, strict=True):
+        found = after.scored(part, first)
+        targets = torch.tensor([token for window in part for token in window[first + 1 :]])
+        for at in range(0, len(targets), LOGIT_ROWS):
+            rows = slice(at, at + LOGIT_ROWS)
+            comparison.add(before.logits(wanted[rows]), after.logits(found[rows]), targets[rows])
+        progress.advance(sum(map(len, part)))
     progress.done()
     return comparison.quality()
+
+
+def parts(windows: Sequence[Sequence[int]], at_once: int) -> Iterator[Sequence[Sequence[int]]]:
+    """So many at a time."""
+    for i in range(0, len(windows), at_once):
+        yield windows[i : i + at_once]

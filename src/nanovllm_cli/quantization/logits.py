@@ -6,6 +6,7 @@ Legend: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,16 +16,21 @@ from nanovllm_cli.config import DTypeName, EngineConfig
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels.ops import Addend, Hidden
 from nanovllm_cli.models.decoder import Block, Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
+STEP = 512
+"""Most tokens that the model reads at once: what the engine takes, too, and more is no faster."""
+
 
 class MeasuredModel:
-    """A checkpoint, loaded as the engine loads it on a CPU, that runs texts of up to max_len tokens one at a time.
+    """A checkpoint, loaded as the engine loads it on a CPU, that runs texts of up to max_len tokens.
 
-    Raises what loading raises.
+    at_once: how many of them `scored` takes together. Raises what loading raises, and DoesNotFitError where there is no room for
+    their KV cache.
     """
 
     def __init__(
@@ -33,31 +39,65 @@ class MeasuredModel:
         max_len: int,
         *,
         dtype: DTypeName = "auto",
+        threads: int | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
-        config = EngineConfig(dtype=dtype, device="cpu", num_blocks=1, max_num_seqs=1)
+        config = EngineConfig(dtype=dtype, device="cpu", num_blocks=1, max_num_seqs=1, threads=threads)
         self._worker = Worker(checkpoint, config, progress=progress)
         self._platform = self._worker.platform
         self._block_size = config.block_size
         self.dtype = self._worker.dtype
         self.model: Decoder = self._worker.model
-        num_blocks = -(-max_len // config.block_size)
-        self._cache = KVCache(num_blocks, self._worker.spec.mixers, self.model.backend)
+        self.at_once = max(1, STEP // max_len)
+        self._blocks_each = -(-max_len // config.block_size)
+        num_blocks = self.at_once * self._blocks_each
+        free, needed = self._platform.available_bytes(), num_blocks * self._worker.block_bytes
+        if needed > free:
+            raise DoesNotFitError(
+                f"{max_len} tokens need {needed / 2**30:.1f} GiB of KV cache, and {free / 2**30:.1f} GiB are free",
+                "take less text at once",
+            )
+        self._cache = KVCache(num_blocks, self._worker.spec.mixers, self.model.backend, self.at_once)
 
     def hidden(self, ids: Sequence[int]) -> Hidden:
         """Rows [T, hidden] of all tokens, after the last norm."""
-        blocks = list(range(-(-len(ids) // self._block_size)))
-        share = Scheduled(0, list(ids), 0, blocks, (), prompt_logprobs=0, prompt_len=len(ids))
-        batch, _ = build_batch([share], self._block_size)
+        return self._run([self._share(0, ids, 0, len(ids), len(ids))], 0)
+
+    def scored(self, texts: Sequence[Sequence[int]], first: int = 0) -> torch.Tensor:
+        """Rows after the last norm of each text's tokens from `first` on, without its last, behind which nothing is known:
+        [sum of len - 1 - first, hidden], in the order of the texts, of which there are at_once at most."""
+        assert len(texts) <= self.at_once
+        step = STEP if self.at_once == 1 else STEP // self.at_once
+        found: list[torch.Tensor] = []
+        for start in range(0, max(map(len, texts)) - 1, step):
+            ends = [min(start + step, len(ids) - 1) for ids in texts]
+            parts = zip(range(len(texts)), texts, ends, strict=True)
+            rows = self._run([self._share(i, ids, start, end, len(ids)) for i, ids, end in parts if start < end], first)
+            assert isinstance(rows, torch.Tensor), "norms are kernels of their own on a CPU"
+            found.append(rows)
+        return torch.cat(found)
+
+    def _share(self, place: int, ids: Sequence[int], start: int, end: int, prompt_len: int) -> Scheduled:
+        """Tokens start to end of a text that has the cache's blocks and state at `place`."""
+        first = place * self._blocks_each
+        blocks = list(range(first, first - (-end // self._block_size)))
+        return Scheduled(place, list(ids[start:end]), start, blocks, (), prompt_len=prompt_len, state=place)
+
+    def _run(self, shares: list[Scheduled], first: int) -> Hidden:
+        batch, _ = build_batch(shares, self._block_size)
+        rows = (batch.positions >= first).nonzero().flatten()
         self._platform.enter()
         with torch.inference_mode():
-            return self.model.run(self.model.prepare(batch), self._cache)
+            return self.model.run(self.model.prepare(replace(batch, logit_rows=rows)), self._cache)
 
     def logits(self, hidden: Hidden) -> torch.Tensor:
         """[R, V] float32 of hidden rows, on the host."""
         self._platform.enter()
         with torch.inference_mode():
             return self.model.logits(hidden).cpu()
+
+    def free_bytes(self) -> int:
+        return self._platform.available_bytes()
 
     def streams(self, ids: Sequence[int]) -> list[torch.Tensor]:
         """The residual stream [T, hidden] before each layer, then the rows after the last norm; float32, on the host."""

@@ -27,6 +27,13 @@ class Perplexity:
     value: float
     error: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ± {self.error:.4f}"
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.value) and math.isfinite(self.error)
+
 
 @dataclass(frozen=True, slots=True)
 class Quality:
@@ -41,6 +48,43 @@ class Quality:
     same_top: float
     before: Perplexity
     after: Perplexity
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.kl_mean) and self.before.is_finite and self.after.is_finite
+
+    def figures(self, before: str = "before", after: str = "after") -> list[tuple[str, str]]:
+        """Names and values, for people. before, after: what the models are called."""
+        return [
+            ("KL divergence, mean", f"{self.kl_mean:.5f} ± {self.kl_error:.5f} nats"),
+            ("KL divergence, median", f"{self.kl_median:.5f}"),
+            ("KL divergence, 99th percentile", f"{self.kl_p99:.5f}"),
+            ("KL divergence, largest", f"{self.kl_max:.5f}"),
+            ("same most likely token", f"{self.same_top:.2%}"),
+            (f"perplexity {before}", str(self.before)),
+            (f"perplexity {after}", str(self.after)),
+        ]
+
+
+class Likelihood:
+    """Collects rows of logits of one model, and what a text went on with."""
+
+    def __init__(self) -> None:
+        self._nll: list[torch.Tensor] = []
+        self.tokens = 0
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Logits [R, V], and the token that follows each row, [R] int64. Exponentials are of float32, which a token's probability
+        is as exact as; their sum, and all that follows, is of float64."""
+        top = logits.amax(-1, keepdim=True)
+        sums = (logits - top).exp_().sum(-1, dtype=torch.float64)
+        chosen = (logits.gather(-1, targets.unsqueeze(-1)).double() - top.double()).squeeze(-1)
+        self._nll.append(sums.log() - chosen)
+        self.tokens += len(targets)
+
+    def perplexity(self) -> Perplexity:
+        """Of at least two rows."""
+        return _perplexity(torch.cat(self._nll).numpy())
 
 
 class Comparison:

@@ -164,6 +164,11 @@ class Tokenizer:
         return "" if self.eos_id is None else self.id_to_token(self.eos_id) or ""
 
     @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What `encode` puts before a text: BOS, of most that put anything."""
+        return tuple(self._prefix_ids)
+
+    @property
     def adds_bos(self) -> bool:
         """Whether `encode` puts BOS before a text."""
         return self.bos_id is not None and self.bos_id in self._prefix_ids
