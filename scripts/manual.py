@@ -30,7 +30,7 @@ EXIT_STATUS = {
     "4": "Access refused: a gated or private repository, a file that may not be read.",
     "5": "Does not fit: memory, disk or context.",
     "6": "Not supported: architecture, tensor type, file format, device.",
-    "7": "What was compared differs: verify, and bench compare with --fail-under.",
+    "7": "What was compared differs: verify, perplexity with --fail-above, bench compare with --fail-under.",
     "130, 143, 129": "Ended by Ctrl-C, SIGTERM, SIGHUP.",
 }
 ENVIRONMENT = {

@@ -46,7 +46,7 @@ NOT_RUN = {
 }
 BEFORE = {
     r"nanovllm run .*--continue": "nanovllm run tiny -q Hello >said.txt",
-    r"nanovllm verify .*tiny-int8": "mv quantized tiny-int8",
+    r"nanovllm (verify|perplexity) .*tiny-int8": "mv quantized tiny-int8",
     r"nanovllm chat .*--continue": "echo Hello | nanovllm chat tiny -q >said.txt",
 }
 """What a person had done before."""

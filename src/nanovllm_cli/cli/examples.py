@@ -112,6 +112,12 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm plan qwen3:8b", "From its settings and headers; the weights stay where they are."),
         Example("nanovllm plan tiny --check", "Loads it and puts what was planned beside what happened."),
     ),
+    "tokenize": (
+        Example('nanovllm tokenize tiny "Once upon a time"', "A token a line."),
+        Example("nanovllm tokenize tiny --count -f notes.txt", "How many tokens a file has."),
+        Example('nanovllm tokenize tiny --chat -sys "Be brief." "Hello"', "What the model sees of a message."),
+        Example("nanovllm tokenize tiny --ids Hello | nanovllm tokenize tiny --decode", "There and back."),
+    ),
     "convert": (
         Example("nanovllm convert tiny", "Hugging Face to a GGUF file for llama.cpp, bit by bit."),
         Example("nanovllm convert tiny --outtype q8_0 -o q8.gguf", "The same in 8 bits."),
@@ -124,6 +130,11 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             "nanovllm quantize tiny --to int4:group=32 --algorithm gptq --dry-run",
             "What would become of each weight.",
         ),
+    ),
+    "perplexity": (
+        Example("nanovllm perplexity tiny --chunks 4", "In windows of 512 tokens, as llama-perplexity has them."),
+        Example("nanovllm perplexity tiny -c 128 --chunks 8 --all", "Every token of each window but its first."),
+        Example("nanovllm perplexity tiny ./tiny-int8 --chunks 2 --fail-above 0.1", "What int8 lost; 7 where that is too much."),
     ),
     "verify": (
         Example("nanovllm verify tiny", "As it runs here, against the same in float32."),

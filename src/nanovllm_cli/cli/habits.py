@@ -47,6 +47,7 @@ _OPTIONS = {
     "--otlp-endpoint": ("--otlp-traces-endpoint",),
     "--verbose": ("--log-verbosity", "-lv", "--verbosity", "--log-verbose", "--uvicorn-log-level"),
     "--file": ("--binary-file", "-bf"),
+    "--count": ("--show-count",),
     "--timeout": ("-to",),
     "--help": ("--usage",),
     "--version": ("-V",),
@@ -89,7 +90,14 @@ _EXPLAINED = {
      "--no-lazy", "--block-size", "--num-gpu-blocks-override", "--guided-decoding-backend"):
         "that is decided here by itself: leave it out",
     ("-sp", "--special"): "control tokens are no part of an answer; --json --logprobs 0 lists all that were drawn",
-    ("--verbose-prompt",): "a server shows it: nanovllm serve MODEL, then POST /apply-template and /tokenize",
+    ("--verbose-prompt",): "nanovllm tokenize MODEL --chat TEXT shows what the model sees of a message",
+    ("--kl-divergence", "--kl-divergence-base", "--save-all-logits"):
+        "nanovllm perplexity MODEL OTHER compares both at once, and keeps no file of logits",
+    ("--ppl-stride", "--stride"): "windows do not overlap: each begins where the one before ended",
+    ("--ppl-output-type",): "nanovllm perplexity MODEL --json has all that was measured",
+    ("--hellaswag", "--hellaswag-tasks", "--winogrande", "--winogrande-tasks", "--multiple-choice", "--multiple-choice-tasks"):
+        "tasks are not scored here",
+    ("--stdin",): "standard input is read without being asked for, and - asks for it",
     ("-ptc", "--print-token-count"): "tokens are counted in the line at the end, and in --json and --jsonl",
     ("--log-colors", "--log-prefix", "--log-timestamps", "--no-log-prefix", "--no-log-timestamps"):
         "--log-file FILE keeps what is said, with times; --log-json as JSON",
@@ -97,8 +105,9 @@ _EXPLAINED = {
     ("--models-dir", "--models-preset"): "each model is named: nanovllm serve MODEL MODEL",
     ("--leave-output-tensor",): "the head is left as it is, but for GGUF, where --head keep says so",
     ("--pure",): "--tensor-type '.=FORMAT' gives every weight that format",
-    ("--disable-log-requests", "--disable-uvicorn-access-log", "--log-disable"):
+    ("--disable-log-requests", "--disable-uvicorn-access-log"):
         "serve writes a line for each request; --no-access-log leaves it out",
+    ("--log-disable",): "-q leaves out all but errors; serve --no-access-log the line for each request",
     ("--slots", "--no-slots"): "what runs is told at /slots, /status and /metrics",
     ("--no-webui", "--no-ui"): "the pages at / and /status hold nothing secret and are always there: leave it out",
     ("--pooling",): "a request for embeddings says it: pooling is mean, last or cls",
@@ -170,26 +179,24 @@ _COMMANDS = {
     "rm": "models rm", "remove": "models rm", "show": "models show", "info": "models show", "cli": "run", "generate": "run",
     "complete": "run", "simple": "run", "server": "serve", "start": "serve", "inspect": "models show", "gguf": "models show",
     "gguf-dump": "models show", "delete": "models rm", "simple-chat": "chat", "convert-hf-to-gguf": "convert",
+    "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize",
 }  # fmt: skip
 
 _SPLIT = "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges"
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
 _EMBEDDINGS = "a server does so: nanovllm serve MODEL, then POST /v1/embeddings"
-_PERPLEXITY = "nanovllm quantize says what it costs (perplexity, KL divergence); nanovllm verify compares two models"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /v1/models",
     "help": "nanovllm --help lists the commands, nanovllm run --help what one of them takes",
     "version": "here it is nanovllm --version",
-    "tokenize": "a server does so: nanovllm serve MODEL, then POST /tokenize",
     "stop": "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server",
     "create": _ALIAS,
     "cp": _ALIAS,
-    "perplexity": _PERPLEXITY,
-    "ppl": _PERPLEXITY,
+    "detokenize": "here it is nanovllm tokenize MODEL --decode IDS",
+    "kl-divergence": "here it is nanovllm perplexity MODEL OTHER",
     "login": _TOKEN,
     "signin": _TOKEN,
     "search": "huggingface.co has a search; nanovllm models list --short-names lists what has a short name here",
-    "detokenize": "a server does so: nanovllm serve MODEL, then POST /detokenize",
     "lookup": "here it is nanovllm run MODEL --speculate 8",
     "speculative": "here it is nanovllm run MODEL --draft-model SMALLER",
     "export-lora": "here it is nanovllm convert MODEL --lora ADAPTER",

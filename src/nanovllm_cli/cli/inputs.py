@@ -27,13 +27,30 @@ def assemble(words: Sequence[str], files: Sequence[str], console: Console) -> st
     """The prompt, "" where nothing was said. `-` among `words` or `files` asks for standard input even from a
     terminal; without it standard input is read when it is no terminal. One newline at the end of it and of each file
     is not part of the prompt."""
+    read = _read(words, files, console, exact=False)
+    parts = [part.removesuffix("\n").removesuffix("\r") for part in read]
+    parts.append(_said(words))
+    return "\n\n".join(part for part in parts if part)
+
+
+def as_it_is(words: Sequence[str], files: Sequence[str], console: Console) -> str | None:
+    """The same without a change: every newline and byte order mark is there, and nothing between the parts. None where
+    nothing was given, not even an empty standard input."""
+    parts = _read(words, files, console, exact=True)
+    if not (parts or words):
+        return None
+    return "".join([*parts, _said(words)])
+
+
+def _read(words: Sequence[str], files: Sequence[str], console: Console, *, exact: bool) -> list[str]:
     parts = []
     if STANDARD_INPUT in words or STANDARD_INPUT in files or (sys.stdin is not None and not sys.stdin.isatty()):
-        parts.append(read_standard_input(console))
-    parts += [decode(read_file(name), name) for name in files if name != STANDARD_INPUT]
-    parts = [part.removesuffix("\n").removesuffix("\r") for part in parts]
-    parts.append(" ".join(checked(word) for word in words if word != STANDARD_INPUT))
-    return "\n\n".join(part for part in parts if part)
+        parts.append(read_standard_input(console, exact=exact))
+    return parts + [decode(read_file(name), name, exact=exact) for name in files if name != STANDARD_INPUT]
+
+
+def _said(words: Sequence[str]) -> str:
+    return " ".join(checked(word) for word in words if word != STANDARD_INPUT)
 
 
 def standard_input() -> BinaryIO | None:
@@ -46,7 +63,7 @@ def standard_input() -> BinaryIO | None:
     return sys.stdin.buffer
 
 
-def read_standard_input(console: Console) -> str:
+def read_standard_input(console: Console, *, exact: bool = False) -> str:
     source = standard_input()
     if source is None:
         return ""
@@ -56,7 +73,7 @@ def read_standard_input(console: Console) -> str:
         data = source.read(MAX_INPUT_BYTES + 1)
     except OSError as failure:
         raise UsageError(f"cannot read standard input: {failure.strerror}") from failure
-    return decode(_bounded(data, "standard input"), "standard input")
+    return decode(_bounded(data, "standard input"), "standard input", exact=exact)
 
 
 def say_if_typed(console: Console) -> bool:
@@ -104,11 +121,13 @@ def _telling(name: str) -> Iterator[None]:
         raise UsageError(f"cannot read {name!r}: {reason}") from failure
 
 
-def decode(data: bytes, name: str) -> str:
+def decode(data: bytes, name: str, *, exact: bool = False) -> str:
+    """The text of a file. exact: with the byte order mark that may stand before it."""
+    begin = 3 if not exact and data.startswith(b"\xef\xbb\xbf") else 0
     try:
-        return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        return data[begin:].decode("utf-8")
     except UnicodeDecodeError as failure:
-        offset = failure.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
+        offset = failure.start + begin
         encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
         hint = f"if it is {encoding}, convert it: iconv -f {encoding} -t UTF-8"
         if encoding != "UTF-16" and b"\0" in data:

@@ -132,6 +132,19 @@ def refuse_template_options(why: str, system: str | None, think: Choice | None, 
             raise UsageError(f"{flag} has no meaning: {why}", "put it into the prompt, or choose a chat model")
 
 
+def template_variables(source: str, name: str, think: Choice | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What --think and --chat-template-kwargs give the template `source` of the model `name`. Raises UsageError where it has no
+    switch."""
+    if think is None:
+        return dict(kwargs)
+    from nanovllm_cli.text.reasoning import thinking_switch
+
+    switch = thinking_switch(source)
+    if switch is None:
+        raise UsageError(f"--think has no meaning: the template of {name} has no such switch")
+    return {switch: think == "on"} | dict(kwargs)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompting:
     """How prompts become token ids: through the model's template or, raw, as they are.
@@ -215,9 +228,5 @@ class Prompting:
         return prompt_tail(self.llm.tokenizer, ids)
 
     def _template_kwargs(self) -> dict[str, Any]:
-        if self.think is None:
-            return self.kwargs
-        switch = self.thinking_switch
-        if switch is None:
-            raise UsageError(f"--think has no meaning: the template of {self.llm.name} has no such switch")
-        return {switch: self.think == "on"} | self.kwargs
+        template = self.llm.chat_template
+        return template_variables("" if template is None else template.source, self.llm.name, self.think, self.kwargs)

@@ -60,15 +60,28 @@ class Stream:
     def write(self, text: str) -> None:
         """Writes and flushes. Raises ReaderGone, or OutputError, once, where the stream is required; else gives up on
         it."""
-        if not text or self._gone:
+        if text:
+            self._put(text, text.endswith("\n"))
+
+    def write_bytes(self, data: bytes) -> None:
+        """The same of bytes, which need not be text: nothing is to be added to them."""
+        if data:
+            self._put(data, True)
+
+    def _put(self, what: str | bytes, at_line_start: bool) -> None:
+        if self._gone:
             return
         if self._file is None:
             if self.required:
                 raise OutputError(f"{self.name} is closed")
             return
-        self.at_line_start = text.endswith("\n")  # before writing: a signal may come right behind it
+        self.at_line_start = at_line_start  # before writing: a signal may come right behind it
         try:
-            self._file.write(text)
+            if isinstance(what, bytes):
+                self._file.flush()
+                self._file.buffer.write(what)
+            else:
+                self._file.write(what)
             self._file.flush()
         except BrokenPipeError:
             self._give_up()
@@ -187,6 +200,18 @@ class Console:
         if self._one_screen:
             self.status("")
         self._write(self.out, text)
+
+    def dimmed(self, text: str) -> str:
+        """`text` as `styled` may show it: dimmed where stdout is a terminal with colours."""
+        return f"{_SGR['dim']}{text}{_RESET}" if self.out.is_terminal and self.out.color else text
+
+    def exactly(self, data: bytes) -> None:
+        """Bytes on stdout as they are; on a terminal the text that they are, as an answer."""
+        if self.out.is_terminal:
+            self.answer(data.decode("utf-8", "replace"))
+        else:
+            self.status("")
+            self.out.write_bytes(data)
 
     def aside(self, text: str) -> None:
         """A piece of the model's reasoning, dimmed, on stderr."""

@@ -17,10 +17,12 @@ from nanovllm_cli.cli import (
     config,
     convert,
     models,
+    perplexity,
     plan,
     quantize,
     run,
     serve,
+    tokenize,
     verify,
 )
 from nanovllm_cli.cli.command import Command, DefaultGroup, Group, SettinglessCommand, group
@@ -29,7 +31,10 @@ from nanovllm_cli.cli.options import print_version
 from nanovllm_cli.errors import UsageError
 
 PROGRAM = "nanovllm"
-ORDER = ("run", "chat", "serve", "bench", "models", "plan", "convert", "quantize", "verify", "config", "completion")
+ORDER = (
+    "run", "chat", "serve", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity", "verify", "config",
+    "completion",
+)  # fmt: skip
 
 
 class Program(Group):
@@ -61,8 +66,10 @@ def build() -> typer.Typer:
     app.command("serve", cls=Command)(serve.serve)
     app.add_typer(models.build())
     app.command("plan", cls=Command)(plan.plan)
+    app.command("tokenize", cls=Command)(tokenize.tokenize)
     app.command("convert", cls=Command)(convert.convert)
     app.command("quantize", cls=Command)(quantize.quantize)
+    app.command("perplexity", cls=Command)(perplexity.perplexity)
     app.command("verify", cls=Command)(verify.verify)
     benchmarks = group("Measure speed.", DefaultGroup)
     benchmarks.command("bench", cls=Command)(bench.bench)

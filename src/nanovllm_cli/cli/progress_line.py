@@ -24,7 +24,7 @@ class ProgressLine:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._full, self._empty = ("━", "─") if console.err.can_show("━─") else ("#", "-")
-        self._name = ""
+        self._name = self._found = ""
         self._total: int | None = None
         self._unit: Unit = "tokens"
         self._count = 0
@@ -32,7 +32,7 @@ class ProgressLine:
 
     def stage(self, name: str, total: int | None, unit: Unit) -> None:
         signals.check()
-        self._name, self._total, self._unit, self._count = name, total, unit, 0
+        self._name, self._total, self._unit, self._count, self._found = name, total, unit, 0, ""
         self._began = self._drawn = time.monotonic()
         self._console.announce(self._render(self._began))
 
@@ -43,6 +43,10 @@ class ProgressLine:
         if now - self._drawn >= _REDRAW_SECONDS:
             self._drawn = now
             self._console.status(self._render(now))
+
+    def found(self, text: str) -> None:
+        """What the stage has come to so far: from its next step on it is shown."""
+        self._found = text
 
     def done(self) -> None:
         self._console.status("")
@@ -68,6 +72,8 @@ class ProgressLine:
             parts.append(f"{amount(rate, self._unit)}/s")
             if self._total and self._unit == "B":
                 parts.append(f"{duration((self._total - self._count) / rate)} left")
+        if self._found:
+            parts.append(self._found)
         return "  ".join(parts)
 
 

@@ -1,0 +1,209 @@
+"""`nanovllm perplexity`: how well a model knows a text; and what another form of it has lost. The work is in
+`quantization/perplexity.py` and `card.py`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm_cli.cli import parsers, signals
+from nanovllm_cli.cli.command import ENGINE, OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
+from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.model import named_models
+from nanovllm_cli.cli.options import Device, DType, MessageOptions, ModelWord, SourceOptions
+from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.progress_line import ProgressLine, duration
+from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import DifferenceError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.quantization.original import Original
+    from nanovllm_cli.quantization.perplexity import Windows
+    from nanovllm_cli.quantization.texts import NamedText
+
+EXAMPLE = "for example: nanovllm perplexity tiny"
+MEASURING = "Measuring"
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityOptions:
+    """What is read, and how it is computed."""
+
+    text: str | None = option(
+        "-f", "--file", "--text", help="The text, taken as it is; - is standard input. [bundled]",
+        panel=MEASURING, metavar="FILE", envvar=None,
+    )
+    ctx_size: int = option(
+        "-c", "--ctx-size", help="Tokens of a window; each begins anew, and what is left at the end of the text is none. [512]",
+        default="512", panel=MEASURING, metavar="SIZE", parser=parsers.count, envvar=None,
+    )
+    chunks: int = option(
+        "--chunks", help="Most windows; -1 takes the whole text. [-1]", default=-1, panel=MEASURING, min=-1, envvar=None
+    )
+    all: bool = option(
+        "--all", help="Score all tokens of a window but its first, as quality cards do, and not its second half alone.",
+        default=False, panel=MEASURING, envvar=None,
+    )
+    parse_special: bool | None = option(
+        "--parse-special/--no-parse-special",
+        help="Whether control tokens written in the text are what they name. [on for the bundled text, which has some; off for "
+        "others, as llama-perplexity has it]",
+        panel=MEASURING, envvar=None,
+    )  # fmt: skip
+    dtype: DType = EngineConfig().dtype
+    device: Device = "auto"
+    threads: int | None = option("-t", "--threads", help="CPU threads. [-1: one a core; of a Mac, one a fast core]", panel=ENGINE)
+    json: bool = option("--json", help="The result as one JSON object.", default=False, panel=OUTPUT)
+    fail_above: float | None = option(
+        "--fail-above", help="Exit with 7 where the mean KL divergence is above this, such as 0.02. [never]",
+        panel=OUTPUT, metavar="KL", min=0.0, envvar=None,
+    )  # fmt: skip
+
+    @parsers.by_their_flags()
+    def num_threads(self) -> int | None:
+        """Raises UsageError."""
+        threads = None if self.threads == -1 else self.threads
+        return EngineConfig(threads=threads).threads
+
+
+@expand
+def perplexity(
+    *,
+    ctx: typer.Context,
+    model_word: ModelWord = None,
+    other_word: Annotated[
+        str | None,
+        typer.Argument(metavar="OTHER", help="Another form of the same model, such as a quantized one."),
+    ] = None,
+    source: SourceOptions,
+    options: PerplexityOptions,
+    messages: MessageOptions,
+) -> None:
+    """Measure the perplexity of a text, or what another form of a model has lost.
+
+    As llama-perplexity does it, so that numbers can be compared: the text is cut into windows, BOS stands in place of a window's
+    first token where the tokenizer puts one before a text, and the second half of each window is scored. With OTHER both
+    models read the same windows, one after the other: KL divergence of OTHER's next-token probabilities from MODEL's, how often
+    the most likely token is the same, and both perplexities. On the CPU.
+    """
+    screen = screen_for(messages)
+    names = named_models(ctx.obj, [word for word in (source.model, model_word, other_word) if word], EXAMPLE)
+    _check(ctx, options, names)
+    if options.device.startswith("cuda"):
+        screen.say(f"computed on the CPU, though the device is set to {options.device}", "dim")
+    threads = options.num_threads()
+    text = _text(options.text, screen)
+    screen.announce(f"opening {names[0]}")
+    with signals.insisting():
+        from nanovllm_cli.quantization import perplexity as measuring
+    progress = ProgressLine(screen)
+    with _opened(names, source, progress) as models:
+        screen.status("cutting the text")
+        tokenizers = [model.tokenizer() for model in models]
+        parses = options.text is None if options.parse_special is None else options.parse_special
+        every = [measuring.text_ids(tokenizer, text, parse_special=parses) for tokenizer in tokenizers]
+        most = None if options.chunks == -1 else options.chunks
+        windows = measuring.cut(every[0], tokenizers[0].prefix_ids, options.ctx_size, most=most, whole=options.all)
+        measuring.check_fits(windows, models[0].spec)
+        record = {"model": names[0], "text": text.name, "ctx_size": options.ctx_size, "chunks": len(windows.ids)}
+        record |= {"scored": "all" if options.all else "second half", "tokens": windows.scored}
+        if len(models) == 1:
+            _measure(models[0], windows, record, options, threads, screen, progress)
+        else:
+            measuring.check_alike(every[0], every[1], models[0].spec, models[1].spec)
+            _compare(models, windows, record, options, threads, screen, progress)
+
+
+def _measure(
+    model: Original, windows: Windows, record: dict[str, Any], options: PerplexityOptions, threads: int | None,
+    screen: Console, progress: ProgressLine,
+) -> None:  # fmt: skip
+    from nanovllm_cli.quantization.logits import MeasuredModel
+    from nanovllm_cli.quantization.perplexity import perplexity as measure
+
+    loaded = MeasuredModel(model.checkpoint, options.ctx_size, dtype=options.dtype, threads=threads, progress=progress)
+    began = time.monotonic()
+    found = measure(loaded, windows, progress, lambda so_far: progress.found(f"perplexity {so_far}"))
+    seconds = time.monotonic() - began
+    rate = len(windows.ids) * options.ctx_size / seconds
+    if options.json:
+        record |= {"perplexity": asdict(found), "dtype": str(loaded.dtype).removeprefix("torch.")}
+        record |= {"seconds": round(seconds, 3), "tokens_per_second": round(rate, 1)}
+    _show([("perplexity", str(found)), *_facts(record)], record, options, screen)
+    screen.say(f"{rate:,.0f} tokens/s, {duration(seconds)}", "dim")
+
+
+def _compare(
+    models: Sequence[Original], windows: Windows, record: dict[str, Any], options: PerplexityOptions, threads: int | None,
+    screen: Console, progress: ProgressLine,
+) -> None:  # fmt: skip
+    from nanovllm_cli.quantization.perplexity import compare
+    from nanovllm_cli.quantization.verify_text import OurWords, differences
+
+    one, other = models
+    for line in differences(OurWords(one.checkpoint.path), OurWords(other.checkpoint.path)):
+        screen.say(f"the tokenizers differ, but not over this text: {line}", "dim")
+    began = time.monotonic()
+    quality = compare(one.checkpoint, other.checkpoint, windows, progress, dtype=options.dtype, threads=threads)
+    seconds = time.monotonic() - began
+    figures = quality.figures(f"of {one.name}", f"of {other.name}")
+    record |= {"other": other.name, "quality": asdict(quality), "seconds": round(seconds, 3)}
+    _show([*figures, *_facts(record)], record, options, screen)
+    screen.say(f"done in {duration(seconds)}", "dim")
+    if options.fail_above is not None and quality.kl_mean > options.fail_above:
+        raise DifferenceError(f"the mean KL divergence is {quality.kl_mean:.5f}, above {options.fail_above:g}")
+
+
+def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
+    where = f"the {record['scored']} of " if record["scored"] != "all" else ""
+    windows = "a window" if record["chunks"] == 1 else f"{record['chunks']:,} windows"
+    return [("scored", f"{record['tokens']:,} tokens of {record['text']}: {where}{windows} of {record['ctx_size']:,}")]
+
+
+def _show(figures: Sequence[tuple[str, str]], record: dict[str, Any], options: PerplexityOptions, screen: Console) -> None:
+    screen.status("")
+    if options.json:
+        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+    else:
+        screen.answer("\n".join(aligned(figures, left=(0, 1))) + "\n")
+
+
+def _check(ctx: typer.Context, options: PerplexityOptions, names: Sequence[str]) -> None:
+    """UsageError, or UnsupportedError, for what was asked and can't be."""
+    if len(names) > 2:
+        raise UsageError("more than two models were named", EXAMPLE)
+    if len(names) == 1 and options.fail_above is not None:
+        raise UsageError("--fail-above has no meaning without OTHER", "it is about what OTHER has lost")
+    if options.chunks == 0:
+        raise UsageError("--chunks 0 leaves nothing to measure", "-1 takes the whole text")
+    if options.device.startswith("cuda") and is_typed(ctx, "device"):
+        raise UnsupportedError("perplexity is measured on the CPU alone", "leave --device away")
+
+
+def _text(path: str | None, screen: Console) -> NamedText:
+    from nanovllm_cli.quantization.texts import NamedText, bundled_text
+
+    if path is None:
+        return bundled_text("verification")
+    if path == STANDARD_INPUT:
+        return NamedText("standard input", read_standard_input(screen))
+    return NamedText(Path(path).name, decode(read_file(path), path))
+
+
+@contextmanager
+def _opened(names: Sequence[str], source: SourceOptions, progress: ProgressLine) -> Iterator[list[Original]]:
+    from nanovllm_cli.quantization.original import open_original
+    from nanovllm_cli.weights.source import resolve
+
+    found = [resolve(name, offline=source.offline, revision=source.revision, progress=progress) for name in names]
+    with ExitStack() as stack:
+        yield [stack.enter_context(open_original(name, each.path)) for name, each in zip(names, found, strict=True)]
