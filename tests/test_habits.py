@@ -46,6 +46,8 @@ def test_hints_of_commands_name_commands() -> None:
     assert not ({*habits._COMMANDS} | {*habits._NO_COMMANDS}) & NAMES
     assert habits.command_hint("llama-cli", NAMES) == "here it is nanovllm run"
     assert habits.command_hint("llama-quantize", NAMES) == "here it is nanovllm quantize"
+    assert habits.command_hint("llama-tokenize", NAMES) == "here it is nanovllm tokenize"
+    assert habits.command_hint("llama-perplexity", NAMES) == "here it is nanovllm perplexity"
     assert habits.command_hint("llama-nosuch", NAMES) is None
     assert habits.command_hint("version") == "here it is nanovllm --version"
 

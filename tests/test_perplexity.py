@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm_cli.errors import CheckpointError, RequestError, UsageError
+from nanovllm_cli.engine import cpu_platform
+from nanovllm_cli.errors import CheckpointError, DoesNotFitError, RequestError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.card import measure, windows_of
 from nanovllm_cli.quantization.logits import STEP, MeasuredModel
@@ -174,20 +175,23 @@ def test_rows_are_the_same_to_the_bit_however_windows_are_put_together(length: i
             assert torch.equal(model.scored([ids], 17), wanted)
 
 
-def test_windows_of_a_model_with_states_do_not_meet() -> None:
-    ids = [torch.randint(0, 1000, (40,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]
+@pytest.mark.parametrize("length", [40, 600])
+def test_windows_of_a_model_with_states_begin_anew_and_do_not_meet(length: int) -> None:
+    ids = [torch.randint(0, 1000, (length,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]
     config = {
         "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+        "max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "silu",
     }  # fmt: skip
-    model = MeasuredModel(RandomCheckpoint(config), 40)
-    alone = torch.cat([model.scored([each]) for each in ids])
-    assert torch.equal(model.scored(ids), alone)
-    assert not torch.equal(alone[:39], alone[39:78])
+    model = MeasuredModel(RandomCheckpoint(config), length)
+    alone = [model.hidden(each)[:-1] for each in ids]
+    assert not torch.equal(alone[0], alone[1])
+    assert all(torch.equal(model.scored([each]), wanted) for each, wanted in zip(ids, alone, strict=True))
+    if length < STEP:
+        assert torch.equal(model.scored(ids), torch.cat(alone))
 
 
 def test_logits_that_are_no_numbers_are_told(tmp_path: Path) -> None:
@@ -196,6 +200,15 @@ def test_logits_that_are_no_numbers_are_told(tmp_path: Path) -> None:
         model = MeasuredModel(checkpoint, 16)
         with pytest.raises(RequestError, match="not finite"):
             perplexity(model, cut(range(64), [], 16), NullProgress())
+
+
+def test_what_does_not_fit_is_told_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_checkpoint(TINY) as checkpoint:
+        monkeypatch.setattr(cpu_platform, "available_bytes", lambda: 1 << 30)
+        with pytest.raises(DoesNotFitError, match="1000000 tokens need"):
+            MeasuredModel(checkpoint, 1_000_000)
+        with pytest.raises(DoesNotFitError, match="what is kept of 2,150,000 tokens takes"):
+            measure(checkpoint, checkpoint, [[1] * 500] * 4300, NullProgress())
 
 
 # ---- two models ----

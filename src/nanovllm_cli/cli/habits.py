@@ -215,6 +215,7 @@ _NO_COMMANDS = {
 _EXTRA_WORDS = {
     "quantize": "nanovllm quantize MODEL --to q4_k_m -o OUTPUT",
     "convert": "nanovllm convert MODEL -o OUTPUT",
+    "perplexity": "nanovllm perplexity MODEL OTHER -f FILE",
     "serve": "nanovllm serve MODEL; each further one by --model",
 }
 
