@@ -11,9 +11,9 @@ from transformers import Qwen3Config
 
 from engines import SMALL, engine_for, random_model, save, worker_for
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import PromptTooLongError, UsageError
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 
 LENS = [1, 2, 16, 17, 33, 70]

@@ -16,8 +16,8 @@ from nanovllm_cli.engine import states
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
-from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint

@@ -14,8 +14,8 @@ import pytest
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
-from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server import generation
 from nanovllm_cli.server.api_error import ApiError

@@ -34,11 +34,10 @@ from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
-from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import CheckpointError, NanovllmError, RequestError, UsageError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
+from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
@@ -46,13 +45,13 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.messages import template_messages, template_tools
-from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.pooling import Embedding, embedding_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.source import ResolvedModel, find_parts, resolve
-from nanovllm_cli.weights.tokenizer import load_tokenizer
+from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,8 @@ class LLM:
     activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the KV cache has room.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
-    formats: how many numbers of the matrices are kept in which format; None is the compute type.
+    formats: how many numbers of the matrices are kept in which format; None is the compute type. embedding: what its files say of
+    vectors of texts.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -113,8 +113,9 @@ class LLM:
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
+            self.embedding: Embedding = embedding_of(checkpoint)
             self.tokenizer = load_tokenizer(checkpoint)
-            _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
+            check_size(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)).vocab_size)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
             encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
@@ -147,7 +148,8 @@ class LLM:
             num_blocks=worker.num_blocks,
             ahead=worker.ahead,
             prepare=worker.prepare,
-            eos_ids=_end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
+            draws=self.spec.has_head,
+            eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
         self._max_num_seqs = config.max_num_seqs
@@ -188,6 +190,11 @@ class LLM:
     def kv_bytes(self) -> int:
         """Size of the KV cache when full."""
         return self._worker.num_blocks * self._worker.block_bytes + self._worker.num_states * self._worker.state_bytes
+
+    @property
+    def pooling(self) -> Pooling:
+        """How it makes one vector of a text, where nobody says otherwise."""
+        return self.embedding.pooling or "mean"
 
     @property
     def kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -270,16 +277,22 @@ class LLM:
         finally:
             self._readers.drop(running)
 
-    def embed(self, texts: Prompt | Sequence[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], pooling: Pooling | None = None, *, progress: Progress | None = None
+    ) -> list[list[float]]:
         """[hidden] numbers for each text, behind the model's last norm and not normalised: the mean over its tokens, or the
-        row of its last or first one. Raises as `generate` does."""
-        listed = _listed(texts)
-        ids = [f"embedding-{next(self._request_ids)}" for _ in listed]
+        row of its last or first one; None: as the model has it. Raises as `generate` does."""
+        prompts = [self._ids(text) for text in _listed(texts)]
+        ids = [f"embedding-{next(self._request_ids)}" for _ in prompts]
+        done: dict[str, list[float]] = {}
         try:
-            for request_id, text in zip(ids, listed, strict=True):
-                prompt = self._ids(text)
-                self._readers.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=pooling))
-            done = {output.request_id: _embedding(output) for output in self._finished(ids)}
+            for request_id, prompt in zip(ids, prompts, strict=True):
+                args = {"request_id": request_id, "prompt_ids": prompt, "pooling": pooling or self.pooling}
+                self._readers.use(partial(Engine.embed, **args))
+            for output in self._finished(ids):
+                done[output.request_id] = _embedding(output)
+                if progress is not None:
+                    progress(len(done), len(ids))
         finally:
             self._readers.drop(ids)
         return [done[request_id] for request_id in ids]
@@ -406,22 +419,6 @@ def _embedding(output: RequestOutput) -> list[float]:
     if output.pooled is None:
         raise RequestError(f"the text could not be embedded: {output.outputs[0].error}")
     return list(output.pooled)
-
-
-def _check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}",
-            "the folder mixes files of different models",
-        )
-
-
-def _end_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """What ends an answer: generation_config.json's eos_token_id, and what the tokenizer knows as ends."""
-    declared = generation_config.get("eos_token_id")
-    listed = declared if isinstance(declared, list) else [declared]
-    ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size]
-    return tuple(dict.fromkeys([*ids, *tokenizer.eos_ids]))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+Pooling = Literal["mean", "last", "cls"]
+"""How the hidden rows of a text become one: their mean, the last, or the first."""
+
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "divisors"]
 
 
@@ -325,7 +328,8 @@ class BlockSpec:
 class ModelSpec:
     """A whole decoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
-    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none."""
+    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. has_head: without one no
+    token is drawn, and texts are embedded alone; tied_head holds then, so that no weight is asked for."""
 
     architecture: str
     vocab_size: int
@@ -334,6 +338,7 @@ class ModelSpec:
     norm: NormSpec
     max_position: int
     tied_head: bool = False
+    has_head: bool = True
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

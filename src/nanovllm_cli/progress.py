@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
-Unit = Literal["B", "tensors", "tokens", "lines", "requests", "batches"]
+Unit = Literal["B", "tensors", "tokens", "lines", "texts", "requests", "batches"]
 
 
 class LoadProgress(Protocol):

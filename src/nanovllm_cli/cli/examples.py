@@ -45,6 +45,12 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example('nanovllm chat --url http://127.0.0.1:8080 "Who are you?"', "With a server's model."),
         Example("nanovllm chat --list-sessions", "All conversations that were kept."),
     ),
+    "embed": (
+        Example('nanovllm embed tiny "Once upon a time" "The end"', "A line of JSON for each text."),
+        Example("nanovllm embed tiny -f notes.txt -o vectors.jsonl", "A text a line; the output appears whole or not at all."),
+        Example("printf 'a cat\\na tree\\n' | nanovllm embed tiny --query 'a kitten' --top 1", "The line that is nearest to it."),
+        Example("nanovllm embed tiny --whole -f README.md --raw", "One text of a file; numbers alone."),
+    ),
     "serve": (
         Example("nanovllm serve tiny", "At http://127.0.0.1:8080, for OpenAI's and Anthropic's clients; a page to chat at /."),
         Example("nanovllm serve tiny --port 8000 -np 16 -c 2K", "Another port, sixteen answers at once, each of 2,048 tokens."),

@@ -110,7 +110,10 @@ _EXPLAINED = {
     ("--log-disable",): "-q leaves out all but errors; serve --no-access-log the line for each request",
     ("--slots", "--no-slots"): "what runs is told at /slots, /status and /metrics",
     ("--no-webui", "--no-ui"): "the pages at / and /status hold nothing secret and are always there: leave it out",
-    ("--pooling",): "a request for embeddings says it: pooling is mean, last or cls",
+    ("--pooling",): "a model pools as its files say; nanovllm embed --pooling, and pooling in a request, say otherwise",
+    ("--embd-normalize",): "vectors have length 1: nanovllm embed --no-normalize, and embd_normalize in a request, say otherwise",
+    ("--embd-output-format",): "nanovllm embed writes JSON lines; --json is OpenAI's form, --raw is numbers alone",
+    ("--embd-separator",): "each argument and each line is a text of its own: nanovllm embed --whole takes a file as one",
     ("--root-path", "--api-prefix", "--middleware", "--path"): "that is for a proxy in front",
     ("--threads-http", "--api-server-count"): "one process answers over HTTP: leave it out",
     ("--swap-space", "--cpu-offload-gb", "--cache-ram", "-cram"): "there is one cache, in memory: --kv-cache SIZE",
@@ -179,12 +182,11 @@ _COMMANDS = {
     "rm": "models rm", "remove": "models rm", "show": "models show", "info": "models show", "cli": "run", "generate": "run",
     "complete": "run", "simple": "run", "server": "serve", "start": "serve", "inspect": "models show", "gguf": "models show",
     "gguf-dump": "models show", "delete": "models rm", "simple-chat": "chat", "convert-hf-to-gguf": "convert",
-    "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize",
+    "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize", "embedding": "embed", "embeddings": "embed",
 }  # fmt: skip
 
 _SPLIT = "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges"
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
-_EMBEDDINGS = "a server does so: nanovllm serve MODEL, then POST /v1/embeddings"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /v1/models",
     "help": "nanovllm --help lists the commands, nanovllm run --help what one of them takes",
@@ -203,9 +205,6 @@ _NO_COMMANDS = {
     "convert-lora-to-gguf": "an adapter is taken as it is: nanovllm run MODEL --lora FOLDER",
     "mtmd-cli": "of models that see or hear only the part that writes is supported",
     "imatrix": "nanovllm quantize --algorithm gptq or awq looks at what the layers see",
-    "embedding": _EMBEDDINGS,
-    "embeddings": _EMBEDDINGS,
-    "embed": _EMBEDDINGS,
     "infill": "a server does so: nanovllm serve MODEL, then POST /infill",
     "batched-bench": "here it is nanovllm bench MODEL -npl 1,2,4",
     "gguf-split": _SPLIT,

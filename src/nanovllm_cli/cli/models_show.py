@@ -154,6 +154,8 @@ def _record(
         "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
         "attention": _heads(facts), "mtp": facts.predicts_further, "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
+        "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
+                      "default_prompt": facts.embedding.default_prompt, "only": not spec.has_head},
         "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(checkpoint.generation_config),
         "tensors": [
             {"class": each.name, "count": each.count, "numbers": each.numbers, "bytes": each.num_bytes,
@@ -179,6 +181,20 @@ def _heads_in_words(heads: dict[str, int]) -> str:
     return f"{heads['heads']} heads over {heads['kv_heads']} of keys and values, {heads['head_dim']} dims a head"
 
 
+def _embedding_in_words(facts: Facts) -> str | None:
+    """None of a model whose files say nothing of it, and that has a head."""
+    pooling, prompts, default, _ = facts.embedding
+    if pooling is None and not prompts and facts.spec.has_head:
+        return None
+    ways = {"mean": "the mean of all tokens", "last": "the last token", "cls": "the first token"}
+    words = [f"by {ways[pooling or 'mean']}" + ("" if pooling is not None else ", for want of a word")]
+    if prompts:
+        words.append("prompts " + ", ".join(f"{name} (the default)" if name == default else name for name in prompts))
+    if not facts.spec.has_head:
+        words.append("nothing else: it has no head")
+    return one_line("; ".join(words))
+
+
 def _print(
     found: ResolvedModel, checkpoint: Checkpoint, facts: Facts, tokenizer: Tokenizer | None, template: str | None, screen: Console
 ) -> None:
@@ -197,6 +213,8 @@ def _print(
         ("licence", _licence(checkpoint) or "not said in its files"),
         ("defaults", ", ".join(f"{key} {value}" for key, value in defaults.items()) or "none"),
     ]  # fmt: skip
+    if (words := _embedding_in_words(facts)) is not None:
+        lines.insert(3, ("embedding", words))
     if facts.predicts_further:
         lines.insert(3, ("guesses", "by a layer of its own: --mtp"))
     if tokenizer is not None:

@@ -16,6 +16,7 @@ from nanovllm_cli.cli import (
     completion,
     config,
     convert,
+    embed,
     models,
     perplexity,
     plan,
@@ -32,8 +33,8 @@ from nanovllm_cli.errors import UsageError
 
 PROGRAM = "nanovllm"
 ORDER = (
-    "run", "chat", "serve", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity", "verify", "config",
-    "completion",
+    "run", "chat", "embed", "serve", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity", "verify",
+    "config", "completion",
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def build() -> typer.Typer:
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
     app.command("chat", cls=Command)(chat.chat)
+    app.command("embed", cls=Command)(embed.embed)
     app.command("serve", cls=Command)(serve.serve)
     app.add_typer(models.build())
     app.command("plan", cls=Command)(plan.plan)

@@ -29,13 +29,13 @@ from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
-from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.engine.strategy import Drafted, Standard, Strategy
-from nanovllm_cli.errors import PromptTooLongError, UsageError
+from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 
@@ -78,7 +78,8 @@ class Engine:
     vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an
     answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
     `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
-    prepare: what a request waits for, beside the others, before it is scheduled.
+    prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
+    texts are embedded, and nothing else.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Engine:
         strategy: Strategy | None = None,
         ahead: RunsAhead | None = None,
         prepare: Prepare | None = None,
+        draws: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -116,6 +118,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock)
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
+        self._draws = draws
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -134,9 +137,14 @@ class Engine:
         """Queues a request. priority: lower is more urgent. cache_salt: cached prompts are shared only where it is
         equal.
 
-        Raises UsageError for what has no meaning and PromptTooLongError for what can never run; nothing is queued
-        then.
+        Raises UsageError for what has no meaning, PromptTooLongError for what can never run, UnsupportedError where the model
+        draws no tokens; nothing is queued then.
         """
+        if not self._draws:
+            raise UnsupportedError(
+                "this is an embedding model: it has no head to draw tokens from",
+                "nanovllm embed MODEL TEXT makes a vector of a text",
+            )
         self._check_id(request_id)
         self._check_priority(priority)
         params.check_vocabulary(self._vocab_size)

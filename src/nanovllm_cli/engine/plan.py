@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-
-Pooling = Literal["mean", "last", "cls"]
-"""How the hidden rows of a text become one: their mean, the last, or the first."""
 
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 
 NO_STATE = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +114,18 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "YoutuForCausalLM": YOUTU,
 }
+HF_BODIES: dict[str, Family] = {
+    "Gemma2Model": GEMMA2,
+    "Gemma3TextModel": GEMMA3,
+    "LlamaModel": LLAMA,
+    "MistralModel": MISTRAL,
+    "MixtralModel": MIXTRAL,
+    "Qwen2Model": QWEN2,
+    "Qwen2MoeModel": QWEN2_MOE,
+    "Qwen3Model": QWEN3,
+    "Qwen3MoeModel": QWEN3_MOE,
+}
+"""Models without their head, as those that embed texts are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3}
 """Inside of models of several architectures, by "model_type"."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -163,6 +176,11 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "smollm3": SMOLLM3,
 }
 
+_BOTH_WAYS = re.compile(
+    r"bert|mpnet|electra|encoder|bidirectional|^t5|gemma-embedding|llama-embed|^dream|^llada|^rnd1", re.IGNORECASE
+)
+"""Names of architectures whose tokens see those behind them."""
+
 
 def hf_family(config: Mapping[str, Any]) -> Family:
     """By "architectures", as written in config.json."""
@@ -170,8 +188,11 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
     inner = config.get("text_config")
+    for each in (config, inner if isinstance(inner, Mapping) else {}):
+        if each.get("is_causal") is False or each.get("use_bidirectional_attention") in (True, "all"):
+            raise _reads_both_ways(names[0])
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-    return TEXT_MODELS.get(str(kind)) or _look_up(names[0], HF_ARCHITECTURES)
+    return TEXT_MODELS.get(str(kind)) or _look_up(names[0], HF_ARCHITECTURES | HF_BODIES)
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:
@@ -179,12 +200,23 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
+    if metadata.get(f"{name}.attention.causal") is False:
+        raise _reads_both_ways(name)
     return family_of_gguf(metadata) if name == "deepseek2" else _look_up(name, GGUF_ARCHITECTURES)
 
 
 def _look_up(name: str, table: dict[str, Family]) -> Family:
     if name in table:
         return table[name]
+    if _BOTH_WAYS.search(name):
+        raise _reads_both_ways(name)
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.8)
     suggestion = f"; nearest: {near[0]}" if near else ""
     raise UnsupportedError(f"unknown architecture {name[:80]!r}", f"known: {', '.join(sorted(table))}{suggestion}")
+
+
+def _reads_both_ways(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name[:80]}: attention in both directions, as encoders have it, is not supported",
+        "take a model that reads from left to right, such as Qwen3-Embedding",
+    )

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec, MoESpec
-from nanovllm_cli.models.families import spec_from_hf
-from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest
-from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.loader import hf_spec, read_spec
+from nanovllm_cli.weights.pooling import Embedding, embedding_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
@@ -43,12 +42,13 @@ class TensorClass:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq"). predicts_further:
-    whether it has a layer that can guess (`--mtp`), which nothing else here counts."""
+    whether it has a layer that can guess (`--mtp`), which nothing else here counts. embedding: how it makes vectors of texts."""
 
     spec: ModelSpec
     classes: tuple[TensorClass, ...]
     stored: str
     predicts_further: bool = False
+    embedding: Embedding = field(default_factory=Embedding)
 
     @property
     def num_parameters(self) -> int:
@@ -68,6 +68,7 @@ class Facts:
 def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
     """headers_only: its weights are not there. Raises what `open_reader` and `read_spec` raise, so what can't run is refused."""
     reader = reader_of(checkpoint, headers_only=headers_only)
+    embedding = embedding_of(checkpoint)
     checkpoint = unstacked(checkpoint)
     if reader is not None:
         spec = read_spec(checkpoint, reader)
@@ -75,14 +76,14 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
                    for name in sorted(reader.names() - left_aside(checkpoint, reader.names()))]  # fmt: skip
         classes = _classes(weights)
     else:
-        spec = spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
+        spec = hf_spec(checkpoint)
         names = set(checkpoint.names())
         infos = [checkpoint.info(name) for name in sorted(names - left_aside(checkpoint, names))]
         stored = _classes((i.name, math.prod(i.shape), i.num_bytes, i.dtype_name) for i in infos)
         numbers = parameters(spec)
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
                    for each in stored]  # fmt: skip
-    return Facts(spec, tuple(classes), _stored(checkpoint, classes), mtp_names_of(checkpoint) is not None)
+    return Facts(spec, tuple(classes), _stored(checkpoint, classes), mtp_names_of(checkpoint) is not None, embedding)
 
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:

@@ -82,6 +82,9 @@ def quantize_model(
     DoesNotFitError (the disk is too small), and what reading and loading raise.
     """
     check_apart(original, plan, output)
+    if verification is not None and not original.spec.has_head:
+        progress.note("no quality card: an embedding model gives no probabilities to compare")
+        verification = None
     if verification is not None:
         verification.windows(original)  # not after hours
     write = _write_folder if plan.kind == "hf" else _write_file

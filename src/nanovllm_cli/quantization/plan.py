@@ -265,6 +265,8 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         if ours == "head.weight" and spec.tied_head:
             if choices.head in (None, KEEP):
                 continue
+            if not spec.has_head:
+                raise UsageError(f"--head has no meaning: {original.name} is an embedding model, which has none", "leave it out")
             source = checkpoint_name("embedding.weight", there)
         if source not in reader.names():
             raise CheckpointError(f"{checkpoint.path}: tensor {source!r} is missing", "get the model again")

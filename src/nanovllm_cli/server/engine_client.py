@@ -20,8 +20,8 @@ from typing import cast
 from nanovllm_cli import errors
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.engine.engine import EngineStats
-from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.engine_stream import EngineStream

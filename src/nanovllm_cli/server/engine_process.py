@@ -147,6 +147,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         dtype=str(llm.dtype).removeprefix("torch."),
         device="cpu" if llm.threads is not None else "cuda",
         max_num_seqs=config.max_num_seqs,
+        pooling=llm.pooling,
     )
 
 

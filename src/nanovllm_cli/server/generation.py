@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,10 @@ from typing import Self, TypeVar
 
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.engine.vectors import unit
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError, UsageError
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
@@ -416,9 +417,3 @@ def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
     limit = model.facts.context_len
     if len(ids) >= limit:
         raise too_long(len(ids), limit, param)
-
-
-def unit(vector: Sequence[float]) -> list[float]:
-    """The same direction, of length 1."""
-    length = math.sqrt(math.fsum(number * number for number in vector))
-    return [number / length for number in vector] if length else list(vector)

@@ -13,7 +13,8 @@ import msgspec
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.outputs import FinishReason
-from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import LogitBias, SamplingParams
 
 HEADER = struct.Struct("<I")
@@ -64,7 +65,8 @@ class Abort(Message):
 
 
 class Facts(Message):
-    """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache."""
+    """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. pooling: of texts
+    that are embedded, where a request doesn't say."""
 
     context_len: int
     vocab_size: int
@@ -76,6 +78,7 @@ class Facts(Message):
     dtype: str
     device: str
     max_num_seqs: int
+    pooling: Pooling = "mean"
 
 
 class Loading(Message):

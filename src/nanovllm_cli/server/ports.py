@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
-from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.messages import Facts, Output
 from nanovllm_cli.text.answer_format import AnswerFormat

@@ -17,18 +17,15 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from nanovllm_cli.engine.plan import Pooling
+from nanovllm_cli.engine.vectors import by_score, nearness, unit
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
-from nanovllm_cli.server.generation import unit
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import EmbeddingRequest, NativeEmbeddingRequest, RerankRequest, several_texts
 from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, NativeEmbeddings, RerankAnswer
 from nanovllm_cli.server.sse import while_connected
-
-DEFAULT_POOLING: Pooling = "mean"
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -62,7 +59,7 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
         if body.dimensions is not None and body.dimensions > model.facts.hidden_size:
             raise invalid_value(f"this model's vectors have {model.facts.hidden_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
-            body.model, several_texts(body.input), body.pooling or DEFAULT_POOLING, priority=body.priority or 0
+            body.model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0
         )
         exchange.count(model.id, num_tokens)
         return JsonResponse(
@@ -92,7 +89,7 @@ async def _embed_natively(context: ServerContext, body: NativeEmbeddingRequest, 
     texts, norm = several_texts(getattr(body, given[0])), 2 if body.embd_normalize is None else body.embd_normalize
     async with context.models.use(body.model) as model:
         vectors, num_tokens = await context.generates.embed(
-            body.model, texts, body.pooling or DEFAULT_POOLING, priority=body.priority or 0, normalize=norm == 2
+            body.model, texts, body.pooling or model.facts.pooling, priority=body.priority or 0, normalize=norm == 2
         )
         exchange.count(model.id, num_tokens)
         return JsonResponse(await asyncio.to_thread(_native_data, vectors, norm))
@@ -119,12 +116,11 @@ async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchang
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
     async with context.models.use(body.model) as model:
         (query, *vectors), num_tokens = await context.generates.embed(
-            body.model, [body.query, *documents], body.pooling or DEFAULT_POOLING, priority=body.priority or 0
+            body.model, [body.query, *documents], body.pooling or model.facts.pooling, priority=body.priority or 0
         )
         exchange.count(model.id, num_tokens)
-        scores = [math.fsum(a * b for a, b in zip(query, vector, strict=True)) for vector in vectors]
-        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
-        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        best = by_score([nearness(query, vector) for vector in vectors])[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in best]
         if body.return_documents is not False:
             for result in results:
                 result["document"] = {"text": documents[result["index"]]}

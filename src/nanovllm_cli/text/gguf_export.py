@@ -138,13 +138,17 @@ def _tokens(parts: TokenizerParts, vocab_size: int) -> dict[str, Any]:
 
 def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
+    before, after = list(parts.prefix_ids), list(parts.suffix_ids)
+    if len(after) == 1 and after != [parts.eos_id]:  # as llama.cpp's converter has it of Qwen3-Embedding
+        if parts.eos_id is not None:
+            fields["tokenizer.ggml.eot_token_id"] = parts.eos_id
+        parts = replace(parts, eos_id=after[0])
     for attribute, name in _ROLES.items():
         token_id = getattr(parts, attribute)
         if token_id is None:
             token_id = config.get(attribute.replace("_id", "_token_id"))
         if type(token_id) is int and 0 <= token_id < vocab_size:
             fields[f"tokenizer.ggml.{name}_token_id"] = token_id
-    before, after = list(parts.prefix_ids), list(parts.suffix_ids)
     if before not in ([], [parts.bos_id]) or after not in ([], [parts.eos_id]):
         raise UnsupportedError(
             f"the tokenizer puts {before} before and {after} after a text; GGUF knows one BOS and one EOS only"
@@ -269,8 +273,8 @@ def _add_ends(fields: dict[str, Any], end_ids: Sequence[int], notes: list[str]) 
         fields["tokenizer.ggml.eos_token_id"] = end_ids[0]
     known = Tokenizer(load_gguf(fields)).eos_ids
     lost = [token_id for token_id in end_ids if token_id not in known]
-    for key in ("eot", "eom"):
-        if lost:
-            fields[f"tokenizer.ggml.{key}_token_id"] = lost.pop(0)
+    for key in ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"):
+        if lost and key not in fields:
+            fields[key] = lost.pop(0)
     if lost:
         notes.append(f"generation_config.json: eos_token_id {', '.join(map(str, lost))}")

@@ -94,6 +94,11 @@ class Tokenizer:
         encoded = _run_all(self._backend if parse_special else self._plain, texts)
         return [[*self._prefix_ids, *ids, *self._suffix_ids] for ids in encoded]
 
+    def truncated(self, ids: Sequence[int], limit: int) -> list[int]:
+        """The first `limit` of a text's ids, what the vocabulary puts behind a text still behind them."""
+        ends = self._suffix_ids[:limit] if len(ids) > limit else []
+        return [*ids[: limit - len(ends)], *ends]
+
     def encode_guarded(self, text: str, plain_at: Collection[int]) -> list[int]:
         """Ids of `text` alone, where a control token that begins at an offset in `plain_at` stays text.
 

@@ -149,12 +149,16 @@ def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[i
 
 
 def _surround(parts: TokenizerParts, config: dict[str, Any]) -> None:
-    """An explicit `add_bos_token` or `add_eos_token` decides over what the vocabulary file says."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos, eos = parts.bos_id, parts.eos_id
-    parts.prefix_ids = (bos,) if config.get("add_bos_token") and bos is not None else ()
-    parts.suffix_ids = (eos,) if config.get("add_eos_token") and eos is not None else ()
+    """An explicit `add_bos_token` or `add_eos_token` decides over what the vocabulary file says of that token. Where it is false,
+    another token that the file puts there stays: Qwen3-Embedding ends a text with one that is not its EOS."""
+    parts.prefix_ids = _decided(parts.prefix_ids, parts.bos_id, config.get("add_bos_token"))
+    parts.suffix_ids = _decided(parts.suffix_ids, parts.eos_id, config.get("add_eos_token"))
+
+
+def _decided(ids: tuple[int, ...], own: int | None, adds: Any) -> tuple[int, ...]:
+    if adds is None or own is None:
+        return ids
+    return (own,) if adds else tuple(each for each in ids if each != own)
 
 
 def _add_listed(backend: tokenizers.Tokenizer, config: dict[str, Any], legacy: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
-from nanovllm_cli.weights.tensor_names import left_aside, mtp_gguf_names, mtp_names_of, names_of, that_guess
+from nanovllm_cli.weights.tensor_names import bare_names, left_aside, mtp_gguf_names, mtp_names_of, names_of, that_guess
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
     SHARD_BYTES,
@@ -260,7 +260,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     spec = read_spec(source, PlainReader(source))
     family = hf_family_of(gguf_family(source.config), spec)
-    both = named_on_both_sides(spec, family.names("hf"), names_of(source))
+    names = family.names("hf")
+    both = named_on_both_sides(spec, names if spec.has_head else bare_names(names), names_of(source))
     named = {theirs: name for name, (theirs, _) in both.items()}
     notes = _check_names(source, dict(both.values()), spec)
     vectors = narrowed_vectors(source, list(named)) if outtype == "auto" else None

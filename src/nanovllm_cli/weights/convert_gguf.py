@@ -26,7 +26,9 @@ from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Checkpoint
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences
 from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn
+from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
+from nanovllm_cli.weights.pooling import GGUF_POOLINGS, embedding_of
 
 MAX_CARD_BYTES = 1 << 20
 QUANTIZATION_VERSION = 2  # of the block types' layout
@@ -67,7 +69,7 @@ _OF_NO_USE = {
     "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mtp_layers_block_type",
     "moe_shared_expert_overlap",
     "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size", "time_step_min", "time_step_max",
-    "pretraining_tp", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
+    "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
 }  # fmt: skip
 
 
@@ -111,6 +113,7 @@ def gguf_header(
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
     _add_model(builder, spec, family, keys, context_length)
+    notes += _add_pooling(builder, checkpoint)
     _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
@@ -185,6 +188,15 @@ def _add_model(
            str: builder.add_string}  # fmt: skip
     for key, value in keys.items():
         add[type(value)](f"{builder.arch}.{key}", value)
+
+
+def _add_pooling(builder: HeaderBuilder, checkpoint: Checkpoint) -> list[str]:
+    """How it makes vectors of texts. Prompts have no place, a line for them."""
+    embedding = embedding_of(checkpoint)
+    if embedding.pooling is not None:
+        builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling])
+    prompts = sorted(name for name, text in embedding.prompts.items() if text)
+    return [f"prompts of texts to be embedded: {some(prompts)}"] if prompts else []
 
 
 def _add_rope(builder: HeaderBuilder, rope: RopeSpec, context_length: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,12 @@ from nanovllm_cli.model_spec import MLPSpec, ModelSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, spec_from_hf
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.qwen_next import QWEN2_MOE
-from nanovllm_cli.models.registry import HF_ARCHITECTURES
+from nanovllm_cli.models.registry import HF_ARCHITECTURES, HF_BODIES, hf_family
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences, shortest
 from nanovllm_cli.weights.convert_rope import scaling_for_config
+from nanovllm_cli.weights.pooling import embedding_of, folder_files
 from nanovllm_cli.weights.writer import as_json
 
 _MODEL_TYPES = {
@@ -49,7 +51,7 @@ _READ = {
     "attention.sliding_window", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "expert_count", "expert_used_count",
-    "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    "expert_feed_forward_length", "expert_shared_feed_forward_length", "pooling_type",
 }  # fmt: skip
 _READ_TOKENIZER = {
     "model", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
@@ -75,10 +77,12 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
     ids = {"bos_token_id": tokenizer.tokenizer.bos_id, "eos_token_id": tokenizer.tokenizer.eos_id}
     config |= {key: value for key, value in ids.items() if value is not None}
     _check(config, spec)
+    pooling = embedding_of(checkpoint).pooling
     files = {
         "config.json": as_json(config),
         "generation_config.json": as_json(_generation(checkpoint, tokenizer)),
         **tokenizer.files,
+        **({} if pooling is None else folder_files(pooling, spec.hidden_size)),
     }
     said = {name: metadata[key] for key, name in _CARD.items() if isinstance(metadata.get(key), str | list)}
     origins = _origins(metadata)
@@ -93,7 +97,7 @@ def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.d
     attention, rope = attention_of(spec), attention_of(spec).rope
     assert rope is not None
     config: dict[str, Any] = {
-        "architectures": [next(name for name, each in HF_ARCHITECTURES.items() if each is family)],
+        "architectures": [_architecture(family, spec)],
         "model_type": _MODEL_TYPES[family],
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -106,7 +110,7 @@ def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.d
         "rms_norm_eps": shortest(spec.norm.eps),
         "rope_theta": shortest(rope.theta),
         "rope_scaling": scaling_for_config(rope, context_length),
-        "tie_word_embeddings": spec.tied_head,
+        "tie_word_embeddings": spec.tied_head and spec.has_head,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if rope.dim != attention.head_dim:
@@ -120,6 +124,11 @@ def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.d
     if family.window_switch is not None:
         config |= {family.window_switch: attention.window is not None, "max_window_layers": 0}
     return config
+
+
+def _architecture(family: Family, spec: ModelSpec) -> str:
+    known = HF_ARCHITECTURES if spec.has_head else HF_BODIES
+    return next(name for name, each in known.items() if each is family)
 
 
 def _mlp_config(spec: ModelSpec, family: Family, said: Any) -> dict[str, Any]:
@@ -147,7 +156,8 @@ def _mlp_config(spec: ModelSpec, family: Family, said: Any) -> dict[str, Any]:
 
 def _check(config: dict[str, Any], spec: ModelSpec) -> None:
     """Reads the config as it will be read, and refuses where that is another model."""
-    found = spec_from_hf(config, HF_ARCHITECTURES[config["architectures"][0]])
+    found = spec_from_hf(config, hf_family(config))
+    found = replace(found, tied_head=found.tied_head or not spec.has_head)
     theirs, ours = attention_of(found).rope, attention_of(spec).rope
     assert theirs is not None
     if (

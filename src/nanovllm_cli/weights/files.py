@@ -18,8 +18,13 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")  # of a repository that has only GGUF files, when nobody says which
 
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"  # of a model that embeds
+
 # What a Hugging Face model has beside its weights and is read here
 _SETTINGS = {
+    MODULES,
+    PROMPTS,
+    "sentence_bert_config.json",
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -37,6 +42,7 @@ _SETTINGS = {
 }
 _PAPERS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "quality.json")
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", *PICKLES)
+_MODULE = re.compile(r"\d{1,2}_\w{1,40}/config\.json", re.ASCII)
 _SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _QUANT = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|F64|MXFP4\w*|NVFP4\w*))(?=[-.]|$)", re.IGNORECASE
@@ -83,7 +89,7 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
         return _chosen_quant(names, where, quant)
     settings = sorted(
         name for name in names
-        if name in _SETTINGS or name == "README.md" or name.startswith("additional_chat_templates/")
+        if name in _SETTINGS or name == "README.md" or name.startswith("additional_chat_templates/") or _MODULE.fullmatch(name)
     )  # fmt: skip
     top = sorted(name for name in names if "/" not in name)
     tensors = [name for name in top if name.endswith(".safetensors")]
@@ -190,7 +196,12 @@ def folder_of(path: Path) -> Path:
 
 def is_setting(name: str) -> bool:
     """Whether a file of this name is one of those that a Hugging Face model has beside its weights."""
-    return name in _SETTINGS
+    return name in _SETTINGS or _MODULE.fullmatch(name) is not None
+
+
+def is_of_embedding(name: str) -> bool:
+    """Whether a file of this name says how a model makes vectors of texts."""
+    return name in (MODULES, PROMPTS) or _MODULE.fullmatch(name) is not None
 
 
 class Beside(NamedTuple):
@@ -207,10 +218,14 @@ def beside_weights(folder: Path) -> Beside:
     names = sorted(entry.name for entry in entries if entry.is_file() or (entry.is_symlink() and not entry.exists()))
     kept = [name for name in names if is_setting(name) or name in _PAPERS]
     left = [name for name in names if name not in kept and not name.endswith(_WEIGHTS)]
-    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    return Beside(
-        [(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in templates], left
-    )
+    inner = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for path in sorted(folder.glob("[0-9]*_*/*")):  # what a text passes through behind a model that embeds
+        name = f"{path.parent.name}/{path.name}"
+        if is_setting(name):
+            inner.append(path)
+        elif not path.name.startswith("."):
+            left.append(name)
+    return Beside([(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in inner], left)
 
 
 def some(names: list[str], limit: int = 5) -> str:

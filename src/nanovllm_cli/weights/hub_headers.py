@@ -12,7 +12,7 @@ from pathlib import Path
 from nanovllm_cli.errors import CheckpointError, DownloadError, OutputError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights import hub
-from nanovllm_cli.weights.files import MAX_INDEX_BYTES
+from nanovllm_cli.weights.files import MAX_INDEX_BYTES, is_of_embedding
 from nanovllm_cli.weights.gguf import MAX_METADATA_BYTES, GGUFFile
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES
 from nanovllm_cli.weights.loader import GGUF_EXTRAS
@@ -29,7 +29,7 @@ def fetch_headers(remote: RemoteModel, folder: Path, progress: LoadProgress) -> 
     OutputError where the folder cannot hold such files."""
     fetch = _Fetch(remote, folder)
     for name in remote.weights.files:
-        if name in _CONFIGS:
+        if name in _CONFIGS or is_of_embedding(name):
             fetch.whole(name, MAX_CONFIG_BYTES)
     if remote.weights.index_file:
         fetch.whole(remote.weights.index_file, MAX_INDEX_BYTES)

@@ -26,6 +26,7 @@ from nanovllm_cli.quant.rows import take_rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.pooling import lacks_head
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of, of_that_layer
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -40,13 +41,16 @@ GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_l
 
 def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
-    if checkpoint.format == "hf":
-        spec = spec_from_hf(checkpoint.config, family_of(checkpoint))
-    else:
-        spec = _gguf_spec(checkpoint)
+    spec = hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
     _check_scale(spec, checkpoint, reader)
     tensor_shapes(replace(spec, blocks=tuple(dict.fromkeys(spec.blocks))), names_of(checkpoint))  # all of them have names
     return spec
+
+
+def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
+    """The same of a folder, by its config, and the names of its tensors where these have no head."""
+    spec = spec_from_hf(checkpoint.config, family_of(checkpoint))
+    return replace(spec, tied_head=True, has_head=False) if not spec.tied_head and lacks_head(checkpoint) else spec
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -66,7 +70,8 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         return tuple(checkpoint.tensor(name).flatten().tolist())
 
     vocab_size = checkpoint.info(embedding).shape[0]
-    return spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, values)
+    spec = spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, values)
+    return replace(spec, has_head=not lacks_head(checkpoint))
 
 
 def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:

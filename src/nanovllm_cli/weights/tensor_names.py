@@ -1,6 +1,7 @@
 """What the tensors of a checkpoint are called: our names -> its names.
 
 A model that also sees or hears has the one that writes text as a part, whose tensors have a prefix; all others are left aside.
+Folders of models that embed texts are often of the model without its head, whose tensors lack the prefix that others have.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
-_LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
+_LAYER, _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
@@ -34,10 +35,20 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     table = family_of(checkpoint).names(checkpoint.format)
     prefix = _prefix(checkpoint)
     if prefix is None:
-        return table
+        return bare_names(table) if checkpoint.format == "hf" and _is_bare(table["embedding.weight"], checkpoint) else table
     renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
     head = "language_model." + table["head.weight"]
     return table | renamed | ({"head.weight": head} if head in checkpoint.names() else {})
+
+
+def bare_names(table: Mapping[str, str]) -> dict[str, str]:
+    """The same in a folder of the model without its head."""
+    return {ours: theirs.removeprefix(_OUTER) for ours, theirs in table.items()}
+
+
+def _is_bare(embedding: str, checkpoint: Checkpoint) -> bool:
+    names = set(checkpoint.names())
+    return embedding not in names and embedding.removeprefix(_OUTER) in names
 
 
 def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:

@@ -1,7 +1,11 @@
-"""The tokenizer that a checkpoint holds. What a tokenizer does is in `text`."""
+"""The tokenizer that a checkpoint holds, and how it goes with the model. What a tokenizer does is in `text`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -16,3 +20,20 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.format == "gguf":
         return Tokenizer.from_gguf(checkpoint.config)
     return Tokenizer.from_folder(folder_of(checkpoint.path))
+
+
+def check_size(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """CheckpointError where it has more tokens than the model, of `vocab_size`."""
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size}",
+            "the folder mixes files of different models",
+        )
+
+
+def end_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """What ends an answer: generation_config.json's eos_token_id, and what the tokenizer knows as ends."""
+    declared = generation_config.get("eos_token_id")
+    listed = declared if isinstance(declared, list) else [declared]
+    ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size]
+    return tuple(dict.fromkeys([*ids, *tokenizer.eos_ids]))

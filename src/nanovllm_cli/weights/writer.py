@@ -268,7 +268,10 @@ def check_replaceable(folder: Path) -> None:
 
 def _is_of_a_model(entry: Path) -> bool:
     if entry.is_dir():
-        return entry.name == _TEMPLATES and all(file.suffix == ".jinja" for file in entry.iterdir())
+        inner = [f"{entry.name}/{file.name}" for file in entry.iterdir()]
+        if entry.name == _TEMPLATES:
+            return all(name.endswith(".jinja") for name in inner)
+        return inner != [] and all(map(is_setting, inner))
     return is_setting(entry.name) or entry.name in _MODEL_FILES or entry.name.endswith(_MODEL_SUFFIXES)
 
 

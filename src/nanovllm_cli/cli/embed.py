@@ -1,0 +1,278 @@
+"""`nanovllm embed`: texts in, a vector for each out, in their order; or, with --query, the texts that are nearest to one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.inputs import STANDARD_INPUT, checked, decode, read_file, read_standard_input
+from nanovllm_cli.cli.log import ON_SCREEN, screen_for
+from nanovllm_cli.cli.model import load, name_and_words, named_model
+from nanovllm_cli.cli.options import AdaptedOptions, MemoryOptions, MessageOptions, ModelWord, refuse_both
+from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.unused import refuse_typed
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import DoesNotFitError, UsageError
+from nanovllm_cli.model_spec import Pooling
+
+if TYPE_CHECKING:
+    from nanovllm_cli.llm import LLM
+
+EXAMPLE = 'for example: nanovllm embed tiny "Once upon a time"'
+TEXTS, VECTORS = "Texts", "Vectors"
+_TOGETHER = 1024  # texts whose vectors are in memory at once
+_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
+"""Names of the prompts that sentence-transformers puts before what is sought, and before what is searched."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What is embedded, and what stands before it."""
+
+    file: list[str] | None = option(
+        "-f", "--file", help="A text a line from a file; - is standard input. Repeatable.",
+        panel=TEXTS, metavar="FILE", envvar=None,
+    )
+    whole: bool = option("--whole", help="Each file, and standard input, is one text.", default=False, panel=TEXTS, envvar=None)
+    prompt_name: str | None = option(
+        "--prompt-name",
+        help="Put this prompt of the model's before each text. [the model's default, if it has one]",
+        panel=TEXTS, metavar="NAME",
+    )
+    prefix: str | None = option("--prefix", help="Put this before each text.", panel=TEXTS, metavar="TEXT")
+    query: str | None = option(
+        "--query",
+        help="Print the texts that are nearest to this one in place of vectors, best first. It stands behind the model's prompt "
+        "for queries, if there is one, and the others behind that for documents.",
+        panel=TEXTS, metavar="TEXT", envvar=None,
+    )
+    top: int | None = option("--top", help="At most so many of them. [all]", panel=TEXTS, metavar="N", min=1)
+    truncate: bool = option(
+        "--truncate", help="Cut texts that are longer than the context, instead of failing.", default=False, panel=TEXTS
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOptions:
+    """What vectors are made of, and how they are written."""
+
+    pooling: Pooling | None = option(
+        "--pooling",
+        help="What becomes the vector: the mean of all tokens, the last one or the first (cls). [as the model has it]",
+        panel=VECTORS,
+    )
+    dimensions: int | None = option(
+        "--dimensions", help="Only the first N numbers of each, for models that were trained for it. [all]",
+        panel=VECTORS, metavar="N", min=1,
+    )
+    normalize: bool = option("--normalize/--no-normalize", help="Of length 1. [on]", default=True, panel=VECTORS)
+    json: bool = option(
+        "--json", help="One JSON object, as OpenAI's API has it; of --query, one a text.", default=False, panel=OUTPUT
+    )
+    raw: bool = option("--raw", help="Numbers alone, a text a line, with spaces between them.", default=False, panel=OUTPUT)
+    output: str | None = option(
+        "-o", "--output", help="Write to a file, whole or not at all.", panel=OUTPUT, metavar="FILE", envvar=None
+    )
+
+
+class Text(NamedTuple):
+    """place: where it comes from, for messages. shown: how it is told from others in what is printed."""
+
+    text: str
+    place: str
+    shown: str
+
+
+@expand
+def embed(
+    *,
+    ctx: typer.Context,
+    model_word: ModelWord = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT", help="Each is a text; lines of standard input, if any, go before them.")
+    ] = None,
+    model: AdaptedOptions,
+    texts: TextOptions,
+    vectors: VectorOptions,
+    engine: MemoryOptions,
+    messages: MessageOptions,
+) -> None:
+    """Make a vector of each text, or find the texts nearest to one.
+
+    A line of JSON for each text, in their order: {"index": 0, "text": "…", "embedding": […]}; with --query, lines of a score (the
+    cosine, 1 at most), a tab and a text. A model pools as its files say, and by the mean where they say nothing.
+    """
+    screen = screen_for(messages)
+    _refuse_contradictions(ctx, texts, vectors)
+    name, spoken = name_and_words(model, model_word, words or [])
+    name = named_model(ctx.obj, name, EXAMPLE)
+    read = _texts(spoken, texts, screen)
+    config = engine.config(model, max_num_seqs=min(len(read) + 1, EngineConfig().max_num_seqs))
+    path = None if vectors.output in (None, "-") else Path(str(vectors.output))
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(WholeFile(path)) if path is not None else None  # before anything slow happens
+        llm = stack.enter_context(contextlib.closing(load(name, model, config, screen).llm))
+        _Run(llm, texts, vectors, screen, screen.answer if file is None else file.write).run(read)
+        if file is not None:
+            file.commit()
+
+
+class _Run:
+    """Raises UsageError, and DoesNotFitError for a text that is too long, before anything is computed."""
+
+    def __init__(
+        self, llm: LLM, texts: TextOptions, vectors: VectorOptions, screen: Console, write: Callable[[str], None]
+    ) -> None:
+        self.llm = llm
+        self.texts = texts
+        self.vectors = vectors
+        self.screen = screen
+        self.write = write
+        self.pooling: Pooling = vectors.pooling or llm.pooling
+        size = llm.spec.hidden_size
+        if vectors.dimensions is not None and vectors.dimensions > size:
+            raise UsageError(f"--dimensions {vectors.dimensions}: vectors of {llm.name} have {size}", f"at most {size}")
+
+    def run(self, read: list[Text]) -> None:
+        query = None
+        before = self._before(_DOCUMENT if self.texts.query is not None else ())
+        if self.texts.query is not None:
+            asked = Text(checked(self.texts.query, "--query"), "--query", "")
+            query = self._encoded([asked], self.llm.embedding.prompt(self._known(_QUERY), self.pooling))[0]
+        ids = self._encoded(read, before)
+        began = time.monotonic()
+        if query is None:
+            self._write_vectors(read, ids)
+        else:
+            self._write_nearest(read, ids, query)
+        count, seconds = sum(map(len, ids)) + len(query or ()), time.monotonic() - began
+        told = f"{len(ids)} texts, {count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tok/s"
+        logger.info("%s", told, extra={ON_SCREEN: not self.screen.quiet})
+        self.screen.say(told, "dim")
+
+    def _before(self, kinds: Sequence[str]) -> str:
+        """What stands before each text. kinds: names of prompts that are for such texts."""
+        if self.texts.prefix is not None:
+            return checked(self.texts.prefix, "--prefix")
+        name = self.texts.prompt_name or self._known(kinds)
+        before = self.llm.embedding.prompt(name, self.pooling)
+        if before and self.texts.prompt_name is None:
+            self.screen.say(f"each text stands behind the model's prompt {name or self.llm.embedding.default_prompt!r}", "dim")
+        return before
+
+    def _known(self, kinds: Sequence[str]) -> str | None:
+        return next((kind for kind in kinds if kind in self.llm.embedding.prompts), None)
+
+    def _encoded(self, texts: list[Text], before: str) -> list[list[int]]:
+        """Token ids of each, with what stands before it."""
+        limit = self.llm.context_len - 1
+        encoded = self.llm.tokenizer.encode_batch([before + each.text for each in texts])
+        for each, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise UsageError(f"{each.place} has no tokens: there is nothing to embed")
+            if len(ids) > limit and not self.texts.truncate:
+                raise DoesNotFitError(
+                    f"{each.place} has {len(ids)} tokens, and {limit} fit into the context", "--truncate cuts what is too long"
+                )
+        too_long = sum(len(ids) > limit for ids in encoded)
+        if too_long:
+            self.screen.say(f"{too_long} of {len(encoded)} texts are cut to {limit} tokens")
+        return [self.llm.tokenizer.truncated(ids, limit) for ids in encoded]
+
+    def _vectors(self, ids: list[list[int]]) -> Iterator[list[list[float]]]:
+        """Of some texts after the other, as they are to be written."""
+        from nanovllm_cli.engine.vectors import unit
+
+        progress = ProgressLine(self.screen)
+        progress.stage("embedding", len(ids), "texts")
+        for first in range(0, len(ids), _TOGETHER):
+            found = self.llm.embed(ids[first : first + _TOGETHER], self.pooling, progress=lambda done, total: progress.advance(1))
+            found = [vector[: self.vectors.dimensions] for vector in found]
+            yield [unit(vector) for vector in found] if self.vectors.normalize else found
+        progress.done()
+
+    def _write_vectors(self, read: list[Text], ids: list[list[int]]) -> None:
+        index = 0
+        if self.vectors.json:
+            self.write('{"object": "list", "model": ' + _dumped(self.llm.name) + ', "data": [')
+        for vectors in self._vectors(ids):
+            lines = []
+            for vector in vectors:
+                if self.vectors.json:
+                    lines.append((", " if index else "") + _dumped({"object": "embedding", "index": index, "embedding": vector}))
+                elif self.vectors.raw:
+                    lines.append(" ".join(map(repr, vector)) + "\n")
+                else:
+                    lines.append(_dumped({"index": index, "text": read[index].shown, "embedding": vector}) + "\n")
+                index += 1
+            self.write("".join(lines))
+        if self.vectors.json:
+            count = sum(map(len, ids))
+            self.write('], "usage": ' + _dumped({"prompt_tokens": count, "total_tokens": count}) + "}\n")
+
+    def _write_nearest(self, read: list[Text], ids: list[list[int]], query: list[int]) -> None:
+        from nanovllm_cli.engine.vectors import by_score, nearness
+
+        ((target,),) = self._vectors([query])
+        scores = [nearness(target, vector) for vectors in self._vectors(ids) for vector in vectors]
+        for index, score in by_score(scores)[: self.texts.top]:
+            shown = read[index].shown
+            if self.vectors.json:
+                self.write(_dumped({"index": index, "score": score, "text": shown}) + "\n")
+            else:
+                self.write(f"{score:.6f}\t{' '.join(shown.split())}\n")
+
+
+def _refuse_contradictions(ctx: typer.Context, texts: TextOptions, vectors: VectorOptions) -> None:
+    """Raises UsageError for options that cannot both have an effect, or none where they are."""
+    refuse_both(json=vectors.json, raw=vectors.raw)
+    refuse_both(prompt_name=texts.prompt_name is not None, prefix=texts.prefix is not None)
+    if vectors.output == "":
+        raise UsageError("-o needs the name of a file")
+    if texts.query is None:
+        refuse_typed(ctx, ["top"], "is given, and nothing is sought", "add --query TEXT, or leave it out")
+    else:
+        refuse_typed(ctx, ["raw", "normalize"], "is given, and --query prints no vectors", "leave one of them out")
+
+
+def _texts(words: Sequence[str], options: TextOptions, screen: Console) -> list[Text]:
+    """All that there are: of standard input, of files, and the arguments. Raises UsageError where there are none."""
+    files = list(options.file or ())
+    sources = [name for name in files if name != STANDARD_INPUT]
+    found: list[Text] = []
+    if STANDARD_INPUT in (*words, *files) or (sys.stdin is not None and not sys.stdin.isatty()):
+        found += _of_source(read_standard_input(screen), "standard input", options.whole)
+    for name in sources:
+        found += _of_source(decode(read_file(name), name), name, options.whole)
+    said = [word for word in words if word != STANDARD_INPUT]
+    found += [Text(checked(word, f"text {i}"), f"text {i}", word) for i, word in enumerate(said, 1)]
+    if not found:
+        raise UsageError("there is no text to embed", EXAMPLE)
+    return found
+
+
+def _of_source(content: str, name: str, whole: bool) -> list[Text]:
+    """One text, which the source's name stands for, or one of each line that is not empty."""
+    if whole:
+        text = content.removesuffix("\n").removesuffix("\r")
+        return [Text(text, name, name)] if text else []
+    lines = (line.removesuffix("\r") for line in content.split("\n"))
+    return [Text(line, f"line {number} of {name}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,182 @@
+"""How a model makes one vector of a text, by what its files say.
+
+    folders     modules.json and 1_Pooling/config.json, prompts in config_sentence_transformers.json (sentence-transformers)
+    GGUF        {arch}.pooling_type
+
+A model that embeds is often published without its head; whether this one is, `lacks_head` says. Not covered: vectors that pass
+through further layers (Dense), and rerankers, which give a score in place of a vector; both are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from gguf.constants import PoolingType
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.models.registry import HF_BODIES
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import MODULES, PROMPTS, folder_of, some, stays_inside
+from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, parse_json, read_json_file, reading
+from nanovllm_cli.weights.random_weights import RandomCheckpoint
+from nanovllm_cli.weights.tensor_names import names_of
+
+GGUF_POOLINGS: dict[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
+_POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+"""In "pooling_mode_…" of a folder, and, without a second word, in the "pooling_mode" that newer ones have."""
+_SHORT = {"mean": "mean_tokens", "cls": "cls_token"}
+_MODE = "pooling_mode"
+_OF_NO_WEIGHT = ("Transformer", "Pooling", "Normalize")
+"""Modules that change nothing here: vectors are normalised unless that is not wanted."""
+_DEFAULT_FOLDER = "1_Pooling"
+_BROKEN = "the folder is incomplete or damaged: download it again"
+
+
+class Embedding(NamedTuple):
+    """pooling: None where the files say nothing. prompts: texts by name that stand before one to be embedded. default_prompt: the
+    name of the one that does where none is named. pools_prompt: whether the mean goes over a prompt's tokens, too."""
+
+    pooling: Pooling | None = None
+    prompts: Mapping[str, str] = MappingProxyType({})
+    default_prompt: str | None = None
+    pools_prompt: bool = True
+
+    def prompt(self, name: str | None, pooling: Pooling) -> str:
+        """What stands before a text: the prompt of that name, or the model's default. UsageError for one that there is not,
+        UnsupportedError for one that is not to be pooled."""
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            there = f"there are: {some(sorted(self.prompts), 20)}" if self.prompts else "it has none at all"
+            raise UsageError(f"the model has no prompt {name!r}", there)
+        if self.prompts[name] and pooling == "mean" and not self.pools_prompt:
+            raise UnsupportedError(f"the prompt {name!r} is not to be part of the mean, which is not supported", "leave it out")
+        return self.prompts[name]
+
+
+def embedding_of(checkpoint: Checkpoint) -> Embedding:
+    """Of a model, by its files. UnsupportedError for vectors that are made otherwise, CheckpointError for broken files."""
+    if isinstance(checkpoint, RandomCheckpoint):
+        return Embedding()
+    if checkpoint.format == "gguf":
+        return Embedding(_gguf_pooling(checkpoint))
+    folder = folder_of(checkpoint.path)
+    prompts = _prompts(folder)
+    config = _pooling_config(folder)
+    if config is None:
+        return prompts
+    return prompts._replace(pooling=_pooling(config, str(folder)), pools_prompt=config.get("include_prompt") is not False)
+
+
+def lacks_head(checkpoint: Checkpoint) -> bool:
+    """Whether it is of a model that embeds and has nothing to draw from, where its config does not tie a head to the embedding.
+    Of a GGUF file, which does not say that: whether it pools, and has no head of its own."""
+    if names_of(checkpoint)["head.weight"] in checkpoint.names():
+        return False
+    if checkpoint.format == "gguf":
+        return _gguf_pooling(checkpoint) is not None
+    names = checkpoint.config.get("architectures")
+    is_body = isinstance(names, list) and names[:1] != [] and names[0] in HF_BODIES
+    bare = not names_of(checkpoint)["norm.weight"].startswith("model.")
+    return is_body or bare or _pooling_config(folder_of(checkpoint.path)) is not None
+
+
+def folder_files(pooling: Pooling, hidden_size: int) -> dict[str, bytes]:
+    """The files of a folder that say how its model pools: name -> content."""
+    kinds = {"": "Transformer", _DEFAULT_FOLDER: "Pooling"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    modes = {f"{_MODE}_{mode}": ours == pooling for mode, ours in _POOLINGS.items()}
+    config = {"word_embedding_dimension": hidden_size, **modes, "include_prompt": True}
+    return {MODULES: _json(modules), f"{_DEFAULT_FOLDER}/config.json": _json(config)}
+
+
+def _gguf_pooling(checkpoint: Checkpoint) -> Pooling | None:
+    key = f"{checkpoint.config.get('general.architecture')}.pooling_type"
+    said = checkpoint.config.get(key, PoolingType.NONE)
+    if said == PoolingType.NONE:
+        return None
+    if said == PoolingType.RANK:
+        raise UnsupportedError(
+            f"{checkpoint.path}: a reranker, which gives a score in place of a vector, is not supported",
+            "take a model that embeds: /v1/rerank goes by its vectors",
+        )
+    for ours, theirs in GGUF_POOLINGS.items():
+        if said == theirs:
+            return ours
+    raise CheckpointError(f"{checkpoint.path}: {key} is {said!r}, which is no way to pool", "the file is damaged, or too new")
+
+
+def _pooling_config(folder: Path) -> dict[str, Any] | None:
+    """None where the folder has none."""
+    path: Any = _DEFAULT_FOLDER
+    if (modules := folder / MODULES).is_file():
+        found = [module for module in _modules(modules) if module["type"] == "Pooling"]
+        if not found:
+            return None
+        path = found[0]["path"]
+    elif not (folder / path / "config.json").is_file():
+        return None
+    return read_json_file(folder / path / "config.json", MAX_CONFIG_BYTES)
+
+
+def _modules(path: Path) -> list[dict[str, str]]:
+    """What a text goes through, in order, the last words of their types. Raises UnsupportedError for others than are known."""
+    with reading(path), path.open("rb") as file:
+        data = file.read(MAX_CONFIG_BYTES)
+    listed = parse_json(b'{"modules":' + data.removeprefix(b"\xef\xbb\xbf") + b"}", str(path))["modules"]  # an array at its top
+    found = []
+    for module in listed if isinstance(listed, list) else [None]:
+        kind, place = (module.get(key) for key in ("type", "path")) if isinstance(module, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(place, str) or (place and not stays_inside(place)):
+            raise CheckpointError(f"{path}: not a list of modules with their types and folders", _BROKEN)
+        kind = kind.rpartition(".")[2]
+        if kind not in _OF_NO_WEIGHT:
+            raise UnsupportedError(
+                f"{path.parent}: its vectors pass through a module that is not supported: {kind[:80]}",
+                f"take a model that only pools; known: {', '.join(_OF_NO_WEIGHT)}",
+            )
+        found.append({"type": kind, "path": place})
+    return found
+
+
+def _pooling(config: Mapping[str, Any], where: str) -> Pooling:
+    """The mode, of which there must be one. Older files have a flag for each, newer ones the name."""
+    said = config.get(_MODE)
+    listed = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+    flags = [key.removeprefix(f"{_MODE}_") for key, flag in config.items() if key.startswith(f"{_MODE}_") and flag is True]
+    modes = [_SHORT.get(str(mode), str(mode)) for mode in [*listed, *flags]]
+    if not modes and f"{_MODE}_mean_tokens" not in config:
+        return "mean"  # as sentence-transformers has it
+    if not modes:
+        raise CheckpointError(f"{where}: its pooling has no mode", _BROKEN)
+    if len(modes) > 1 or modes[0] not in _POOLINGS:
+        raise UnsupportedError(
+            f"{where}: pooling by {' and '.join(modes)[:80]} is not supported", f"known: {', '.join(_POOLINGS)}, one of them"
+        )
+    return _POOLINGS[modes[0]]
+
+
+def _prompts(folder: Path) -> Embedding:
+    path = folder / PROMPTS
+    if not path.is_file():
+        return Embedding()
+    config = read_json_file(path, MAX_CONFIG_BYTES)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointError(f"{path}: 'prompts' must be texts by name", _BROKEN)
+    if default is not None and default not in prompts:
+        raise CheckpointError(f"{path}: 'default_prompt_name' is none of its prompts", _BROKEN)
+    return Embedding(prompts=prompts, default_prompt=default)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
