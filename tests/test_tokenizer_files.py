@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.text.sentencepiece import build_pieces, read_model
@@ -61,10 +62,28 @@ def test_special_tokens_around_a_text_come_from_the_file_unless_configured(tmp_p
     roles = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
     assert Tokenizer.from_folder(folder_with(tmp_path, backend, **roles)).encode("ab") == [6, 3, 7]
     assert Tokenizer.from_folder(folder_with(tmp_path, backend, **roles)).encode("") == [6, 7]
-    configured = folder_with(tmp_path, backend, **roles, add_bos_token=True)
+    configured = folder_with(tmp_path, backend, **roles, add_eos_token=False)
     assert Tokenizer.from_folder(configured).encode("ab") == [6, 3]
     assert Tokenizer.from_folder(configured).encode("ab", add_special_tokens=False) == [3]
     assert Tokenizer.from_folder(configured).encode_batch(["ab", ""]) == [[6, 3], [6]]
+
+
+def test_an_end_that_is_not_eos_stays_whatever_is_configured_of_bos(tmp_path: Path) -> None:
+    """As Qwen3-Embedding has it; and what e5-mistral's folder says, whose tokenizer.json lacks the end."""
+    backend = byte_level()
+    backend.add_special_tokens(["<s>", "</s>", "<end>"])
+    backend.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 8)])
+    roles = {"bos_token": None, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    for more in ({}, {"add_bos_token": False}, {"add_bos_token": False, "add_eos_token": False}):
+        folder = folder_with(tmp_path, backend, **roles, **more)
+        found = Tokenizer.from_folder(folder)
+        assert found.encode("ab") == [3, 8] == AutoTokenizer.from_pretrained(folder)("ab").input_ids
+    assert found.truncated(found.encode("abab"), 2) == [3, 8]
+    assert found.truncated([3, 8], 2) == [3, 8]
+    assert found.truncated(found.encode("abab"), 1) == [8]
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 6)])
+    mistral = folder_with(tmp_path, backend, bos_token="<s>", eos_token="</s>", add_eos_token=True)
+    assert Tokenizer.from_folder(mistral).encode("ab") == [6, 3, 7]
 
 
 def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen
         screen.say(f"would write {output} ({size(made.num_bytes)}); nothing was written")
     else:
         if made.has_family:
-            screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
+            verb = "run" if made.has_head else "embed"
+            screen.say(f'nanovllm {verb} {shlex.quote(str(output))} "Once upon a time"', "dim")
         screen.answer(f"{output}\n")
 
 

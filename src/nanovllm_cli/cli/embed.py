@@ -160,7 +160,8 @@ class _Run:
         else:
             self._write_nearest(read, ids, query)
         count, seconds = sum(map(len, ids)) + len(query or ()), time.monotonic() - began
-        told = f"{len(ids)} texts, {count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tok/s"
+        texts = f"{len(ids):,} text{'s' if len(ids) != 1 else ''}"
+        told = f"{texts}, {count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tok/s"
         logger.info("%s", told, extra={ON_SCREEN: not self.screen.quiet})
         self.screen.say(told, "dim")
 

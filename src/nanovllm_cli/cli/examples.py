@@ -49,7 +49,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example('nanovllm embed tiny "Once upon a time" "The end"', "A line of JSON for each text."),
         Example("nanovllm embed tiny -f notes.txt -o vectors.jsonl", "A text a line; the output appears whole or not at all."),
         Example("printf 'a cat\\na tree\\n' | nanovllm embed tiny --query 'a kitten' --top 1", "The line that is nearest to it."),
-        Example("nanovllm embed tiny --whole -f README.md --raw", "One text of a file; numbers alone."),
+        Example("nanovllm embed tiny --whole -f notes.txt -f more.txt --raw", "Each file is one text; numbers alone."),
     ),
     "serve": (
         Example("nanovllm serve tiny", "At http://127.0.0.1:8080, for OpenAI's and Anthropic's clients; a page to chat at /."),

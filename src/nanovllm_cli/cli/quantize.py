@@ -178,7 +178,8 @@ def quantize(
         screen.say(f"would write {output} ({size(plan.bytes_after)}); nothing was written")
     else:
         screen.say(f"done in {duration(time.monotonic() - began)}", "dim")
-        screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
+        verb = "run" if original.spec.has_head else "embed"
+        screen.say(f'nanovllm {verb} {shlex.quote(str(output))} "Once upon a time"', "dim")
         screen.answer(f"{output}\n")
 
 

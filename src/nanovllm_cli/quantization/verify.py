@@ -25,6 +25,8 @@ from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.verify_text import folder_for_transformers
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
 
 # Of bf16, with errors that add up over some dozens of layers; and of float32.
 TOLERANCES = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3}
@@ -105,6 +107,11 @@ def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
     except ImportError as failure:
         raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
     folder = folder_for_transformers(path)
+    with open_checkpoint(folder) as checkpoint:
+        if not read_spec(checkpoint, open_reader(checkpoint)).has_head:
+            raise UnsupportedError(
+                f"{path}: an embedding model, whose head transformers would make up", "verify it against itself in float32"
+            )
     messages.disable_progress_bar()  # type: ignore[no-untyped-call]  # what stderr shows is decided by who calls this
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -95,7 +95,8 @@ class Plan:
     """What a conversion will write. `files`: small ones of a folder, by name. `copies`: taken over as they are.
 
     `split_bytes`: most bytes of a file; for GGUF, None is one file. `notes`: what cannot be carried, a line each. `is_known`: the
-    output has been made for an architecture that can be loaded here. `has_family`: the input is of one.
+    output has been made for an architecture that can be loaded here. `has_family`: the input is of one. `has_head`: tokens can be
+    drawn from it, as far as is known.
     """
 
     target: Target
@@ -108,6 +109,7 @@ class Plan:
     tokenizer: Tokenizer | None = None
     is_known: bool = False
     has_family: bool = True
+    has_head: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -254,7 +256,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     for name, tensor in header.tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
-    return Plan("gguf", steps, notes + header.notes, header.header, is_known=True)
+    return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head)
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
@@ -282,7 +284,8 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
             f"the blocks of {', '.join(blocks)}: their numbers become float32, exactly; --outtype bf16 rounds them to 16 bits"
         )
     files = hf_files(source, spec, family, dtype_of(main_type(steps)))
-    return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=files.tokenizer.tokenizer, is_known=True)
+    tokenizer = files.tokenizer.tokenizer
+    return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=tokenizer, is_known=True, has_head=spec.has_head)
 
 
 def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
