@@ -135,6 +135,7 @@ class FakeGenerates:
         self.encoded: list[ChatAsked] = []
         self.callers: list[Caller] = []
         self.priorities: list[int] = []
+        self.poolings: list[Pooling] = []
         self.generations: list[FakeGeneration] = []
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> FakeGeneration:
@@ -160,6 +161,7 @@ class FakeGenerates:
         """Of length 1: (3, 4) / 5, then zeros; texts that begin with "x" point along the second axis. Twice that long where
         they are not to be normalized."""
         self.priorities.append(priority)
+        self.poolings.append(pooling)
         async with self.models.use(model):
             vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
         return [[number * (1 if normalize else 2) for number in each] for each in vectors], sum(len(text) for text in texts)
@@ -205,8 +207,9 @@ class FakeModels:
         template: str | None = TEMPLATE,
         default_params: SamplingParams | None = None,
         thinking_switch: str | None = None,
+        pooling: Pooling = "mean",
     ) -> None:
-        facts = Facts(CONTEXT_LEN, 256, 4, 16, 1000, 4000, 65536, "float32", "cpu", 8)
+        facts = Facts(CONTEXT_LEN, 256, 4, 16, 1000, 4000, 65536, "float32", "cpu", 8, pooling)
         self.in_use = 0
         self.served = {
             name: ServedModel(

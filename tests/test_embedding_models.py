@@ -33,6 +33,7 @@ from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.planning.facts import facts_of
+from nanovllm_cli.server import engine_process
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import choose
@@ -169,6 +170,12 @@ def test_a_head_that_is_missing_is_no_matter_of_embedding_models_alone(tmp_path:
     write_pooling(whole, "last")
     assert not head_of(whole)
     worker_for(whole)
+
+
+def test_a_server_is_told(model: tuple[Any, Path]) -> None:
+    with opened(model[1]) as llm:
+        facts = engine_process._facts(llm, EngineConfig())
+    assert (facts.pooling, facts.has_head) == ("last", False)
 
 
 # ---- how it pools ----

@@ -731,6 +731,16 @@ def test_ranking_that_makes_no_sense_is_refused(param: str, fields: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/embeddings", {"input": "a"}), ("/embeddings", {"content": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})],
+)
+def test_a_model_pools_as_it_does_unless_a_request_says_otherwise(path: str, fields: dict[str, Any]) -> None:
+    assert ask(path=path, **fields)[1].poolings == ["mean"]
+    assert ask(fakes=FakeModels(pooling="last"), path=path, **fields)[1].poolings == ["last"]
+    assert ask(fakes=FakeModels(pooling="last"), path=path, pooling="cls", **fields)[1].poolings == ["cls"]
+
+
+@pytest.mark.parametrize(
     ("path", "fields"), [("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})]
 )
 def test_texts_have_a_priority_too(path: str, fields: dict[str, Any]) -> None:

@@ -282,13 +282,12 @@ class LLM:
     ) -> list[list[float]]:
         """[hidden] numbers for each text, behind the model's last norm and not normalised: the mean over its tokens, or the
         row of its last or first one; None: as the model has it. Raises as `generate` does."""
-        prompts = [self._ids(text) for text in _listed(texts)]
+        prompts, how = [self._ids(text) for text in _listed(texts)], self.pooling if pooling is None else pooling
         ids = [f"embedding-{next(self._request_ids)}" for _ in prompts]
         done: dict[str, list[float]] = {}
         try:
             for request_id, prompt in zip(ids, prompts, strict=True):
-                args = {"request_id": request_id, "prompt_ids": prompt, "pooling": pooling or self.pooling}
-                self._readers.use(partial(Engine.embed, **args))
+                self._readers.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=how))
             for output in self._finished(ids):
                 done[output.request_id] = _embedding(output)
                 if progress is not None:

@@ -231,19 +231,22 @@ def _tell_ready(models: ServedModels, settings: ServeSettings, listener: Listene
         elif card.context_len is None:
             screen.say(f"{card.id}: loaded when it is asked for", "dim")
     screen.say(f"listening at {listener.url}")
-    screen.say(_example(models.cards()[0].id, settings, listener), "dim")
+    first = models.cards()[0].id
+    known = models.engines()[first].facts
+    screen.say(_example(first, settings, listener, chats=known is None or known.has_head), "dim")
 
 
-def _example(name: str, settings: ServeSettings, listener: Listener) -> str:
+def _example(name: str, settings: ServeSettings, listener: Listener, *, chats: bool) -> str:
     """A line to copy."""
     at = listener.url
     words = ["curl"]
     if settings.unix_socket is not None:
         words += ["--unix-socket", str(listener.unix_path)]
         at = "http://localhost"
-    words += [f"{at}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    words += [f"{at}/v1/{'chat/completions' if chats else 'embeddings'}", "-H", "Content-Type: application/json"]
     line = shlex.join(words)
     if settings.needs_key:
         line += ' -H "Authorization: Bearer $KEY"'
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    asked = '"messages": [{"role": "user", "content": "Hello"}]' if chats else '"input": "Hello"'
+    body = f'{{"model": "{name}", {asked}}}'
     return f"{line} -d {shlex.quote(body)}"

@@ -143,7 +143,7 @@ class Engine:
         if not self._draws:
             raise UnsupportedError(
                 "this is an embedding model: it has no head to draw tokens from",
-                "nanovllm embed MODEL TEXT makes a vector of a text",
+                "nanovllm embed MODEL TEXT makes a vector of a text, a server does at /v1/embeddings",
             )
         self._check_id(request_id)
         self._check_priority(priority)

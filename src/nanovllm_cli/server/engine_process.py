@@ -148,6 +148,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         device="cpu" if llm.threads is not None else "cuda",
         max_num_seqs=config.max_num_seqs,
         pooling=llm.pooling,
+        has_head=llm.spec.has_head,
     )
 
 

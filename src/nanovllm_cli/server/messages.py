@@ -66,7 +66,7 @@ class Abort(Message):
 
 class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. pooling: of texts
-    that are embedded, where a request doesn't say."""
+    that are embedded, where a request doesn't say. has_head: whether it answers at all, and does not embed alone."""
 
     context_len: int
     vocab_size: int
@@ -79,6 +79,7 @@ class Facts(Message):
     device: str
     max_num_seqs: int
     pooling: Pooling = "mean"
+    has_head: bool = True
 
 
 class Loading(Message):
