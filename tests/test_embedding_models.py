@@ -18,10 +18,15 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from embedders import END, SIZES, body, write_json, write_modules, write_pooling, write_tokenizer
@@ -42,14 +47,21 @@ from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.pooling import Embedding, embedding_of
 from nanovllm_cli.weights.quantized import open_reader
 from test_convert import converted, tensors
+from test_delta import DELTA, DELTA_LAYERS, SHAPE
 from test_embeddings import embed, near
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, Any] = {
     "Qwen3Model": Qwen3Config(**SIZES),
     "Qwen2Model": Qwen2Config(**SIZES | {"tie_word_embeddings": True}),
     "LlamaModel": LlamaConfig(**SIZES),
     "MistralModel": MistralConfig(**SIZES | {"sliding_window": 20}),
     "Gemma2Model": Gemma2Config(**SIZES | {"sliding_window": 20}),
+    "Gemma3TextModel": Gemma3TextConfig(**SIZES | {"sliding_window": 20}),
+    "MixtralModel": MixtralConfig(**SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen3MoeModel": Qwen3MoeConfig(**SIZES | EXPERTS),
+    "Qwen2MoeModel": Qwen2MoeConfig(**SIZES | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "Qwen3_5TextModel": Qwen3_5TextConfig(**SHAPE | {"vocab_size": 4100}, **DELTA, layer_types=DELTA_LAYERS),
 }
 TEXTS = ("Once upon a time", "a cat\nsat", "")
 
@@ -172,6 +184,11 @@ def test_a_head_that_is_missing_is_no_matter_of_embedding_models_alone(tmp_path:
     worker_for(whole)
 
 
+def test_it_guesses_nothing(model: tuple[Any, Path]) -> None:
+    with pytest.raises(UnsupportedError, match="which guesses nothing"):
+        LLM("tiny", config=EngineConfig(threads=2, num_blocks=64, draft_model=str(model[1])))
+
+
 def test_a_server_is_told(model: tuple[Any, Path]) -> None:
     with opened(model[1]) as llm:
         facts = engine_process._facts(llm, EngineConfig())
@@ -287,7 +304,7 @@ def test_so_are_their_files(name: str) -> None:
 
 
 def test_so_is_a_file_that_says_it(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="both directions"):
+    with pytest.raises(UnsupportedError, match="qwen3: attention in both directions"):
         opened(with_keys(file, tmp_path / "m.gguf", **{"qwen3.attention.causal": False}))
 
 

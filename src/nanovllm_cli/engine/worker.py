@@ -101,6 +101,8 @@ class Worker(LoadedModel):
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
+            if not models[-1].spec.has_head:
+                raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
         mtp = LoadedMTP(checkpoint, config, self, progress) if config.mtp else None
         models += [] if mtp is None else [mtp]
         self._others = Sizes(0, 0, 0, 0, 0) if ranks is None else ranks.sizes

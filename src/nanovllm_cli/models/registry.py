@@ -124,6 +124,7 @@ HF_BODIES: dict[str, Family] = {
     "Qwen2MoeModel": QWEN2_MOE,
     "Qwen3Model": QWEN3,
     "Qwen3MoeModel": QWEN3_MOE,
+    "Qwen3_5TextModel": QWEN3_5,
 }
 """Models without their head, as those that embed texts are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3}
