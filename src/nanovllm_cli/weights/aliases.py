@@ -23,6 +23,11 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "30b-a3b": "Qwen/Qwen3-30B-A3B",
         "235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
+    "qwen3-embedding": {
+        "0.6b": "Qwen/Qwen3-Embedding-0.6B",
+        "4b": "Qwen/Qwen3-Embedding-4B",
+        "8b": "Qwen/Qwen3-Embedding-8B",
+    },
     "qwen3.5": {
         "0.8b": "Qwen/Qwen3.5-0.8B",
         "2b": "Qwen/Qwen3.5-2B",
