@@ -248,13 +248,34 @@ BROKEN: dict[str, tuple[str, Any, type[NanovllmError], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_vectors_are_made_by_otherwise_is_refused_by_name(name: str, folder: Path) -> None:
+def test_what_vectors_are_made_by_otherwise_is_refused_by_name(name: str, folder: Path, tmp_path: Path) -> None:
     path, value, kind, words = BROKEN[name]
     write_json(folder / path, value)
     with pytest.raises(kind, match=words) as refused:
         opened(folder)
+    with open_checkpoint(folder) as checkpoint, pytest.raises(kind, match=words):
+        facts_of(checkpoint)
+    with pytest.raises(kind, match=words):
+        converted(folder, tmp_path / "m.gguf", "gguf")
     assert type(refused.value) is kind
     assert refused.value.hint
+
+
+def test_with_a_head_it_answers_all_the_same(tmp_path: Path) -> None:
+    """As a reranker's folder, which is a model that chats with a module behind it."""
+    folder = save(random_causal(Qwen3Config(**SIZES)), tmp_path / "m")
+    write_tokenizer(folder)
+    write_modules(folder, "LogitScore", package="sentence_transformers.cross_encoder.modules.logit_score")
+    with opened(folder) as llm:
+        assert len(llm.generate("hello", greedy(3))[0].outputs[0].token_ids) == 3
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="a module that is not supported: LogitScore"):
+                llm.embed("hello")
+        assert not llm.engine.has_unfinished()
+    with open_checkpoint(folder) as checkpoint:
+        assert facts_of(checkpoint).embedding.refusal is not None
+    notes = converted(folder, tmp_path / "m.gguf", "gguf").notes
+    assert [note.split(":")[0] for note in notes] == ["how it makes vectors of texts"]
 
 
 def test_prompts_by_name() -> None:

@@ -48,7 +48,7 @@ from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
-from nanovllm_cli.weights.pooling import Embedding, embedding_of
+from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.source import ResolvedModel, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
@@ -113,9 +113,9 @@ class LLM:
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
-            self.embedding: Embedding = embedding_of(checkpoint)
-            self.tokenizer = load_tokenizer(checkpoint)
-            check_size(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)).vocab_size)
+            self.tokenizer, spec = load_tokenizer(checkpoint), read_spec(checkpoint, open_reader(checkpoint))
+            self.embedding: Embedding = use_of(embedding_of(checkpoint), spec)
+            check_size(self.tokenizer, spec.vocab_size)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
             encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
@@ -149,6 +149,7 @@ class LLM:
             ahead=worker.ahead,
             prepare=worker.prepare,
             draws=self.spec.has_head,
+            embedding_refusal=self.embedding.refusal,
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len

@@ -169,7 +169,7 @@ class _Run:
         """What stands before each text. kinds: names of prompts that are for such texts."""
         if self.texts.prefix is not None:
             return checked(self.texts.prefix, "--prefix")
-        name = self.texts.prompt_name or self._known(kinds)
+        name = self._known(kinds) if self.texts.prompt_name is None else self.texts.prompt_name
         before = self.llm.embedding.prompt(name, self.pooling)
         if before and self.texts.prompt_name is None:
             self.screen.say(f"each text stands behind the model's prompt {name or self.llm.embedding.default_prompt!r}", "dim")

@@ -155,7 +155,8 @@ def _record(
         "attention": _heads(facts), "mtp": facts.predicts_further, "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
-                      "default_prompt": facts.embedding.default_prompt, "only": not spec.has_head},
+                      "default_prompt": facts.embedding.default_prompt, "only": not spec.has_head,
+                      "refusal": None if facts.embedding.refusal is None else facts.embedding.refusal.message},
         "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(checkpoint.generation_config),
         "tensors": [
             {"class": each.name, "count": each.count, "numbers": each.numbers, "bytes": each.num_bytes,
@@ -183,7 +184,9 @@ def _heads_in_words(heads: dict[str, int]) -> str:
 
 def _embedding_in_words(facts: Facts) -> str | None:
     """None of a model whose files say nothing of it, and that has a head."""
-    pooling, prompts, default, _ = facts.embedding
+    pooling, prompts, default, _, refusal = facts.embedding
+    if refusal is not None:
+        return one_line(f"none: {refusal.message}")
     if pooling is None and not prompts and facts.spec.has_head:
         return None
     ways = {"mean": "the mean of all tokens", "last": "the last token", "cls": "the first token"}

@@ -79,7 +79,7 @@ class Engine:
     answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
     `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
     prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
-    texts are embedded, and nothing else.
+    texts are embedded, and nothing else. embedding_refusal: why texts can't be, where they can't.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Engine:
         ahead: RunsAhead | None = None,
         prepare: Prepare | None = None,
         draws: bool = True,
+        embedding_refusal: UnsupportedError | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -119,6 +120,7 @@ class Engine:
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
         self._draws = draws
+        self._embedding_refusal = embedding_refusal
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -168,6 +170,8 @@ class Engine:
 
     def embed(self, request_id: str, prompt_ids: Iterable[int], pooling: Pooling, *, priority: int = 0) -> None:
         """Queues a text whose hidden state is wanted: the `pooled` of its last output. Raises as `add` does."""
+        if self._embedding_refusal is not None:
+            raise UnsupportedError(self._embedding_refusal.message, self._embedding_refusal.hint)
         self._check_id(request_id)
         self._check_priority(priority)
         if pooling not in get_args(Pooling):

@@ -15,7 +15,7 @@ from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec, MoESpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest
 from nanovllm_cli.weights.loader import hf_spec, read_spec
-from nanovllm_cli.weights.pooling import Embedding, embedding_of
+from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
@@ -83,7 +83,8 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
         numbers = parameters(spec)
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
                    for each in stored]  # fmt: skip
-    return Facts(spec, tuple(classes), _stored(checkpoint, classes), mtp_names_of(checkpoint) is not None, embedding)
+    embedding, predicts_further = use_of(embedding, spec), mtp_names_of(checkpoint) is not None
+    return Facts(spec, tuple(classes), _stored(checkpoint, classes), predicts_further, embedding)
 
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:

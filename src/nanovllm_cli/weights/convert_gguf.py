@@ -28,7 +28,7 @@ from nanovllm_cli.weights.convert_names import activation_of, attention_of, diff
 from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
-from nanovllm_cli.weights.pooling import GGUF_POOLINGS, embedding_of
+from nanovllm_cli.weights.pooling import GGUF_POOLINGS, embedding_of, use_of
 
 MAX_CARD_BYTES = 1 << 20
 QUANTIZATION_VERSION = 2  # of the block types' layout
@@ -113,7 +113,7 @@ def gguf_header(
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
     _add_model(builder, spec, family, keys, context_length)
-    notes += _add_pooling(builder, checkpoint)
+    notes += _add_pooling(builder, checkpoint, spec)
     _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
@@ -190,9 +190,11 @@ def _add_model(
         add[type(value)](f"{builder.arch}.{key}", value)
 
 
-def _add_pooling(builder: HeaderBuilder, checkpoint: Checkpoint) -> list[str]:
+def _add_pooling(builder: HeaderBuilder, checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:
     """How it makes vectors of texts. Prompts have no place, a line for them."""
-    embedding = embedding_of(checkpoint)
+    embedding = use_of(embedding_of(checkpoint), spec)
+    if embedding.refusal is not None:
+        return [f"how it makes vectors of texts: {embedding.refusal.message}"]
     if embedding.pooling is not None:
         builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling])
     prompts = sorted(name for name, text in embedding.prompts.items() if text)

@@ -4,7 +4,8 @@
     GGUF        {arch}.pooling_type
 
 A model that embeds is often published without its head; whether this one is, `lacks_head` says. Not covered: vectors that pass
-through further layers (Dense), and rerankers, which give a score in place of a vector; both are refused.
+through further layers (Dense), and rerankers, which give a score in place of a vector. Folders of such models embed nothing, and
+answer if they have a head; GGUF files are refused.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, NamedTuple
 from gguf.constants import PoolingType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.models.registry import HF_BODIES
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import MODULES, PROMPTS, folder_of, some, stays_inside
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, parse_json, read_json_file, reading
 from nanovllm_cli.weights.random_weights import RandomCheckpoint
-from nanovllm_cli.weights.tensor_names import names_of
+from nanovllm_cli.weights.tensor_names import is_bare, names_of
 
 GGUF_POOLINGS: dict[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
 _POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
@@ -38,13 +39,15 @@ _BROKEN = "the folder is incomplete or damaged: download it again"
 
 
 class Embedding(NamedTuple):
-    """pooling: None where the files say nothing. prompts: texts by name that stand before one to be embedded. default_prompt: the
-    name of the one that does where none is named. pools_prompt: whether the mean goes over a prompt's tokens, too."""
+    """pooling: None where the files say nothing. prompts: texts by name that stand before one to be embedded. default_prompt:
+    the name of the one that does where none is named. pools_prompt: whether the mean goes over a prompt's tokens, too. refusal:
+    why no vectors can be made, where they can't."""
 
     pooling: Pooling | None = None
     prompts: Mapping[str, str] = MappingProxyType({})
     default_prompt: str | None = None
     pools_prompt: bool = True
+    refusal: UnsupportedError | None = None
 
     def prompt(self, name: str | None, pooling: Pooling) -> str:
         """What stands before a text: the prompt of that name, or the model's default. UsageError for one that there is not,
@@ -61,30 +64,38 @@ class Embedding(NamedTuple):
 
 
 def embedding_of(checkpoint: Checkpoint) -> Embedding:
-    """Of a model, by its files. UnsupportedError for vectors that are made otherwise, CheckpointError for broken files."""
+    """Of a model, by its files. UnsupportedError for a file of a reranker, CheckpointError for broken files."""
     if isinstance(checkpoint, RandomCheckpoint):
         return Embedding()
     if checkpoint.format == "gguf":
         return Embedding(_gguf_pooling(checkpoint))
     folder = folder_of(checkpoint.path)
     prompts = _prompts(folder)
-    config = _pooling_config(folder)
-    if config is None:
-        return prompts
-    return prompts._replace(pooling=_pooling(config, str(folder)), pools_prompt=config.get("include_prompt") is not False)
+    try:
+        config = _pooling_config(folder)
+        pooling = None if config is None else _pooling(config, str(folder))
+    except UnsupportedError as refusal:
+        return prompts._replace(refusal=refusal)
+    return prompts._replace(pooling=pooling, pools_prompt=config is None or config.get("include_prompt") is not False)
+
+
+def use_of(embedding: Embedding, spec: ModelSpec) -> Embedding:
+    """The same of a model that is of any use with it. Raises its refusal where it has no head either."""
+    if embedding.refusal is not None and not spec.has_head:
+        raise embedding.refusal
+    return embedding
 
 
 def lacks_head(checkpoint: Checkpoint) -> bool:
     """Whether it is of a model that embeds and has nothing to draw from, where its config does not tie a head to the embedding.
     Of a GGUF file, which does not say that: whether it pools, and has no head of its own."""
-    if names_of(checkpoint)["head.weight"] in checkpoint.names():
+    head = names_of(checkpoint)["head.weight"].removesuffix("weight")
+    if any(name.startswith(head) for name in checkpoint.names()):  # quantized, it may have other tensors
         return False
     if checkpoint.format == "gguf":
         return _gguf_pooling(checkpoint) is not None
-    names = checkpoint.config.get("architectures")
-    is_body = isinstance(names, list) and names[:1] != [] and names[0] in HF_BODIES
-    bare = not names_of(checkpoint)["norm.weight"].startswith("model.")
-    return is_body or bare or _pooling_config(folder_of(checkpoint.path)) is not None
+    architectures = checkpoint.config["architectures"]
+    return architectures[0] in HF_BODIES or is_bare(checkpoint) or _pools(folder_of(checkpoint.path))
 
 
 def folder_files(pooling: Pooling, hidden_size: int) -> dict[str, bytes]:
@@ -113,6 +124,13 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling | None:
         if said == theirs:
             return ours
     raise CheckpointError(f"{checkpoint.path}: {key} is {said!r}, which is no way to pool", "the file is damaged, or too new")
+
+
+def _pools(folder: Path) -> bool:
+    try:
+        return _pooling_config(folder) is not None
+    except UnsupportedError:
+        return True
 
 
 def _pooling_config(folder: Path) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     table = family_of(checkpoint).names(checkpoint.format)
     prefix = _prefix(checkpoint)
     if prefix is None:
-        return bare_names(table) if checkpoint.format == "hf" and _is_bare(table["embedding.weight"], checkpoint) else table
+        return bare_names(table) if is_bare(checkpoint) else table
     renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
     head = "language_model." + table["head.weight"]
     return table | renamed | ({"head.weight": head} if head in checkpoint.names() else {})
@@ -46,8 +46,11 @@ def bare_names(table: Mapping[str, str]) -> dict[str, str]:
     return {ours: theirs.removeprefix(_OUTER) for ours, theirs in table.items()}
 
 
-def _is_bare(embedding: str, checkpoint: Checkpoint) -> bool:
-    names = set(checkpoint.names())
+def is_bare(checkpoint: Checkpoint) -> bool:
+    """Whether its tensors lack the prefix that those of a model with a head have in a folder."""
+    if checkpoint.format == "gguf":
+        return False
+    embedding, names = family_of(checkpoint).names("hf")["embedding.weight"], set(checkpoint.names())
     return embedding not in names and embedding.removeprefix(_OUTER) in names
 
 
