@@ -33,6 +33,7 @@ from embedders import END, SIZES, body, write_json, write_modules, write_pooling
 from engines import engine_for, greedy, run, save, worker_for
 from engines import random_model as random_causal
 from nanovllm_cli import LLM
+from nanovllm_cli.cli.serve import _asked
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
@@ -192,7 +193,7 @@ def test_it_guesses_nothing(model: tuple[Any, Path]) -> None:
 def test_a_server_is_told(model: tuple[Any, Path]) -> None:
     with opened(model[1]) as llm:
         facts = engine_process._facts(llm, EngineConfig())
-    assert (facts.pooling, facts.has_head) == ("last", False)
+    assert (facts.pooling, facts.has_head, facts.ranks, _asked(facts)[0]) == ("last", False, False, "embeddings")
 
 
 # ---- how it pools ----
@@ -392,8 +393,9 @@ def test_poolings_of_files(kind: gguf.PoolingType, pooling: str | None, file: Pa
     assert (settings(path).pooling, head_of(path)) == (pooling, pooling is None)
 
 
-def test_rerankers_and_other_numbers_are_refused(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="a reranker"):
+def test_rerankers_of_another_kind_and_other_numbers_are_refused(file: Path, tmp_path: Path) -> None:
+    """A file without the rows and the prompt."""
+    with pytest.raises(UnsupportedError, match="a reranker that does not answer yes or no"):
         opened(with_keys(file, tmp_path / "rank.gguf", **{"qwen3.pooling_type": int(gguf.PoolingType.RANK)}))
     with pytest.raises(CheckpointError, match="pooling_type is 9"):
         opened(with_keys(file, tmp_path / "nine.gguf", **{"qwen3.pooling_type": 9}))

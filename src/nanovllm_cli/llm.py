@@ -36,7 +36,7 @@ from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
+from nanovllm_cli.errors import NanovllmError, RequestError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
@@ -149,7 +149,7 @@ class LLM:
             ahead=worker.ahead,
             prepare=worker.prepare,
             draws=self.spec.has_head,
-            embedding_refusal=self.embedding.refusal,
+            embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
@@ -283,6 +283,8 @@ class LLM:
     ) -> list[list[float]]:
         """[hidden] numbers for each text, behind the model's last norm and not normalised: the mean over its tokens, or the
         row of its last or first one; None: as the model has it. Raises as `generate` does."""
+        if (refusal := self.embedding.refusal) is not None:
+            raise UnsupportedError(refusal.message, refusal.hint)
         prompts, how = [self._ids(text) for text in _listed(texts)], self.pooling if pooling is None else pooling
         ids = [f"embedding-{next(self._request_ids)}" for _ in prompts]
         done: dict[str, list[float]] = {}

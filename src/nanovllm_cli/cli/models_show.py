@@ -184,7 +184,9 @@ def _heads_in_words(heads: dict[str, int]) -> str:
 
 def _embedding_in_words(facts: Facts) -> str | None:
     """None of a model whose files say nothing of it, and that has a head."""
-    pooling, prompts, default, _, refusal = facts.embedding
+    pooling, prompts, default, _, refusal, ranks = facts.embedding
+    if ranks:
+        return "none, it ranks: /v1/rerank of a server"
     if refusal is not None:
         return one_line(f"none: {refusal.message}")
     if pooling is None and not prompts and facts.spec.has_head:

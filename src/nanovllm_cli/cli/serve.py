@@ -25,7 +25,7 @@ from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.server.listen import Listener
-    from nanovllm_cli.server.messages import Loading
+    from nanovllm_cli.server.messages import Facts, Loading
     from nanovllm_cli.server.served_models import ModelSettings, ServedModels
     from nanovllm_cli.server.settings import ServeSettings
 
@@ -233,20 +233,26 @@ def _tell_ready(models: ServedModels, settings: ServeSettings, listener: Listene
     screen.say(f"listening at {listener.url}")
     first = models.cards()[0].id
     known = models.engines()[first].facts
-    screen.say(_example(first, settings, listener, chats=known is None or known.has_head), "dim")
+    screen.say(_example(first, settings, listener, *_asked(known)), "dim")
 
 
-def _example(name: str, settings: ServeSettings, listener: Listener, *, chats: bool) -> str:
+def _asked(facts: Facts | None) -> tuple[str, str]:
+    """What a model is for: a path, and a body without the model's name."""
+    if facts is None or facts.has_head:
+        return "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    return ("rerank", '"query": "Hello", "documents": ["Hi"]') if facts.ranks else ("embeddings", '"input": "Hello"')
+
+
+def _example(name: str, settings: ServeSettings, listener: Listener, path: str, asked: str) -> str:
     """A line to copy."""
     at = listener.url
     words = ["curl"]
     if settings.unix_socket is not None:
         words += ["--unix-socket", str(listener.unix_path)]
         at = "http://localhost"
-    words += [f"{at}/v1/{'chat/completions' if chats else 'embeddings'}", "-H", "Content-Type: application/json"]
+    words += [f"{at}/v1/{path}", "-H", "Content-Type: application/json"]
     line = shlex.join(words)
     if settings.needs_key:
         line += ' -H "Authorization: Bearer $KEY"'
-    asked = '"messages": [{"role": "user", "content": "Hello"}]' if chats else '"input": "Hello"'
     body = f'{{"model": "{name}", {asked}}}'
     return f"{line} -d {shlex.quote(body)}"

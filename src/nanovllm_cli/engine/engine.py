@@ -144,8 +144,8 @@ class Engine:
         """
         if not self._draws:
             raise UnsupportedError(
-                "this is an embedding model: it has no head to draw tokens from",
-                "nanovllm embed MODEL TEXT makes a vector of a text, a server does at /v1/embeddings",
+                "this is an embedding model, or one that ranks: it has no head to draw tokens from",
+                "nanovllm embed MODEL TEXT makes a vector of a text, a server does at /v1/embeddings and /v1/rerank",
             )
         self._check_id(request_id)
         self._check_priority(priority)

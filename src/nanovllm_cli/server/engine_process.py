@@ -149,6 +149,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         max_num_seqs=config.max_num_seqs,
         pooling=llm.pooling,
         has_head=llm.spec.has_head,
+        ranks=llm.embedding.ranks,
     )
 
 

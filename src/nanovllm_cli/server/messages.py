@@ -66,7 +66,8 @@ class Abort(Message):
 
 class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. pooling: of texts
-    that are embedded, where a request doesn't say. has_head: whether it answers at all, and does not embed alone."""
+    that are embedded, where a request doesn't say. has_head: whether it answers at all, and does not embed alone.
+    ranks: whether it is a reranker, which does not even that."""
 
     context_len: int
     vocab_size: int
@@ -80,6 +81,7 @@ class Facts(Message):
     max_num_seqs: int
     pooling: Pooling = "mean"
     has_head: bool = True
+    ranks: bool = False
 
 
 class Loading(Message):

@@ -23,6 +23,7 @@ from nanovllm_cli.text.answer_format import AnswerFormat
 from nanovllm_cli.text.chat_template import ChatTemplate, Message
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta, ToolChoice
+from nanovllm_cli.weights.scoring import Scoring
 
 
 class EngineState(StrEnum):
@@ -73,7 +74,7 @@ class ServedModel:
     """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
 
     thinking_switch: the template's variable that turns reasoning on and off, if it has one. format: how it writes reasoning and
-    calls; None where it has no template.
+    calls; None where it has no template. scoring: of a reranker, which embeds nothing.
     """
 
     id: str
@@ -85,6 +86,7 @@ class ServedModel:
     default_params: SamplingParams
     thinking_switch: str | None = None
     format: AnswerFormat | None = None
+    scoring: Scoring | None = None
 
 
 class ModelCard(NamedTuple):

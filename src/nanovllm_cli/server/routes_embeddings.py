@@ -1,6 +1,7 @@
 """POST /v1/embeddings, /embeddings and /v1/rerank: texts as vectors, and documents in the order of their nearness to a query.
 
-Ranking is by the cosine of embeddings, as embedding models mean it; no model here reads query and document together.
+Ranking is by the cosine of embeddings, as embedding models mean it; a reranker reads query and document together
+(`weights/scoring.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.ports import ServedModel
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import EmbeddingRequest, NativeEmbeddingRequest, RerankRequest, several_texts
 from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, NativeEmbeddings, RerankAnswer
@@ -56,6 +58,7 @@ def router(context: ServerContext) -> APIRouter:
 
 async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
     async with context.models.use(body.model) as model:
+        _check_embeds(model)
         if body.dimensions is not None and body.dimensions > model.facts.hidden_size:
             raise invalid_value(f"this model's vectors have {model.facts.hidden_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
@@ -88,6 +91,7 @@ async def _embed_natively(context: ServerContext, body: NativeEmbeddingRequest, 
         raise ApiError(400, "give one of content and input", param=given[1] if given else "content")
     texts, norm = several_texts(getattr(body, given[0])), 2 if body.embd_normalize is None else body.embd_normalize
     async with context.models.use(body.model) as model:
+        _check_embeds(model)
         vectors, num_tokens = await context.generates.embed(
             body.model, texts, body.pooling or model.facts.pooling, priority=body.priority or 0, normalize=norm == 2
         )
@@ -115,11 +119,9 @@ def _normalized(vector: Sequence[float], norm: int) -> list[float]:
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
     async with context.models.use(body.model) as model:
-        (query, *vectors), num_tokens = await context.generates.embed(
-            body.model, [body.query, *documents], body.pooling or model.facts.pooling, priority=body.priority or 0
-        )
+        scores, num_tokens = await _scores(context, model, body, documents)
         exchange.count(model.id, num_tokens)
-        best = by_score([nearness(query, vector) for vector in vectors])[: body.top_n]
+        best = by_score(scores)[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in best]
         if body.return_documents is not False:
             for result in results:
@@ -132,6 +134,28 @@ async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchang
                 "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             }
         )
+
+
+async def _scores(
+    context: ServerContext, model: ServedModel, body: RerankRequest, documents: Sequence[str]
+) -> tuple[list[float], int]:
+    """Of each document, and how many tokens were read."""
+    embed, priority = context.generates.embed, body.priority or 0
+    scoring = model.scoring
+    if scoring is None:
+        asked = [body.query, *documents]
+        (query, *vectors), count = await embed(body.model, asked, body.pooling or model.facts.pooling, priority=priority)
+        return [nearness(query, vector) for vector in vectors], count
+    if body.pooling is not None:
+        raise invalid_value("this model ranks by the last token of query and document together", "pooling")
+    prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, body.query, each) for each in documents])
+    rows, count = await embed(body.model, prompts, "last", priority=priority, normalize=False)
+    return [scoring.score(row) for row in rows], count
+
+
+def _check_embeds(model: ServedModel) -> None:
+    if model.scoring is not None:
+        raise ApiError(400, f"{model.id} is a reranker, which makes no vectors: POST /v1/rerank", code="unsupported")
 
 
 def _first(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:

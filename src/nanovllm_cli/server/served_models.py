@@ -31,6 +31,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.scoring import Scoring, scoring_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 
@@ -59,6 +60,7 @@ class TextSide(NamedTuple):
     default_params: SamplingParams
     thinking_switch: str | None
     format: AnswerFormat | None
+    scoring: Scoring | None = None
 
 
 @dataclass
@@ -296,11 +298,11 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     """Reads everything but the weights. Raises as `LLM` does."""
     with open_checkpoint(settings.path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-        generation_config = dict(checkpoint.generation_config)
+        generation_config, scoring = dict(checkpoint.generation_config), scoring_of(checkpoint)
     template = None
     if settings.chat_template is not None or "default" in tokenizer.chat_templates:
         template = ChatTemplate.of(tokenizer, settings.chat_template)
     known = model_format(tokenizer, template, settings.tool_format, settings.reasoning_format)
     params = SamplingParams.from_generation_config(generation_config, vocab_size=tokenizer.vocab_size)
     switch = None if template is None else thinking_switch(template.source)
-    return TextSide(tokenizer, template, params.under(settings.given), switch, known)
+    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring)

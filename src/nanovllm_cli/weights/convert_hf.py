@@ -77,7 +77,10 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
     ids = {"bos_token_id": tokenizer.tokenizer.bos_id, "eos_token_id": tokenizer.tokenizer.eos_id}
     config |= {key: value for key, value in ids.items() if value is not None}
     _check(config, spec)
-    pooling = embedding_of(checkpoint).pooling
+    embedding = embedding_of(checkpoint)
+    if embedding.refusal is not None:
+        raise UnsupportedError(f"{checkpoint.path}: a folder can't say how it ranks", "keep the model as GGUF")
+    pooling = embedding.pooling
     files = {
         "config.json": as_json(config),
         "generation_config.json": as_json(_generation(checkpoint, tokenizer)),

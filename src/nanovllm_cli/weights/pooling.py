@@ -4,8 +4,8 @@
     GGUF        {arch}.pooling_type
 
 A model that embeds is often published without its head; whether this one is, `lacks_head` says. Not covered: vectors that pass
-through further layers (Dense), and rerankers, which give a score in place of a vector. Folders of such models embed nothing, and
-answer if they have a head; GGUF files are refused.
+through further layers (Dense), and rerankers, which give a score in place of a vector (`scoring.py`). Such models embed nothing,
+and answer if they have a head.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import MODULES, PROMPTS, folder_of, some, stays_inside
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, parse_json, read_json_file, reading
 from nanovllm_cli.weights.random_weights import RandomCheckpoint
+from nanovllm_cli.weights.scoring import scoring_of
 from nanovllm_cli.weights.tensor_names import is_bare, names_of
 
 GGUF_POOLINGS: dict[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
@@ -41,13 +42,14 @@ _BROKEN = "the folder is incomplete or damaged: download it again"
 class Embedding(NamedTuple):
     """pooling: None where the files say nothing. prompts: texts by name that stand before one to be embedded. default_prompt:
     the name of the one that does where none is named. pools_prompt: whether the mean goes over a prompt's tokens, too. refusal:
-    why no vectors can be made, where they can't."""
+    why no vectors can be made, where they can't. ranks: scores are made instead, as `scoring_of` says."""
 
     pooling: Pooling | None = None
     prompts: Mapping[str, str] = MappingProxyType({})
     default_prompt: str | None = None
     pools_prompt: bool = True
     refusal: UnsupportedError | None = None
+    ranks: bool = False
 
     def prompt(self, name: str | None, pooling: Pooling) -> str:
         """What stands before a text: the prompt of that name, or the model's default. UsageError for one that there is not,
@@ -64,10 +66,15 @@ class Embedding(NamedTuple):
 
 
 def embedding_of(checkpoint: Checkpoint) -> Embedding:
-    """Of a model, by its files. UnsupportedError for a file of a reranker, CheckpointError for broken files."""
+    """Of a model, by its files. CheckpointError for broken ones, UnsupportedError as `scoring_of`."""
     if isinstance(checkpoint, RandomCheckpoint):
         return Embedding()
     if checkpoint.format == "gguf":
+        if scoring_of(checkpoint) is not None:
+            refusal = UnsupportedError(
+                f"{checkpoint.path}: a reranker gives a score in place of a vector", "nanovllm serve MODEL, then POST /v1/rerank"
+            )
+            return Embedding(refusal=refusal, ranks=True)
         return Embedding(_gguf_pooling(checkpoint))
     folder = folder_of(checkpoint.path)
     prompts = _prompts(folder)
@@ -80,8 +87,8 @@ def embedding_of(checkpoint: Checkpoint) -> Embedding:
 
 
 def use_of(embedding: Embedding, spec: ModelSpec) -> Embedding:
-    """The same of a model that is of any use with it. Raises its refusal where it has no head either."""
-    if embedding.refusal is not None and not spec.has_head:
+    """The same of a model that is of any use with it. Raises its refusal where it has no head either, and does not rank."""
+    if embedding.refusal is not None and not (spec.has_head or embedding.ranks):
         raise embedding.refusal
     return embedding
 
@@ -93,7 +100,7 @@ def lacks_head(checkpoint: Checkpoint) -> bool:
     if any(name.startswith(head) for name in checkpoint.names()):  # quantized, it may have other tensors
         return False
     if checkpoint.format == "gguf":
-        return _gguf_pooling(checkpoint) is not None
+        return scoring_of(checkpoint) is not None or _gguf_pooling(checkpoint) is not None
     architectures = checkpoint.config["architectures"]
     return architectures[0] in HF_BODIES or is_bare(checkpoint) or _pools(folder_of(checkpoint.path))
 
@@ -115,11 +122,6 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling | None:
     said = checkpoint.config.get(key, PoolingType.NONE)
     if said == PoolingType.NONE:
         return None
-    if said == PoolingType.RANK:
-        raise UnsupportedError(
-            f"{checkpoint.path}: a reranker, which gives a score in place of a vector, is not supported",
-            "take a model that embeds: /v1/rerank goes by its vectors",
-        )
     for ours, theirs in GGUF_POOLINGS.items():
         if said == theirs:
             return ours

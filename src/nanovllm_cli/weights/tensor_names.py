@@ -22,6 +22,8 @@ _LAYER, _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})\."), re.compile(r"bl
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
+RANKS = "cls.output.weight"
+"""The rows that make a score of a reranker's hidden row, in GGUF files; `scoring.py` reads them."""
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
 
@@ -111,7 +113,8 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens, or that no
     layer reads."""
     names = set(names)
-    return _other_parts(checkpoint, names) | _unread(checkpoint, names)
+    ranks = {RANKS} & names if checkpoint.format == "gguf" else set()
+    return _other_parts(checkpoint, names) | _unread(checkpoint, names) | ranks
 
 
 def that_guess(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
