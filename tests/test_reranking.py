@@ -19,7 +19,7 @@ from engines import random_model, save
 from nanovllm_cli import LLM
 from nanovllm_cli.cli.serve import _asked
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import NanovllmError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.server import engine_process
 from nanovllm_cli.server.served_models import ModelSettings, open_text_side
@@ -181,6 +181,13 @@ OTHERS = {
 def test_other_kinds_are_refused_by_name(name: str, folder: Path, tmp_path: Path) -> None:
     write_reranker(folder, tmp_path / "m.gguf", **OTHERS[name])
     with pytest.raises(UnsupportedError, match="a reranker that does not answer yes or no"):
+        LLM(tmp_path / "m.gguf", config=EngineConfig(threads=2, num_blocks=64))
+
+
+def test_such_rows_are_part_of_no_other_model(folder: Path, tmp_path: Path) -> None:
+    last = GGUFValue(int(gguf.PoolingType.LAST), GGUFValueType.UINT32)
+    write_reranker(folder, tmp_path / "m.gguf", **{"qwen3.pooling_type": last})
+    with pytest.raises(CheckpointError, match=r"not part of the model: cls\.output\.weight"):
         LLM(tmp_path / "m.gguf", config=EngineConfig(threads=2, num_blocks=64))
 
 

@@ -107,11 +107,6 @@ def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
     except ImportError as failure:
         raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
     folder = folder_for_transformers(path)
-    with open_checkpoint(folder) as checkpoint:
-        if not read_spec(checkpoint, open_reader(checkpoint)).has_head:
-            raise UnsupportedError(
-                f"{path}: an embedding model, whose head transformers would make up", "verify it against itself in float32"
-            )
     messages.disable_progress_bar()  # type: ignore[no-untyped-call]  # what stderr shows is decided by who calls this
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -120,6 +115,11 @@ def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
     except Exception as failure:  # whatever a library does with a model that it can't read
         reason = str(failure).strip().split("\n")[0][:200]
         raise UnsupportedError(f"transformers can't load {folder}: {reason}", "name a folder that it can") from failure
+    with open_checkpoint(folder) as checkpoint:
+        if not read_spec(checkpoint, open_reader(checkpoint)).has_head:
+            raise UnsupportedError(
+                f"{path}: an embedding model, whose head transformers would make up", "verify it against itself in float32"
+            )
     _check_ids(ids, model.config.vocab_size)
     with torch.inference_mode():
         out = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)

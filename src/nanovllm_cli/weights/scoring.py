@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gguf.constants import PoolingType
-
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.tensor_names import RANKS
+from nanovllm_cli.weights.tensor_names import RANKS, is_reranker
 
 _LABELS = ["yes", "no"]
 _TEMPLATE = "tokenizer.chat_template.rerank"
@@ -47,9 +45,9 @@ class Scoring(NamedTuple):
 
 def scoring_of(checkpoint: Checkpoint) -> Scoring | None:
     """None of a model that does not rank. UnsupportedError for one that does so otherwise."""
-    config, arch = checkpoint.config, checkpoint.config.get("general.architecture")
-    if checkpoint.format != "gguf" or config.get(f"{arch}.pooling_type") != PoolingType.RANK:
+    if not is_reranker(checkpoint):
         return None
+    config, arch = checkpoint.config, checkpoint.config["general.architecture"]
     template, labels = config.get(_TEMPLATE), config.get(f"{arch}.classifier.output_labels")
     hidden = config.get(f"{arch}.embedding_length")
     there = checkpoint.info(RANKS).shape if RANKS in checkpoint.names() else ()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from gguf.constants import PoolingType
+
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.names import MTP_GGUF_NAMES
@@ -113,8 +115,13 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens, or that no
     layer reads."""
     names = set(names)
-    ranks = {RANKS} & names if checkpoint.format == "gguf" else set()
-    return _other_parts(checkpoint, names) | _unread(checkpoint, names) | ranks
+    return _other_parts(checkpoint, names) | _unread(checkpoint, names) | ({RANKS} & names if is_reranker(checkpoint) else set())
+
+
+def is_reranker(checkpoint: Checkpoint) -> bool:
+    """Whether a GGUF file says so."""
+    arch = checkpoint.config.get("general.architecture")
+    return checkpoint.format == "gguf" and checkpoint.config.get(f"{arch}.pooling_type") == PoolingType.RANK
 
 
 def that_guess(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
