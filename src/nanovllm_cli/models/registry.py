@@ -193,7 +193,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         if each.get("is_causal") is False or each.get("use_bidirectional_attention") in (True, "all"):
             raise _reads_both_ways(names[0])
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-    return TEXT_MODELS.get(str(kind)) or _look_up(names[0], HF_ARCHITECTURES | HF_BODIES)
+    return TEXT_MODELS.get(str(kind)) or HF_BODIES.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:
