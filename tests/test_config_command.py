@@ -165,7 +165,7 @@ def test_a_variable_without_an_option_is_pointed_out(home: Path) -> None:
         ("\n[rnu]\ntemp = 1", ":2: 'rnu' is no table", "run"),
         ("[models.x]\n\n\ntemperature = 1", ":4: 'temperature' is no setting in [models.\"x\"]", "temp"),
         ("[foo]", ":1: 'foo' is no table", "settings stand below the [name] of a table: aliases, bench,"),
-        ("temp = 1", ":1: 'temp' is no table", "default, embed, models, plan"),
+        ("temp = 1", ":1: 'temp' is no table", "default, embed, models, perplexity, plan"),
         ("models.x.tmep = 1", ":1: 'tmep' is no setting", "temp"),
         ("[aliases]\na = 'b'\nc = 3", ":3: [aliases] c is not the name", ""),
         ("[default]\ntemp = \n", "(at line 2", "line"),

@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3Config
 
 from engines import SMALL, engine_for, random_model, save, worker_for
+from nanovllm_cli.engine import runner
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import PromptTooLongError, UsageError
@@ -134,3 +135,22 @@ def test_the_library_embeds(tmp_path: Path) -> None:
         assert len(first) == llm.spec.hidden_size
         assert first == second
         assert llm.embed("hello there", "last") != [first]
+
+
+def test_a_vector_of_no_numbers_is_an_error_of_its_text_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    pooled = runner.pooled_of
+
+    def broken(model: Any, hidden: Any, owners: list[Any]) -> dict[int, list[float]]:
+        found = pooled(model, hidden, owners)
+        return {i: [float("nan"), *vector[1:]] if i == min(found) else vector for i, vector in found.items()}
+
+    monkeypatch.setattr(runner, "pooled_of", broken)
+    engine = engine_for(worker)
+    for name in ("bad", "good"):
+        engine.embed(name, [3, 4, 5], "mean")
+    bad, good = sorted(engine.step(), key=lambda output: output.request_id)
+    assert bad.finished
+    assert bad.pooled is None
+    assert bad.outputs[0].finish_reason == "error"
+    assert "not finite" in (bad.outputs[0].error or "")
+    assert good.pooled is not None

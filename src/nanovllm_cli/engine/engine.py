@@ -205,7 +205,10 @@ class Engine:
                 if live.first_token is None and drawn.token_ids:
                     live.first_token = self._clock()
             elif live.request.pooling is not None and sequence.num_computed == len(live.request.prompt_ids):
-                answer.complete()
+                if live.request.embedding is None:
+                    answer.fail("the model's hidden states are not finite: NaN or infinity")
+                else:
+                    answer.complete()
             if answer.finish_reason is not None:
                 self._end(live, answer)
 
