@@ -33,6 +33,7 @@ CALLS = {
     "quantize": "quantize tiny --to int8 --dry-run --json",
     "verify": "verify tiny --tokens 8",
     "tokenize": "tokenize tiny Hello",
+    "embed": "embed tiny Hello",
     "perplexity": "perplexity tiny -c 32 --chunks 1",
     "bench": "bench tiny -p 8 -n 2 -r 1 --no-warmup --roofline off",
     "bench.throughput": "bench throughput tiny --num-prompts 2 --input-len 8 --output-len 2",

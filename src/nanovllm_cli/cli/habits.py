@@ -81,8 +81,8 @@ _EXPLAINED = {
     ("--prio", "--prio-batch", "--poll", "--poll-batch", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict",
      "-Cb", "--cpu-mask-batch", "-Crb", "--cpu-range-batch", "--cpu-strict-batch"):
         "which processors are used is said in front: taskset, numactl, nice; -t says how many",
-    ("--imatrix", "--include-weights", "--exclude-weights"):
-        "--algorithm gptq or awq looks at what the layers see; --calibration FILE is what they read",
+    ("--include-weights", "--exclude-weights"):
+        "an importance matrix is asked about every weight that can use it: leave it out",
     ("--repack", "--no-repack", "-nr", "--op-offload", "--no-op-offload", "-nopo", "--no-host", "--kv-unified", "-kvu",
      "--swa-full", "--fit", "-fit", "-fitt", "--fit-target", "-fitc", "--fit-ctx", "-dt", "--defrag-thold", "-ctxcp",
      "--ctx-checkpoints", "--swa-checkpoints", "-cms", "--checkpoint-min-step", "-no-kvu", "--no-kv-unified", "-no-fa", "-nocb",
@@ -204,7 +204,7 @@ _NO_COMMANDS = {
     "export-lora": "here it is nanovllm convert MODEL --lora ADAPTER",
     "convert-lora-to-gguf": "an adapter is taken as it is: nanovllm run MODEL --lora FOLDER",
     "mtmd-cli": "of models that see or hear only the part that writes is supported",
-    "imatrix": "nanovllm quantize --algorithm gptq or awq looks at what the layers see",
+    "imatrix": "nanovllm quantize --algorithm imatrix measures by itself, --imatrix FILE goes by one that is there",
     "infill": "a server does so: nanovllm serve MODEL, then POST /infill",
     "batched-bench": "here it is nanovllm bench MODEL -npl 1,2,4",
     "gguf-split": _SPLIT,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.log import screen_for
@@ -29,6 +29,7 @@ from nanovllm_cli.errors import UsageError
 if TYPE_CHECKING:
     from nanovllm_cli.quantization.plan import Plan
     from nanovllm_cli.quantization.texts import NamedText
+    from nanovllm_cli.weights.imatrix import ImportanceFile
 
 EXAMPLE = "for example: nanovllm quantize tiny --to int8"
 QUANTIZATION = "Quantization"
@@ -45,15 +46,21 @@ class QuantizeOptions:
         "program; q8_0, q4_0, q4_k_m, q5_k_m, q6_k and the like a GGUF file.",
         panel=QUANTIZATION, metavar="FORMAT", envvar=None,
     )
-    algorithm: Literal["rtn", "gptq", "awq"] = option(
+    algorithm: Literal["rtn", "gptq", "awq", "imatrix"] = option(
         "--algorithm",
-        help="rtn rounds to nearest; gptq and awq look at what the layers see, and lose less. [rtn]",
+        help="rtn rounds to nearest; the others look at what the layers see, and lose less: gptq chooses codes of int and fp8, "
+        "imatrix of q2_k to q6_k, awq scales what goes into either. [rtn; imatrix with --imatrix]",
         default="rtn",
         panel=QUANTIZATION,
     )
+    imatrix: str | None = option(
+        "--imatrix", help="An importance matrix of llama.cpp's to go by, .gguf or .dat, instead of a calibration.",
+        panel=QUANTIZATION, metavar="FILE", envvar=None,
+    )  # fmt: skip
     calibration: str | None = option(
         "--calibration",
-        help="What gptq, awq and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. [bundled]",
+        help="What gptq, awq, imatrix and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. "
+        "[bundled]",
         panel=QUANTIZATION, metavar="FILE",
     )
     num_samples: int | None = option(
@@ -142,6 +149,7 @@ def quantize(
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
     kind = choices.kind  # refuses what means nothing before anything is downloaded
     _check_together(ctx, options, kind)
+    importance = None if options.imatrix is None else _importance(options.imatrix)
     calibration = _text(options.calibration, "calibration")
     verify_text = _text(options.verify_text, "verification")
     progress = ProgressLine(screen)
@@ -150,7 +158,7 @@ def quantize(
     card = None
     with open_original(name, resolved.path) as original:
         plan = make_plan(original, choices)
-        method = pipeline.Method(options.algorithm, calibration)
+        method = pipeline.Method("imatrix" if importance else options.algorithm, calibration, importance=importance)
         if options.num_samples is not None:
             method = replace(method, num_samples=options.num_samples)
         if options.target_bpw is not None:
@@ -171,7 +179,7 @@ def quantize(
     if options.json:
         record = {
             "model": name, "output": str(output), "written": not options.dry_run, "seconds": round(time.monotonic() - began, 3),
-            **plan.as_json(), "algorithm": options.algorithm, "card": None if card is None else card.as_json(),
+            **plan.as_json(), "algorithm": method.algorithm, "card": None if card is None else card.as_json(),
         }  # fmt: skip
         screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
     elif options.dry_run:
@@ -185,8 +193,10 @@ def quantize(
 
 def _check_together(ctx: typer.Context, options: QuantizeOptions, kind: str) -> None:
     """UsageError for options that don't go with each other."""
-    if options.algorithm == "rtn" and options.target_bpw is None:
-        hint = "add --algorithm gptq or awq, or leave it away"
+    if options.imatrix is not None and is_typed(ctx, "algorithm") and options.algorithm != "imatrix":
+        raise UsageError(f"--imatrix is given, and {options.algorithm} goes by other numbers", "leave one of them away")
+    if (options.algorithm == "rtn" or options.imatrix is not None) and options.target_bpw is None:
+        hint = "add --algorithm gptq, awq or imatrix, or leave it away"
         refuse_typed(ctx, ["calibration", "num_samples"], "is given, and nothing is calibrated", hint)
     if options.no_verify:
         why = "is given, and --no-verify leaves the quality card out"
@@ -206,6 +216,14 @@ def _tensor_type(text: str) -> tuple[str, str]:
             f"--tensor-type {text[:80]!r} is not REGEX=FORMAT", "for example: --tensor-type 'down_proj=int8'"
         )
     return match[1], match[2]
+
+
+def _importance(path: str) -> ImportanceFile:
+    from nanovllm_cli.weights.imatrix import read_importance
+
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}", "--imatrix takes what llama-imatrix wrote, or --algorithm imatrix measures")
+    return read_importance(Path(path))
 
 
 def _text(path: str | None, split: Literal["calibration", "verification"]) -> NamedText:

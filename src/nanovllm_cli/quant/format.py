@@ -21,7 +21,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.quant.gguf_blocks import block_type, dequantize
-from nanovllm_cli.quant.gguf_encode import encode
+from nanovllm_cli.quant.gguf_encode import encode, weighs_columns
 from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
 E4M3_MAX = 448.0
@@ -250,9 +250,15 @@ class Blocks:
         kind = block_type(self.type)
         return width // kind.block_len * kind.block_bytes
 
-    def quantize(self, rows: torch.Tensor) -> BlockRows:
+    def quantize(self, rows: torch.Tensor, importance: torch.Tensor | None = None) -> BlockRows:
+        """importance [K]: see `gguf_encode.encode`."""
         self.check_width(rows.shape[1])
-        return BlockRows(encode(self.type, rows.float()))
+        return BlockRows(encode(self.type, rows.float(), importance))
+
+    @property
+    def weighs_columns(self) -> bool:
+        """Whether an importance is of use."""
+        return weighs_columns(self.type)
 
     def dequantize(self, rows: QuantizedRows) -> torch.Tensor:
         assert isinstance(rows, BlockRows)

@@ -112,6 +112,11 @@ _SEARCHES = {
     "Q5_K": _affine(31, 63, (-0.6, -0.2, 0.2, 0.6)),
     "Q6_K": _symmetric(32, 128, 0.6, 6.0),
 }
+def weighs_columns(type_name: str) -> bool:
+    """Whether `encode` has a use for an importance."""
+    return block_type(type_name).name in _SEARCHES
+
+
 ENCODED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *_SEARCHES, "TQ1_0", "TQ2_0", "MXFP4")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import QuantizedRows
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Rows
@@ -25,10 +26,12 @@ class Algorithm(Protocol):
 
 
 class RoundToNearest:
-    """Every weight by itself, some MiB of floats at a time."""
+    """Every weight by itself, some MiB of floats at a time. importance: by our names, how much the squared error of each column
+    counts, [K], in the output's order of columns; for formats that have a use for it."""
 
-    def __init__(self, original: Original) -> None:
+    def __init__(self, original: Original, importance: Mapping[str, torch.Tensor] | None = None) -> None:
         self._original = original
+        self._importance = importance or {}
 
     def quantize(self, unit: str, items: list[Planned]) -> dict[str, Rows]:
         return {item.weight.ours: self._rounded(item) for item in items}
@@ -40,7 +43,12 @@ class RoundToNearest:
         form, dealt = item.format, item.weight.dealt
         assert form is not None
         pieces = self._original.rows(item.weight.source)
-        return joined([form.quantize(rows if dealt is None else columns_in_turn(dealt, rows)) for rows in pieces])
+        if dealt is not None:
+            pieces = (columns_in_turn(dealt, rows) for rows in pieces)
+        if (importance := self._importance.get(item.weight.ours)) is not None:
+            assert isinstance(form, Blocks)
+            return joined([form.quantize(rows, importance) for rows in pieces])
+        return joined([form.quantize(rows) for rows in pieces])
 
 
 def joined(pieces: Sequence[QuantizedRows]) -> QuantizedRows:

@@ -171,15 +171,42 @@ class Calibration:
 
     def observe_expert(self, expert: int | None, source: str, routed: Routed) -> InputStatistics:
         """What "gate_up" or "down" of an expert, or of the one that all tokens take, reads with the weights that are loaded."""
+        seen = self._read_by_expert(expert, source, routed)
+        watch = _Watch(len(seen))
+        watch.add(seen)
+        return watch.statistics()
+
+    def mean_squares(self) -> dict[str, torch.Tensor]:
+        """Of each column [K] of every input of the current block, experts' too ("experts.3.down"), with the weights that are
+        loaded: what an importance matrix holds. The stream stays where it is."""
+        watched = self._block.storages()
+        seen = {name: _Squares() for name in watched}
+        for name, watch in seen.items():
+            watched[name].watch = watch
+        try:
+            self._run_all()
+        finally:
+            for name in seen:
+                watched[name].watch = None
+        found = {name: watch.mean() for name, watch in seen.items()}
+        if self.num_experts:
+            routed = self.routed()
+            own: list[int | None] = [*range(self.num_experts), *([None] if self._block.moe.shared is not None else [])]
+            for expert in own:
+                for source in ("gate_up", "down"):
+                    watch = _Squares()
+                    watch.add(self._read_by_expert(expert, source, routed))
+                    found[f"shared.{source}" if expert is None else f"experts.{expert}.{source}"] = watch.mean()
+        return found
+
+    def _read_by_expert(self, expert: int | None, source: str, routed: Routed) -> torch.Tensor:
+        """Rows [T, K]."""
         self._platform.enter()
         moe = self._block.moe
         rows, own = (routed.rows, moe.shared) if expert is None else (routed.of(expert), moe.experts[expert])
         assert own is not None
         with torch.inference_mode():
-            seen = rows if source == "gate_up" else own.gate_up.gated(rows, own.activation)
-            watch = _Watch(len(seen))
-            watch.add(seen)
-            return watch.statistics()
+            return rows if source == "gate_up" else own.gate_up.gated(rows, own.activation)
 
     def advance(self) -> None:
         """The stream goes through the current block, with the weights that are loaded, and to the next one."""
@@ -269,7 +296,7 @@ class _Block:
 class _Watched(DenseStorage):
     """A weight that shows its inputs to whoever watches. All its matmuls come through this one."""
 
-    watch: _Watch | _Rows | None = None
+    watch: _Watch | _Rows | _Squares | None = None
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         if self.watch is not None:
@@ -294,6 +321,25 @@ class _Rows:
 
     def add(self, x: torch.Tensor) -> None:
         self.seen.append(x.clone())
+
+
+class _Squares:
+    """Adds up the squares of a layer's inputs, over all batches."""
+
+    is_last = False
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros((), dtype=torch.float64)
+        self._seen = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """x [T, K]."""
+        self._sums = self._sums + x.float().square().sum(0, dtype=torch.float64)
+        self._seen += x.shape[0]
+
+    def mean(self) -> torch.Tensor:
+        """[K] float32."""
+        return (self._sums / self._seen).float()
 
 
 class _Watch:

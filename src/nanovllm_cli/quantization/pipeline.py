@@ -24,6 +24,7 @@ from nanovllm_cli.quantization.calibrated import Calibrated, by_awq, by_gptq, ch
 from nanovllm_cli.quantization.card import Card, measure, windows_of
 from nanovllm_cli.quantization.folder import write_folder
 from nanovllm_cli.quantization.gguf_file import write_gguf
+from nanovllm_cli.quantization.importance import from_file, measured, weighable
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan
@@ -31,20 +32,23 @@ from nanovllm_cli.quantization.texts import NamedText, windows
 from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import split_parts
+from nanovllm_cli.weights.imatrix import ImportanceFile
 from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room
 
 QUALITY_FILE = "quality.json"
-AlgorithmName = Literal["rtn", "gptq", "awq"]
+AlgorithmName = Literal["rtn", "gptq", "awq", "imatrix"]
 _VERSION = 1  # of what parts hold; another one means that they are made anew
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How numbers are chosen. text: for calibration; num_samples: most pieces of it."""
+    """How numbers are chosen. text: for calibration; num_samples: most pieces of it. importance: of imatrix, what to go by in
+    place of a calibration."""
 
     algorithm: AlgorithmName
     text: NamedText
     num_samples: int = 128
+    importance: ImportanceFile | None = None
 
     def sequences(self, original: Original) -> list[list[int]]:
         """Token ids to calibrate with. UsageError where there are none."""
@@ -186,6 +190,11 @@ def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, prog
 def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadProgress) -> Algorithm:
     if method.algorithm == "rtn":
         return RoundToNearest(original)
+    if method.algorithm == "imatrix":
+        weighable(plan)  # or it is refused before anything is read
+        if method.importance is not None:
+            return RoundToNearest(original, from_file(plan, method.importance, progress))
+        return RoundToNearest(original, measured(plan, Walk(original, method.sequences(original), progress), progress))
     if any(item.weight.dealt is not None for item in plan.items):
         raise UnsupportedError(
             f"{original.name} has columns in another order than its GGUF file, and is not calibrated for one",
@@ -212,13 +221,21 @@ def _identity(original: Original, plan: Plan, method: Method) -> dict[str, Any]:
     """What the parts depend on. The original by its files' sizes and times: reading them all would take as long as the work."""
     files = [file for file in sorted(original.folder.iterdir()) if file.suffix in (".safetensors", ".gguf", ".json")]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
-    text = hashlib.blake2b(method.text.text.encode(), digest_size=16).hexdigest()
     return {
         "version": _VERSION,
         "source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         "formats": {item.weight.ours: repr(item.format) for item in plan.items},
-        "method": [method.algorithm] if method.algorithm == "rtn" else [method.algorithm, text, method.num_samples],
+        "method": _by(method),
     }
+
+
+def _by(method: Method) -> list[Any]:
+    if method.algorithm == "rtn":
+        return [method.algorithm]
+    if method.importance is not None:
+        return [method.algorithm, method.importance.digest]
+    text = hashlib.blake2b(method.text.text.encode(), digest_size=16).hexdigest()
+    return [method.algorithm, text, method.num_samples]
 
 
 def _bytes_of_parts(plan: Plan, parts: Parts) -> int:

@@ -36,7 +36,7 @@ def bundled_text(split: Literal["calibration", "verification"]) -> NamedText:
 def windows(tokenizer: Tokenizer, text: NamedText, vocab_size: int) -> Iterator[list[int]]:
     """Token ids of the text's documents in pieces of at most WINDOW, each behind what the tokenizer puts before every text.
     UsageError names the line of a .jsonl file that means nothing."""
-    prefix = tokenizer.encode("")
+    prefix = list(tokenizer.prefix_ids)
     step = WINDOW - len(prefix)
     for document in _documents(text, tokenizer):
         ids = [i for i in tokenizer.encode(document, add_special_tokens=False) if i < vocab_size]
