@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # three workers on two cores: a thread that spins keeps others from working
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a shell, under nohup: commands would inherit it
         signal.signal(number, default)

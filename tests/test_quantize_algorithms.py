@@ -165,15 +165,16 @@ def test_a_line_that_means_nothing_is_named(line: str) -> None:
 
 
 class Letters:
-    """A tokenizer of a token a letter, behind one of its own."""
+    """A tokenizer of a token a letter, behind one of its own, and with another at the end of a text."""
 
     chat_templates: ClassVar[dict[str, str]] = {}
 
     def __init__(self, prefix: list[int]) -> None:
-        self.prefix = prefix
+        self.prefix_ids = tuple(prefix)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.prefix * add_special_tokens + [ord(letter) for letter in text]
+        letters = [ord(letter) for letter in text]
+        return [*self.prefix_ids, *letters, 1] if add_special_tokens else letters
 
 
 @pytest.mark.parametrize(

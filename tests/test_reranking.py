@@ -137,6 +137,8 @@ def test_scores_are_the_probability_of_yes(file: Path, wanted: dict[str, float])
     assert {text: scores[text] for text in wanted} == pytest.approx(wanted, rel=1e-4)
     assert 0 < scores[DOCUMENTS[2]] < 1
     assert len(post(file, "/v1/rerank", query="animals", documents=DOCUMENTS, top_n=2).json["results"]) == 2
+    of_pairs = post(file, "/v1/score", text_1="animals", text_2=DOCUMENTS).json["data"]
+    assert {text: each["score"] for text, each in zip(DOCUMENTS, of_pairs, strict=True)} == scores
 
 
 def test_control_tokens_are_the_templates_alone(file: Path) -> None:

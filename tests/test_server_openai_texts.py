@@ -715,6 +715,35 @@ def test_documents_come_in_the_order_of_their_nearness(path: str) -> None:
     assert "document" not in ask(path=path, query="a", documents=["b"], return_documents=False)[0].json["results"][0]
 
 
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_texts_are_scored_in_pairs_or_beside_one(path: str) -> None:
+    def scores(one: Any, two: Any) -> list[float]:
+        answer, _ = ask(path=path, text_1=one, text_2=two)
+        assert answer.status == 200, answer.text
+        data = answer.json["data"]
+        assert [(each["index"], each["object"]) for each in data] == [(i, "score") for i in range(len(data))]
+        return [each["score"] for each in data]
+
+    ranked = ask(path="/v1/rerank", query="a", documents=["x1", "b", "x2"])[0].json["results"]
+    of_documents = [each["relevance_score"] for each in sorted(ranked, key=lambda each: each["index"])]
+    assert scores("a", ["x1", "b", "x2"]) == scores(["a"], ["x1", "b", "x2"]) == of_documents
+    assert scores(["a", "x1"], ["b", "x1"]) == [of_documents[1], pytest.approx(1.0)]
+    assert scores("a", "x1") == of_documents[:1]
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("text_1", {"text_1": ["a", "b"], "text_2": "a"}), ("text_1", {"text_1": ["a", "b"], "text_2": ["a"] * 3}),
+        ("text_1", {"text_1": "", "text_2": "a"}), ("text_2", {"text_1": "a", "text_2": []}), ("text_2", {"text_1": "a"}),
+        ("text_2", {"text_1": "a", "text_2": [1]}), ("text_2", {"text_1": "a", "text_2": ["a"] * 2049}),
+        ("truncate_prompt_tokens", {"text_1": "a", "text_2": "a", "truncate_prompt_tokens": 5}),
+    ],
+)  # fmt: skip
+def test_pairs_that_make_no_sense_are_refused(param: str, fields: dict[str, Any]) -> None:
+    refused(param, path="/v1/score", **fields)
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -732,8 +761,9 @@ def test_ranking_that_makes_no_sense_is_refused(param: str, fields: dict[str, An
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [("/v1/embeddings", {"input": "a"}), ("/embeddings", {"content": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})],
-)
+    [("/v1/embeddings", {"input": "a"}), ("/embeddings", {"content": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+     ("/v1/score", {"text_1": "a", "text_2": "b"})],
+)  # fmt: skip
 def test_a_model_pools_as_it_does_unless_a_request_says_otherwise(path: str, fields: dict[str, Any]) -> None:
     assert ask(path=path, **fields)[1].poolings == ["mean"]
     assert ask(fakes=FakeModels(pooling="last"), path=path, **fields)[1].poolings == ["last"]
@@ -754,6 +784,7 @@ def test_no_route_knows_a_model_that_is_not_here() -> None:
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ("/infill", {}),
     ):
         answer = Door(FakeGenerates(), FakePool()).post(path, {"model": "gpt-9", **body})

@@ -1,6 +1,6 @@
-"""POST /v1/embeddings, /embeddings and /v1/rerank: texts as vectors, and documents in the order of their nearness to a query.
+"""POST /v1/embeddings, /embeddings, /v1/rerank and /v1/score: texts as vectors, and how near texts are to others.
 
-Ranking is by the cosine of embeddings, as embedding models mean it; a reranker reads query and document together
+Nearness is the cosine of embeddings, as embedding models mean it; a reranker reads query and document together
 (`weights/scoring.py`).
 """
 
@@ -11,8 +11,9 @@ import base64
 import math
 import secrets
 import struct
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -25,9 +26,17 @@ from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ports import ServedModel
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.schemas_openai import EmbeddingRequest, NativeEmbeddingRequest, RerankRequest, several_texts
-from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, NativeEmbeddings, RerankAnswer
+from nanovllm_cli.server.schemas_openai import (
+    EmbeddingRequest,
+    NativeEmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    several_texts,
+)
+from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, NativeEmbeddings, RerankAnswer, ScoreAnswer
 from nanovllm_cli.server.sse import while_connected
+
+T = TypeVar("T")
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -52,6 +61,12 @@ def router(context: ServerContext) -> APIRouter:
     async def rerank(body: RerankRequest, request: Request, exchange: CurrentExchange) -> Response:
         """Documents, the nearest to the query first."""
         return await while_connected(request, _rerank(context, body, exchange))
+
+    @routes.post("/score", include_in_schema=False)
+    @routes.post("/v1/score", responses=answers(ScoreAnswer))
+    async def score(body: ScoreRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """How near texts are, pair by pair, or all to one."""
+        return await while_connected(request, _score(context, body, exchange))
 
     return routes
 
@@ -119,7 +134,7 @@ def _normalized(vector: Sequence[float], norm: int) -> list[float]:
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
     async with context.models.use(body.model) as model:
-        scores, num_tokens = await _scores(context, model, body, documents)
+        scores, num_tokens = await _scores(context, model, body, [body.query], documents)
         exchange.count(model.id, num_tokens)
         best = by_score(scores)[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in best]
@@ -136,21 +151,51 @@ async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchang
         )
 
 
+async def _score(context: ServerContext, body: ScoreRequest, exchange: Exchange) -> Response:
+    one, two = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    if len(one) != len(two) and len(one) > 1:
+        raise invalid_value(f"{len(one)} and {len(two)} texts make no pairs: as many, or one in text_1", "text_1")
+    async with context.models.use(body.model) as model:
+        scores, num_tokens = await _scores(context, model, body, one, two)
+        exchange.count(model.id, num_tokens)
+        return JsonResponse(
+            {
+                "id": "score-" + secrets.token_hex(12),
+                "object": "list",
+                "created": int(time.time()),
+                "model": model.id,
+                "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            }
+        )
+
+
 async def _scores(
-    context: ServerContext, model: ServedModel, body: RerankRequest, documents: Sequence[str]
+    context: ServerContext,
+    model: ServedModel,
+    body: RerankRequest | ScoreRequest,
+    queries: Sequence[str],
+    documents: Sequence[str],
 ) -> tuple[list[float], int]:
-    """Of each document, and how many tokens were read."""
+    """Of each document beside its query, or the only one; and how many tokens were read."""
     embed, priority = context.generates.embed, body.priority or 0
     scoring = model.scoring
     if scoring is None:
-        asked = [body.query, *documents]
-        (query, *vectors), count = await embed(body.model, asked, body.pooling or model.facts.pooling, priority=priority)
-        return [nearness(query, vector) for vector in vectors], count
+        asked = [*queries, *documents]
+        vectors, count = await embed(body.model, asked, body.pooling or model.facts.pooling, priority=priority)
+        pairs = zip(_each(vectors[: len(queries)], documents), vectors[len(queries) :], strict=True)
+        return [nearness(query, vector) for query, vector in pairs], count
     if body.pooling is not None:
         raise invalid_value("this model ranks by the last token of query and document together", "pooling")
-    prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, body.query, each) for each in documents])
+    together = list(zip(_each(queries, documents), documents, strict=True))
+    prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, *pair) for pair in together])
     rows, count = await embed(body.model, prompts, "last", priority=priority, normalize=False)
     return [scoring.score(row) for row in rows], count
+
+
+def _each(queries: Sequence[T], documents: Sequence[object]) -> Sequence[T]:
+    """As many queries as documents: the only one for all of them."""
+    return list(queries) * len(documents) if len(queries) == 1 else queries
 
 
 def _check_embeds(model: ServedModel) -> None:

@@ -323,9 +323,27 @@ class NativeEmbeddingRequest(StrictModel):
     priority: Priority | None = None
 
 
+SeveralTexts = Annotated[
+    SomeText | Annotated[list[SomeText], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)],
+    explained(f"a text, or a list of at most {MAX_INPUTS}, none of them empty"),
+]
+
+
 @with_config(OPEN)
 class RerankDocument(TypedDict, total=False):
     text: Required[SomeText]
+
+
+class ScoreRequest(StrictModel):
+    """POST /v1/score, as vLLM has it: texts in pairs, or one beside many."""
+
+    model: ModelName | None = None
+    text_1: SeveralTexts
+    text_2: SeveralTexts
+    truncate_prompt_tokens: Unsupported = None
+    pooling: Literal["mean", "last", "cls"] | None = None
+    priority: Priority | None = None
+    user: Tolerated = None
 
 
 class RerankRequest(StrictModel):

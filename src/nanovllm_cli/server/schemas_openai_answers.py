@@ -162,12 +162,29 @@ class NativeEmbeddings(RootModel[list[NativeEmbedding]]):
     """In the order of the texts."""
 
 
+class ScoreEntry(BaseModel):
+    """score: as `relevance_score` of /v1/rerank."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreEntry]
+    usage: ReadUsage
+
+
 class RankedDocument(BaseModel):
     text: str
 
 
 class RankEntry(BaseModel):
-    """relevance_score: the cosine of the angle between the two embeddings."""
+    """relevance_score: the cosine of the angle between the two embeddings, or, of a reranker, the probability of "yes"."""
 
     index: int
     relevance_score: float
