@@ -205,6 +205,7 @@ _NO_COMMANDS = {
     "convert-lora-to-gguf": "an adapter is taken as it is: nanovllm run MODEL --lora FOLDER",
     "mtmd-cli": "of models that see or hear only the part that writes is supported",
     "imatrix": "nanovllm quantize --algorithm imatrix measures by itself, --imatrix FILE goes by one that is there",
+    "rerank": "nanovllm embed MODEL -f FILE --query TEXT prints the nearest lines; a server ranks at /v1/rerank",
     "infill": "a server does so: nanovllm serve MODEL, then POST /infill",
     "batched-bench": "here it is nanovllm bench MODEL -npl 1,2,4",
     "gguf-split": _SPLIT,
