@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, Glm4MoeConfig, GraniteConfig, Qwen3Config, Qwen3MoeConfig, YoutuConfig
 
-from engines import SMALL, engine_for, random_model, run, save, worker_for
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.models import decoder
 from nanovllm_cli.sampling_params import SamplingParams
 
 GENERATOR = torch.Generator().manual_seed(11)
@@ -145,3 +146,28 @@ def test_seeded_requests_differ_by_seed_and_greedy_ones_do_not(worker: Worker) -
     seeded = [(TARGET, SamplingParams(temperature=1.5, seed=s, max_tokens=20, ignore_eos=True)) for s in (1, 1, 2)]
     a, b, c = (answer(o)[0] for o in run(engine_for(worker), seeded))
     assert a == b != c
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_of_a_prompt_only_the_last_token_goes_through_the_last_mlp(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chunk that is not the last, none does; of what is embedded by the mean, all do."""
+    rows: list[int] = []
+    through = decoder._onto
+
+    def counted(mlp: Any, residual: torch.Tensor, h: Any, slots: torch.Tensor) -> torch.Tensor | None:
+        assert len(slots) == len(residual)
+        rows.append(len(residual))
+        return through(mlp, residual, h, slots)
+
+    monkeypatch.setattr(decoder, "_onto", counted)
+    worker = worker_for(save(random_model(Qwen3Config(**SMALL | {"num_hidden_layers": 2})), tmp_path))
+    engine = engine_for(worker, max_num_batched_tokens=size)
+    run(engine, [(list(range(3, 43)), greedy(1))])
+    assert rows == ([16, 16, 8, 1] if size == 16 else [40, 1])
+    rows.clear()
+    engine.embed("a", list(range(3, 43)), "mean")
+    while engine.has_unfinished():
+        engine.step()
+    assert rows == ([16] * 4 + [8] * 2 if size == 16 else [40, 40])

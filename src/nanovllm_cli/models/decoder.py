@@ -66,16 +66,38 @@ class Block:
         own: torch.Tensor | None = None,
     ) -> Addend | None:
         """own: see `PerLayer`."""
-        slots, mixer, mlp = inputs.batch.slots, self.mixer, self.mlp
-        if mixer is None or mlp is None:
+        if self.has_halves:
+            return self.fed(self.mixed(x, residual, inputs, cache), residual, inputs.batch.slots, own)
+        if self.mixer is None or self.mlp is None:
             return self._alone(x, residual, inputs, cache)
         if self.attention_norm is None:
             return self._behind(x, residual, inputs, cache)
         h = self.attention_norm(x, residual)
-        if self.mlp_norm is None:
-            return Addend(self.ops.add(mixer(h, inputs, cache), _computed(mlp, h, slots)))
+        return Addend(self.ops.add(self.mixer(h, inputs, cache), _computed(self.mlp, h, inputs.batch.slots)))
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
+        return None not in (self.mixer, self.mlp, self.attention_norm, self.mlp_norm)
+
+    def mixed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
+        """The first half: all that the cache is to keep, and what has still to join the residual stream."""
+        assert self.mixer is not None
+        assert self.attention_norm is not None
+        h = self.attention_norm(x, residual)
         if self.after_attention is not None and self.after_mlp is not None:
-            h = self.mlp_norm(self.after_attention.before_joining(mixer(h, inputs, cache)), residual)
+            return self.after_attention.before_joining(self.mixer(h, inputs, cache))
+        if self.scale != 1.0:
+            return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scale))
+        return _addend(self.mixer.onto(residual, h, inputs, cache))
+
+    def fed(self, x: Addend | None, residual: torch.Tensor, slots: torch.Tensor, own: torch.Tensor | None) -> Addend | None:
+        """The second half, of all rows or some. x: what `mixed` gave of them."""
+        mlp = self.mlp
+        assert mlp is not None
+        assert self.mlp_norm is not None
+        h = self.mlp_norm(x, residual)
+        if self.after_attention is not None and self.after_mlp is not None:
             if isinstance(mlp, MoE) and mlp.apart is not None:
                 found = mlp.beside(h, residual, slots)
             else:
@@ -85,10 +107,7 @@ class Block:
             self.ops.join(self.after_mlp.before_joining(found), residual)
             return self.per_layer(residual, own, self.factor)
         if self.scale != 1.0:
-            found = self.ops.scale(mixer(h, inputs, cache), self.scale)
-            return Addend(self.ops.scale(_computed(mlp, self.mlp_norm(Addend(found), residual), slots), self.scale))
-        added = mixer.onto(residual, h, inputs, cache)
-        h = self.mlp_norm(None if added is None else Addend(added), residual)
+            return Addend(self.ops.scale(_computed(mlp, h, slots), self.scale))
         return _addend(_onto(mlp, residual, h, slots))
 
     def _alone(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
@@ -234,7 +253,14 @@ class Decoder:
                 x, residual = None if x is None else x.taken(rows), residual[rows]
                 every = None if every is None else every[rows]
             own = None if every is None else every[:, i * width : (i + 1) * width]
-            x = block(x, residual, inputs, layer, own)
+            if i + 1 < len(self.blocks) or all_asked or not block.has_halves:
+                x = block(x, residual, inputs, layer, own)
+                continue
+            x = block.mixed(x, residual, inputs, layer)  # and behind that nothing is kept
+            if rows.shape[0] == 0:
+                break
+            x, residual, all_asked = None if x is None else x.taken(rows), residual[rows], True
+            x = block.fed(x, residual, batch.slots[rows], None if own is None else own[rows])
         if all_asked:
             return self.norm(x, residual)
         return self.norm(None if x is None else x.taken(rows), residual[rows])
