@@ -138,15 +138,8 @@ class Calibration:
     def observe(self, inputs: Collection[str] = ()) -> dict[str, InputStatistics]:
         """What those inputs of the current block look like, all where none is named, with the weights that are loaded. The stream
         stays where it is. What comes behind an input that is named alone is not computed."""
-        watched = self._block.storages()
-        seen = {name: _Watch(self.num_tokens, is_last=len(inputs) == 1) for name in inputs or watched}
-        for name, watch in seen.items():
-            watched[name].watch = watch
-        try:
-            self._run_all()
-        finally:
-            for name in seen:
-                watched[name].watch = None
+        seen = {name: _Watch(self.num_tokens, is_last=len(inputs) == 1) for name in inputs or self._block.storages()}
+        self._run_watched(seen)
         return {name: watch.statistics() for name, watch in seen.items()}
 
     def routed(self) -> Routed:
@@ -179,15 +172,8 @@ class Calibration:
     def mean_squares(self) -> dict[str, torch.Tensor]:
         """Of each column [K] of every input of the current block, experts' too ("experts.3.down"), with the weights that are
         loaded: what an importance matrix holds. The stream stays where it is."""
-        watched = self._block.storages()
-        seen = {name: _Squares() for name in watched}
-        for name, watch in seen.items():
-            watched[name].watch = watch
-        try:
-            self._run_all()
-        finally:
-            for name in seen:
-                watched[name].watch = None
+        seen = {name: _Squares() for name in self._block.storages()}
+        self._run_watched(seen)
         found = {name: watch.mean() for name, watch in seen.items()}
         if self.num_experts:
             routed = self.routed()
@@ -222,6 +208,17 @@ class Calibration:
     def _build(self) -> _Block:
         spec = replace(self.spec, blocks=(self.spec.blocks[self.layer],))
         return _Block(spec, self._platform, self._dtype, self._num_blocks, max(batch.num_seqs for batch in self._batches))
+
+    def _run_watched(self, watches: Mapping[str, _Watch] | Mapping[str, _Squares]) -> None:
+        """Shows inputs of the block, by name, to who watches them."""
+        watched = self._block.storages()
+        for name, watch in watches.items():
+            watched[name].watch = watch
+        try:
+            self._run_all()
+        finally:
+            for name in watches:
+                watched[name].watch = None
 
     def _run_all(self) -> None:
         """The stream stays where it is."""
