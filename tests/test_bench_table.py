@@ -243,7 +243,7 @@ def test_work_of_a_token_is_counted_by_hand() -> None:
     def token(context: int, draws: bool) -> float:
         flops = layers * sum(2 * rows * columns for rows, columns in matrices)
         flops += layers * heads * (2 * dim * context + 2 * dim * context)  # scores, and the mean of the values
-        return flops + (2 * vocab * hidden if draws else 0)
+        return flops + (2 * vocab * hidden if draws else -3 * 2 * inner * hidden)  # or it ends before the last layer's MLP
 
     kv = layers * kv_heads * dim * (2 + 1)
     decode = model.of_token(Trial(0, 3, 16, 2), 512)

@@ -5,7 +5,6 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -314,6 +313,11 @@ class BlockSpec:
         lacking = {"attention_norm"} if self.mixer is None else {"mlp_norm"} if self.mlp is None else set()
         return tuple(name for name in _NORMS[self.order] if name not in lacking)
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
+        return None not in (self.mixer, self.mlp) and {"attention_norm", "mlp_norm"} <= set(self.norms)
+
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         return sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp) if part is not None)
@@ -386,10 +390,16 @@ class ModelSpec:
         return any(isinstance(mixer, DeltaSpec) for mixer in self.mixers)
 
     @property
-    def first_reader(self) -> int:
-        """From this layer on all read what others keep, so that only tokens whose logits are wanted need them."""
-        readers = (isinstance(mixer, AttentionSpec) and mixer.reads is not None for mixer in reversed(self.mixers))
-        return self.num_layers - sum(1 for _ in itertools.takewhile(bool, readers))
+    def last_keeper(self) -> int:
+        """The last layer that keeps something of a token: behind its mixer only tokens whose logits are wanted go on."""
+        kept = (mixer is not None and not (isinstance(mixer, AttentionSpec) and mixer.reads is not None) for mixer in self.mixers)
+        return max(i for i, keeps in enumerate(kept) if keeps)
+
+    @property
+    def for_prompts(self) -> ModelSpec:
+        """What of it a token goes through whose logits nobody wants."""
+        *before, last = self.blocks[: self.last_keeper + 1]
+        return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last))
 
     @property
     def attention(self) -> AttentionSpec:
@@ -405,12 +415,6 @@ class ModelSpec:
     def mixture(self) -> MoESpec | None:
         """The first layer's that has experts; None where none has."""
         return next((block.mlp for block in self.blocks if isinstance(block.mlp, MoESpec)), None)
-
-    @property
-    def mlps(self) -> list[MLPSpec]:
-        """Of the layers that have one, or the experts'; all of a mixture's are of one kind."""
-        present = (block.mlp for block in self.blocks if block.mlp is not None)
-        return [mlp.expert if isinstance(mlp, MoESpec) else mlp for mlp in present]
 
     @property
     def ropes(self) -> set[RopeSpec]:

@@ -28,8 +28,8 @@ class ModelWork(NamedTuple):
     """What a model's shape says. read_bytes: of weights, each step; expert_bytes: those of experts among them, of which a token
     takes expert_share. kv_bytes: K and V of one token. state_bytes: read and written of a sequence's states, each step.
     linear_flops: of the layers' matrices and states, a token; head_flops: of the head, a row of logits; attention_flops: of a
-    token, for each token that it looks at. prompt_share: of linear and attention_flops, what a prompt's token needs, where only
-    those that are drawn from go through the last layers."""
+    token, for each token that it looks at. prompt_share, prompt_look_share: of linear and attention_flops, what a prompt's token
+    needs that is not drawn from (see ModelSpec.for_prompts)."""
 
     read_bytes: float
     kv_bytes: float
@@ -40,27 +40,25 @@ class ModelWork(NamedTuple):
     expert_share: float = 1.0
     state_bytes: float = 0.0
     prompt_share: float = 1.0
+    prompt_look_share: float = 1.0
 
     @classmethod
     def of(
         cls, spec: ModelSpec, read_bytes: float, kv_dtypes: tuple[torch.dtype, torch.dtype], expert_bytes: float = 0.0
     ) -> ModelWork:
         """read_bytes, expert_bytes: as the weights are kept (see LLM.read_bytes)."""
-        linear = attended = kv_bytes = state_bytes = of_prompts = 0.0
-        for i, block in enumerate(spec.blocks):
-            linear += block.num_active(spec.hidden_size)
-            linear += 3 * spec.hidden_size * spec.per_layer_width
-            of_prompts = linear if i < spec.first_reader else of_prompts
-            if isinstance(block.mixer, DeltaSpec):
-                linear += 3 * block.mixer.key_dim * block.mixer.values
-                state_bytes += 8 * block.mixer.key_dim * block.mixer.values
+        kv_bytes = state_bytes = 0.0
+        for mixer in spec.mixers:
+            if isinstance(mixer, DeltaSpec):
+                state_bytes += 8 * mixer.key_dim * mixer.values
         for attention in spec.attentions:
-            attended += 2 * attention.num_heads * attention.head_dim
             kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kept)
         head = 2.0 * spec.vocab_size * spec.hidden_size
-        share = of_prompts / linear if spec.first_reader < spec.num_layers else 1.0
-        return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * attended, expert_bytes, spec.expert_share, state_bytes, share)
+        linear, looks = _multiplied(spec)
+        of_prompts, looks_of_prompts = _multiplied(spec.for_prompts)
+        shares = of_prompts / linear, looks_of_prompts / looks if looks else 1.0
+        return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * looks, expert_bytes, spec.expert_share, state_bytes, *shares)
 
     def step_bytes(self, num_tokens: int) -> float:
         """Of weights that a step of so many tokens reads. Of experts that none of them takes, by the mean of tokens that choose
@@ -76,13 +74,26 @@ class ModelWork(NamedTuple):
         chunk_ends = [trial.depth + min(end, trial.num_prompt) for end in range(chunk, trial.num_prompt + chunk, chunk or 1)]
         generated = _sum_to(before + trial.num_gen) - _sum_to(before)  # each drawn token looks at all before it, and itself
         read = many * (sum(chunk_ends) + generated)
-        looked_at = many * (self.prompt_share * (_sum_to(before) - _sum_to(trial.depth)) + generated)
+        looked_at = many * (self.prompt_look_share * (_sum_to(before) - _sum_to(trial.depth)) + generated)
         heads = answers + (many if prompts else 0)
         num_bytes = prefill_steps * self.step_bytes(min(step_size, prompts)) + trial.num_gen * self.step_bytes(many)
         num_bytes += self.kv_bytes * read + self.state_bytes * many * (len(chunk_ends) + trial.num_gen)
-        flops = self.linear_flops * (self.prompt_share * prompts + answers) + self.head_flops * heads
+        flops = self.linear_flops * (self.prompt_share * (prompts + answers - heads) + heads) + self.head_flops * heads
         flops += self.attention_flops * looked_at
         return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
+
+
+def _multiplied(spec: ModelSpec) -> tuple[float, float]:
+    """Multiply-adds of a token: with the layers' matrices and states, and with each token that it looks at."""
+    linear = looks = 0.0
+    for block in spec.blocks:
+        linear += block.num_active(spec.hidden_size)
+        linear += 0 if block.mlp is None else 3 * spec.hidden_size * spec.per_layer_width
+        if isinstance(block.mixer, DeltaSpec):
+            linear += 3 * block.mixer.key_dim * block.mixer.values
+    for attention in spec.attentions:
+        looks += 2 * attention.num_heads * attention.head_dim
+    return linear, looks
 
 
 def _sum_to(count: int) -> int:

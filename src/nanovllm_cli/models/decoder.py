@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -44,7 +45,7 @@ class Block:
     def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
         width = model.hidden_size
 
-        self.order = spec.order
+        self.order, self.has_halves = spec.order, spec.has_halves
         self.ops = kit.ops
         self.scale = model.residual_scale
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
@@ -74,11 +75,6 @@ class Block:
             return self._behind(x, residual, inputs, cache)
         h = self.attention_norm(x, residual)
         return Addend(self.ops.add(self.mixer(h, inputs, cache), _computed(self.mlp, h, inputs.batch.slots)))
-
-    @property
-    def has_halves(self) -> bool:
-        """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
-        return None not in (self.mixer, self.mlp, self.attention_norm, self.mlp_norm)
 
     def mixed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
         """The first half: all that the cache is to keep, and what has still to join the residual stream."""
@@ -191,7 +187,8 @@ class Decoder:
         else:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
-        self.first_reader = spec.first_reader
+        self.last_keeper = spec.last_keeper
+        self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
@@ -228,7 +225,7 @@ class Decoder:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         there = batch.to(self.device)
         inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there))
-        if self.first_reader == self.spec.num_layers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
+        if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))
 
@@ -246,21 +243,18 @@ class Decoder:
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            if i == self.first_reader and not all_asked:
-                if inputs.asked is None:
-                    break  # nothing is asked, and what is to be kept is
-                inputs, all_asked = inputs.asked, True
-                x, residual = None if x is None else x.taken(rows), residual[rows]
-                every = None if every is None else every[rows]
             own = None if every is None else every[:, i * width : (i + 1) * width]
-            if i + 1 < len(self.blocks) or all_asked or not block.has_halves:
+            if i != self.last_keeper or all_asked:
                 x = block(x, residual, inputs, layer, own)
                 continue
-            x = block.mixed(x, residual, inputs, layer)  # and behind that nothing is kept
+            x = block.mixed(x, residual, inputs, layer) if block.has_halves else block(x, residual, inputs, layer, own)
             if rows.shape[0] == 0:
-                break
+                break  # nothing is asked, and what is to be kept is
             x, residual, all_asked = None if x is None else x.taken(rows), residual[rows], True
-            x = block.fed(x, residual, batch.slots[rows], None if own is None else own[rows])
+            every, own = None if every is None else every[rows], None if own is None else own[rows]
+            inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows]))
+            if block.has_halves:
+                x = block.fed(x, residual, inputs.batch.slots, own)
         if all_asked:
             return self.norm(x, residual)
         return self.norm(None if x is None else x.taken(rows), residual[rows])

@@ -170,7 +170,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
         "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
         "feed_forward_length": sizes if len(set(sizes)) > 1 else sizes[0],
         "attention.sliding_window_pattern": [attention.window is not None for attention in spec.attentions],
-        "attention.shared_kv_layers": spec.num_layers - spec.first_reader,
+        "attention.shared_kv_layers": spec.num_layers - 1 - spec.last_keeper,
         "embedding_length_per_layer_input": spec.per_layer_width,
     }
     if spec.logit_softcap:

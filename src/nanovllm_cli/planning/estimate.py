@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -203,7 +203,7 @@ def prefill_rate(facts: Facts, weights: WeightPlan, speed: Speed, step_tokens: i
     """Most tokens a second of a prompt of PROMPT_LEN tokens, read in steps of step_tokens."""
     steps = -(-PROMPT_LEN // step_tokens)
     read = steps * _step_bytes(facts.spec, weights, min(step_tokens, PROMPT_LEN)) / (speed.read_gb_s * 1e9)
-    needed = replace(facts.spec, blocks=facts.spec.blocks[: facts.spec.first_reader])
+    needed = facts.spec.for_prompts
     work = PROMPT_LEN * (_matmul(needed, with_head=False) + _attention(needed, PROMPT_LEN / 2))
     return PROMPT_LEN / max(read, work / _operations(speed, weights))
 

@@ -58,6 +58,11 @@ def encode(type_name: str, rows: torch.Tensor, importance: torch.Tensor | None =
     return data
 
 
+def weighs_columns(type_name: str) -> bool:
+    """Whether `encode` has a use for an importance."""
+    return block_type(type_name).name in _SEARCHES
+
+
 def _by_gguf(kind: BlockType, x: Floats) -> torch.Tensor:
     x = np.where(np.abs(x) < SMALLEST, np.float32(0), x)
     with np.errstate(all="ignore"):  # what overflows is found in the scales
@@ -112,11 +117,6 @@ _SEARCHES = {
     "Q5_K": _affine(31, 63, (-0.6, -0.2, 0.2, 0.6)),
     "Q6_K": _symmetric(32, 128, 0.6, 6.0),
 }
-def weighs_columns(type_name: str) -> bool:
-    """Whether `encode` has a use for an importance."""
-    return block_type(type_name).name in _SEARCHES
-
-
 ENCODED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *_SEARCHES, "TQ1_0", "TQ2_0", "MXFP4")
 
 

@@ -198,7 +198,7 @@ def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadPro
     if any(item.weight.dealt is not None for item in plan.items):
         raise UnsupportedError(
             f"{original.name} has columns in another order than its GGUF file, and is not calibrated for one",
-            "make a file of it first, and quantize that: nanovllm convert MODEL; or use --algorithm rtn",
+            "make a file of it first, and quantize that: nanovllm convert MODEL; or use --algorithm imatrix, or rtn",
         )
     {"gptq": check_gptq, "awq": check_awq}[method.algorithm](plan)
     walk = Walk(original, method.sequences(original), progress)
