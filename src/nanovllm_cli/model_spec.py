@@ -417,6 +417,11 @@ class ModelSpec:
         return next((block.mlp for block in self.blocks if isinstance(block.mlp, MoESpec)), None)
 
     @property
+    def mlps(self) -> list[MLPSpec]:
+        """Of the layers that have one, or the experts'; all of a mixture's are of one kind."""
+        return [mlp.expert if isinstance(mlp, MoESpec) else mlp for block in self.blocks if (mlp := block.mlp) is not None]
+
+    @property
     def ropes(self) -> set[RopeSpec]:
         return {attention.rope for attention in self.attentions if attention.rope is not None}
 
@@ -437,8 +442,7 @@ class ModelSpec:
     @property
     def num_idle(self) -> int:
         """Numbers that a token is not computed with: of experts that it does not take, and what layers have of other tokens."""
-        idle = sum(block.num_weights(self.hidden_size) - block.num_active(self.hidden_size) for block in self.blocks)
-        return idle + self.num_by_token
+        return self.num_by_token + sum(b.num_weights(self.hidden_size) - b.num_active(self.hidden_size) for b in self.blocks)
 
     def rope_regime(self, prompt_len: int) -> int:
         """0, or a number that tells apart prompts whose K/V can't be shared because their angles depend on the length."""
