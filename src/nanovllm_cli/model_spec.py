@@ -391,9 +391,9 @@ class ModelSpec:
 
     @property
     def last_keeper(self) -> int:
-        """The last layer that keeps something of a token: behind its mixer only tokens whose logits are wanted go on."""
+        """The last layer that keeps something of a token, or -1: behind its mixer only tokens whose logits are wanted go on."""
         kept = (mixer is not None and not (isinstance(mixer, AttentionSpec) and mixer.reads is not None) for mixer in self.mixers)
-        return max(i for i, keeps in enumerate(kept) if keeps)
+        return max((i for i, keeps in enumerate(kept) if keeps), default=-1)
 
     @property
     def for_prompts(self) -> ModelSpec:
