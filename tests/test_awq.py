@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec
 from nanovllm_cli.quant import awq
 from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4

@@ -25,7 +25,8 @@ from nanovllm_cli.bench.table import Loaded, Procedure, check_room, run_sweep
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UsageError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cli_driver import nanovllm

@@ -17,7 +17,7 @@ from nanovllm_cli.attention.backend import LatentWeights
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.cuda_ops import CudaOps
-from nanovllm_cli.model_spec import LatentSpec
+from nanovllm_cli.mixer_spec import LatentSpec
 from test_cuda_engine import (
     PROMPTS,
     SHAPE,

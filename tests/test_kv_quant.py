@@ -15,7 +15,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu
-from nanovllm_cli.model_spec import AttentionSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from test_kernels_cpu import GENERATOR, Paged, error, randn
 
 BF16, FP32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn

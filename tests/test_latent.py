@@ -21,7 +21,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, RopeSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quant.format_names import parse_format

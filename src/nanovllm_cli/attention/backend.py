@@ -9,7 +9,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""

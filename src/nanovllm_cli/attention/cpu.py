@@ -13,7 +13,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu, delta
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import States
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 
 class CpuStep(NamedTuple):

@@ -36,7 +36,7 @@ from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles, tiling
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.states import States
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256

@@ -28,7 +28,7 @@ from nanovllm_cli.kernels.latent_attention import (
 )
 from nanovllm_cli.kernels.latent_rows import latent_rows
 from nanovllm_cli.kernels.rope_cache import Projected
-from nanovllm_cli.model_spec import AttentionSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 
 Groups = dict[int, torch.Tensor]
 """A step's tokens by how many share what they read: see `groups_of`."""

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
 
 ALIGNMENT = 64
 """Of each tensor: the kernels' widest loads, and lines of a CPU's caches."""

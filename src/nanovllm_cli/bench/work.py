@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.bench.sweep import Trial
-from nanovllm_cli.model_spec import DeltaSpec, ModelSpec
+from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch

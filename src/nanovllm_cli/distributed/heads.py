@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.model_spec import ModelSpec
 
 Mixer = TypeVar("Mixer", bound=MixerSpec)
 

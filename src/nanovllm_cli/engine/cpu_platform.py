@@ -17,7 +17,8 @@ from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.model_spec import ConvSpec, ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import ConvSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress

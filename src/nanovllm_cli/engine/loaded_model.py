@@ -20,7 +20,8 @@ from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_divided import CpuDivided

@@ -14,7 +14,8 @@ from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import DeltaSpec, NormSpec
+from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.model_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 

@@ -12,7 +12,7 @@ from nanovllm_cli.distributed.division import Division, Gathers
 from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import Mixer, own_mixer, own_units
 from nanovllm_cli.kernels.ops import Ops
-from nanovllm_cli.model_spec import MixerSpec
+from nanovllm_cli.mixer_spec import MixerSpec
 from nanovllm_cli.quant.storage import WeightStorage
 
 

@@ -14,7 +14,8 @@ from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot
-from nanovllm_cli.model_spec import AttentionSpec, NormSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.model_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
 
 

@@ -24,19 +24,8 @@ from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots, number_slot
-from nanovllm_cli.model_spec import (
-    AttentionSpec,
-    BlockSpec,
-    ConvSpec,
-    DeltaSpec,
-    LatentSpec,
-    MixerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    NormSpec,
-    RopeSpec,
-)
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, RopeSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 
 class Block:

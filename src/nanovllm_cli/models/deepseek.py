@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, RopeSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys, only_behind_the_first
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.family import Family, GGUFField

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
 from nanovllm_cli.models.family import ANOTHER, Family

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MLPSpec, ModelSpec, MoESpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, RopeSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm_cli.model_spec import ModelSpec, RopeSpec
+from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.rotary import checked_rope, rope_section

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import DeltaSpec
+from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, GGUFField
 

@@ -16,7 +16,8 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.rows import QuantizedRows
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, DeltaSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import DeltaSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
 from nanovllm_cli.models.families import QWEN2

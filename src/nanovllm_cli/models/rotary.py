@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import RopeSpec
+from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 

@@ -22,7 +22,8 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_byte
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint

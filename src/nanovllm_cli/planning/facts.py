@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest
 from nanovllm_cli.weights.loader import hf_spec, read_spec

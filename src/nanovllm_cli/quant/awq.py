@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec, MLPSpec, MoESpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, MoESpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 

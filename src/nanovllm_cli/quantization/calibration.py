@@ -41,7 +41,8 @@ from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from gguf import LlamaFileType
 
-from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
 from nanovllm_cli.weights.convert_tensors import NARROW

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.model_spec import DeltaSpec, ModelSpec
+from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.convert_tensors import Step
 

@@ -12,16 +12,8 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import (
-    AttentionSpec,
-    BlockSpec,
-    ConvSpec,
-    DeltaSpec,
-    LatentSpec,
-    MixerSpec,
-    MLPSpec,
-    ModelSpec,
-)
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.qwen_next import QWEN2_MOE

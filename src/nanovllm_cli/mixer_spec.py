@@ -1,0 +1,189 @@
+"""What carries numbers from token to token in a layer, as plain values: attention and its positions, convolutions, states.
+
+Frozen values without tensors, which `model_spec.py` makes a model of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "divisors"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions over the first `dim` dims of a head. Lengths in tokens. Meanings by scaling:
+
+    none; linear: positions / factor; dynamic: NTK base grown with the sequence past original_len; llama3: low frequencies /
+    factor, smoothed between low_freq and high_freq; yarn: interpolation by frequency between beta_fast and beta_slow;
+    longrope: one divisor a frequency, short_divisors up to original_len and long_divisors past it; divisors: short_divisors
+    always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
+    interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i).
+    """
+
+    dim: int
+    theta: float = 10000.0
+    interleaved: bool = False
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    original_len: int = 0
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    short_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True where a token's angle depends on how long its sequence is, not on its position alone."""
+        return self.scaling in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (DeepSeek-V2, Liu et al. 2024): of a token `rank` normed numbers are kept, of which each head's key_dim
+    numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
+    numbers that queries are made of; None: they are made of the hidden state. by_head: what makes keys and values is a matrix of
+    the checkpoint for each head, and those of keys are turned over (GGUF)."""
+
+    query_rank: int | None
+    rank: int
+    key_dim: int
+    rotary_dim: int
+    value_dim: int
+    by_head: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head, as its projection leaves it."""
+        return self.key_dim + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
+
+    scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks: a
+    learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k;
+    qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k, together (OLMo 2). value_norm: every
+    head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
+    keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having none of its
+    own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has behind each
+    head's query; gate_apart: or which have a projection of their own. latent: keys and values are made of what all heads share,
+    so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and
+    rotates its first numbers.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_of: Literal["head", "turned head", "all heads"] = "head"
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    value_norm: bool = False
+    fused_qkv: bool = False
+    keys_are_values: bool = False
+    reads: int | None = None
+    gated: bool = False
+    gate_apart: bool = False
+    latent: LatentSpec | None = None
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def interleaved(self) -> bool:
+        return self.rope is not None and self.rope.interleaved
+
+    @property
+    def qk_norm_sizes(self) -> dict[str, int]:
+        """Gains of its norms of q and k, by part; of k none where another layer's are read."""
+        parts = {"q": self.num_heads, "k": self.num_kv_heads} if self.reads is None else {"q": self.num_heads}
+        whole = self.qk_norm_of == "all heads"
+        return {part: heads * self.head_dim if whole else self.head_dim for part, heads in parts.items() if self.qk_norm}
+
+    @property
+    def queries_a_key(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        if (latent := self.latent) is not None:
+            queries = self.num_heads * latent.query_dim
+            of_queries = hidden_size * queries if latent.query_rank is None else (hidden_size + queries) * latent.query_rank
+            of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
+            return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2
+        biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
+        return hidden_size * ((2 + self.gated) * queries + keys) + biases + self.num_heads * self.sinks
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSpec:
+    """A gated short convolution in place of attention (LFM2): in(x) is b, c and h, of `channels` each; then out(c * conv(b * h)),
+    where conv sums a channel's value and those of the `width` - 1 tokens before, each times a weight. bias: of in, conv and out.
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width."""
+        biases = (4 * self.channels + hidden_size) * self.bias
+        return 4 * hidden_size * self.channels + self.channels * self.width + biases
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have
+    a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint
+    has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see `kernels.reference.state_space`.
+    conv_bias: of its convolution. Behind mamba's rule is a norm of all values, those of each key head by
+    themselves.
+    """
+
+    num_keys: int
+    key_dim: int
+    num_values: int
+    value_dim: int
+    width: int
+    tiled: bool = False
+    log_decay: bool = True
+    mamba: bool = False
+    conv_bias: bool = False
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token that its heads find."""
+        return self.num_values * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.num_keys * self.key_dim + self.values
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        gates = 1 if self.mamba else 2
+        matrices = hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
+        tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias
+        return matrices + self.channels * self.width + tables
+
+
+MixerSpec = AttentionSpec | ConvSpec | DeltaSpec
+"""What carries numbers from token to token in a layer."""
