@@ -83,6 +83,17 @@ def test_add_rms_norm_equals_reference(width: int, with_residual: bool, centered
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [17, 64, 1000])
+@pytest.mark.parametrize(("adds", "shifts"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_stream_is_normed_in_its_place(width: int, adds: bool, shifts: bool, dtype: torch.dtype) -> None:
+    x, stream = (randn(9, width, dtype=dtype) + 2 for _ in range(2))
+    weight, shift = randn(2, width, dtype=dtype)
+    expected = reference.norm_sum(x if adds else None, stream, weight, shift if shifts else None, 1e-12)
+    norms.norm_sum(x if adds else None, stream, weight, shift if shifts else None, 1e-12)
+    assert error(stream, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [17, 64])
 def test_columns_are_normed_in_their_place(width: int, dtype: torch.dtype) -> None:
     whole, weight = randn(5, 3 * width + 1, dtype=dtype), randn(width, dtype=dtype)
@@ -107,9 +118,10 @@ def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh"])
 def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
     x = randn(5, 2 * 37, dtype=dtype) * 8
+    x[0, :3] = torch.tensor([-20.0, 0.0, 20.0], dtype=dtype)
     expected = reference.gated_activation(x, activation)
     assert error(gates.gated_activation(x, activation), expected) < TOLERANCE[dtype]
 
@@ -217,6 +229,7 @@ class Paged:
         out = cpu.paged_attention(
             q, self.k, self.v, tiles, self.tables, self.dim**-0.5, int(options.get("window", 0)),  # type: ignore[call-overload]
             float(options.get("softcap", 0.0)), options.get("sinks"),  # type: ignore[arg-type]
+            both_ways=bool(options.get("both_ways", False)),
         )  # fmt: skip
         return q, out
 
@@ -239,6 +252,9 @@ CASES = [
     (8, 2, 512, [19, 70], {"v_norm": True}),
     (4, 1, 24, [33], {"v_norm": True, "half": 6, "window": 10}),
     (4, 2, 24, [33, 2], {"norm_last": True, "v_norm": True, "half": 10}),
+    (4, 4, 32, [70, 1, 129, 600], {"both_ways": True}),
+    (6, 2, 24, [17, 300, 64], {"both_ways": True, "window": 33, "sinks": True}),
+    (2, 1, 16, [1030], {"both_ways": True, "window": 520, "softcap": 5.0}),
 ]
 
 
@@ -283,7 +299,7 @@ def test_rope_cache_and_attention_equal_reference(
             assert error(v, normed(values, "v_norm")) < TOLERANCE[dtype]
         expected = reference.attention(
             q[rows].float(), k, v, 0, dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0)),  # type: ignore[call-overload, arg-type]
-            options.get("sinks"),  # type: ignore[arg-type]
+            options.get("sinks"), bool(options.get("both_ways")),  # type: ignore[arg-type]
         )  # fmt: skip
         assert error(out[rows].reshape(length, heads, dim), expected) < TOLERANCE[dtype]
         row += length
@@ -320,7 +336,11 @@ def test_attention_gives_the_same_bits_whatever_the_chunks(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"window": 600}, {"softcap": 5.0, "sinks": randn(6)}], ids=["", "window", "sinks"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 600}, {"softcap": 5.0, "sinks": randn(6)}, {"both_ways": True, "window": 600}],
+    ids=["", "window", "sinks", "both ways"],
+)
 def test_long_sequences_have_the_same_bits_in_parts_side_by_side(
     options: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

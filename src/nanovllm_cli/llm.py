@@ -149,6 +149,7 @@ class LLM:
             ahead=worker.ahead,
             prepare=worker.prepare,
             draws=self.spec.has_head,
+            embeds_whole=self.spec.reads_both_ways,
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )

@@ -69,7 +69,8 @@ class LatentSpec:
 class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
-    scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks: a
+    both_ways: a query sees the keys behind its own, too. scale: None for head_dim ** -0.5. window: keys a query sees, itself
+    included, with both_ways on either side; None for all. softcap: cap on scores. sinks: a
     learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k;
     qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k, together (OLMo 2). value_norm: every
     head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
@@ -88,6 +89,7 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False
     qk_norm_of: Literal["head", "turned head", "all heads"] = "head"
+    both_ways: bool = False
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None

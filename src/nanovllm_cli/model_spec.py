@@ -18,16 +18,16 @@ Pooling = Literal["mean", "last", "cls"]
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
-    `kernels.reference.gated_activation`. relu2: without a gate, down(relu(up(x)) ** 2)."""
+    `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh: without a gate, down(act(up(x)))."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh"] = "silu"
     bias: bool = False
     fused: bool = False
 
     @property
     def gated(self) -> bool:
-        return self.activation != "relu2"
+        return self.activation in ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
     @property
     def parts(self) -> dict[str, int]:
@@ -94,20 +94,22 @@ class MoESpec:
 class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
     of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
-    mean, which is layer norm without a bias; those of heads are not."""
+    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered."""
 
     eps: float
     offset: float = 0.0
     stored_offset: float = 0.0
     centered: bool = False
+    shifted: bool = False
 
 
-BlockOrder = Literal["pre", "sandwich", "post", "parallel"]
+BlockOrder = Literal["pre", "sandwich", "post", "parallel", "original"]
 _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
     "sandwich": ("attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
     "post": ("after_attention_norm", "after_mlp_norm"),
     "parallel": ("attention_norm",),
+    "original": ("after_attention_norm", "after_mlp_norm"),
 }
 
 
@@ -119,26 +121,28 @@ class BlockSpec:
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     post      x += norm(mixer(x)); x += norm(mlp(x))                      (OLMo 2)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
+    original  x = norm(x + mixer(x)); x = norm(x + mlp(x))                (Vaswani et al. 2017; BERT)
 
     Of "pre" it may have but one of both, None being the other (Nemotron-H). scaled: at its end x is multiplied with a number of
-    the checkpoint's.
+    the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already (ModernBERT's first).
     """
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
     order: BlockOrder = "pre"
     scaled: bool = False
+    bare: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Those of its order, by name."""
-        lacking = {"attention_norm"} if self.mixer is None else {"mlp_norm"} if self.mlp is None else set()
+        lacking = {"attention_norm"} if self.mixer is None or self.bare else {"mlp_norm"} if self.mlp is None else set()
         return tuple(name for name in _NORMS[self.order] if name not in lacking)
 
     @property
     def has_halves(self) -> bool:
         """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
-        return None not in (self.mixer, self.mlp) and {"attention_norm", "mlp_norm"} <= set(self.norms)
+        return None not in (self.mixer, self.mlp) and (self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms))
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
@@ -151,11 +155,24 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EntrySpec:
+    """What is added to an embedding before the first layer reads it, and a norm of the sum: a row of a table of `positions` for
+    the token's position, the first token's being `first_position`, and the first row of a table of `segments`. 0: no such table.
+    norm: see `NormSpec`."""
+
+    norm: NormSpec
+    positions: int = 0
+    first_position: int = 0
+    segments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole decoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies embeddings,
-    residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
+    """A whole decoder, or an encoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies
+    embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
     per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. has_head: without one no
-    token is drawn, and texts are embedded alone; tied_head holds then, so that no weight is asked for."""
+    token is drawn, and texts are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an
+    embedding goes into the first layer as it is. ends_normed: whether there is a norm behind the last layer."""
 
     architecture: str
     vocab_size: int
@@ -170,6 +187,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     per_layer_width: int = 0
+    entry: EntrySpec | None = None
+    ends_normed: bool = True
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:
@@ -205,6 +224,11 @@ class ModelSpec:
     def attentions(self) -> list[AttentionSpec]:
         """Of the layers that have one."""
         return [mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)]
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether tokens see those behind them, so that a text is computed as a whole, and nothing can be drawn."""
+        return any(attention.both_ways for attention in self.attentions)
 
     @property
     def has_states(self) -> bool:

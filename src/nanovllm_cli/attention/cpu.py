@@ -110,8 +110,9 @@ class CpuAttention:
         )  # fmt: skip
         tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(
-            q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
-        )
+            q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
+            both_ways=spec.both_ways,
+        )  # fmt: skip
 
     def attend_latent(
         self,

@@ -79,7 +79,8 @@ class Engine:
     answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
     `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
     prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
-    texts are embedded, and nothing else. embedding_refusal: why texts can't be, where they can't.
+    texts are embedded, and nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't
+    be embedded, where they can't.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Engine:
         ahead: RunsAhead | None = None,
         prepare: Prepare | None = None,
         draws: bool = True,
+        embeds_whole: bool = False,
         embedding_refusal: UnsupportedError | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,6 +122,7 @@ class Engine:
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
         self._draws = draws
+        self._embeds_whole = embeds_whole
         self._embedding_refusal = embedding_refusal
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
@@ -176,11 +179,11 @@ class Engine:
         self._check_priority(priority)
         if pooling not in get_args(Pooling):
             raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
-        prompt = self._checked_prompt(prompt_ids)
-        params = SamplingParams(max_tokens=1)
+        prompt = self._checked_prompt(prompt_ids, room=0)
         request = Request(
-            request_id, prompt, params, len(prompt) + 1, (), self._clock(), priority=priority, pooling=pooling
-        )
+            request_id, prompt, SamplingParams(max_tokens=1), len(prompt) + 1, (), self._clock(), priority=priority,
+            whole=self._embeds_whole, pooling=pooling,
+        )  # fmt: skip
         self._begin(request, None)
 
     def step(self) -> list[RequestOutput]:
@@ -322,7 +325,8 @@ class Engine:
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise UsageError(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}")
 
-    def _checked_prompt(self, prompt_ids: Iterable[int]) -> tuple[int, ...]:
+    def _checked_prompt(self, prompt_ids: Iterable[int], room: int = 1) -> tuple[int, ...]:
+        """room: tokens that are to fit behind it."""
         try:
             prompt = tuple(map(operator.index, prompt_ids))
         except TypeError:
@@ -332,7 +336,7 @@ class Engine:
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < self._vocab_size:
                 raise UsageError(f"token id {token_id} is not in the vocabulary, which has {self._vocab_size}")
-        if len(prompt) >= self._context_len:
+        if len(prompt) + room > self._context_len:
             hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
             raise PromptTooLongError(len(prompt), self._context_len, hint)
         return prompt

@@ -1,18 +1,17 @@
 """Who runs in the next step, with how many tokens, in which blocks.
 
-Each step takes decodes first, then prefill chunks and waiting sequences in order of rank, under two limits: tokens a
-step and sequences a step. What must hold, and why it does:
+Each step takes decodes first, then prefill chunks and waiting sequences in order of rank, under two limits: tokens a step and
+sequences a step. What must hold, and why it does:
 
-- Progress. Every plan schedules a token. Requests have one fixed order, their rank; a sequence that lacks blocks
-  takes them from the running sequence with the highest rank above its own that is not in the step yet, or else sits
-  the step out. The most urgent one can preempt all others, and alone it fits: the engine refuses what does not.
-- No starvation. Waiting sequences enter in order of rank and nobody overtakes the first. With policy "priority" the
-  rank is priority + arrival / aging_seconds: to wait `aging_seconds` is worth one level, and two requests age alike,
-  so the order never changes; running ones of a less urgent priority make way. Where decodes alone would fill the step
-  they leave a part of it to prefills, and take turns.
-- No ping-pong. A sequence enters only with blocks for all of its tokens, beside one for every second sequence to grow
-  into (more would mean fewer preemptions, but smaller steps); what it was preempted for has taken at least one of
-  those that it gave.
+- Progress. Every plan schedules a token. Requests have one fixed order, their rank; a sequence that lacks blocks takes them from
+  the running sequence with the highest rank above its own that is not in the step yet, or else sits the step out. The most urgent
+  one can preempt all others, and alone it fits: the engine refuses what does not.
+- No starvation. Waiting sequences enter in order of rank and nobody overtakes the first. With policy "priority" the rank is
+  priority + arrival / aging_seconds: to wait `aging_seconds` is worth one level, and two requests age alike, so the order never
+  changes; running ones of a less urgent priority make way. Where decodes alone would fill the step they leave a part of it to
+  prefills, and take turns.
+- No ping-pong. A sequence enters only with blocks for all of its tokens, beside one for every second sequence to grow into (more
+  would mean fewer preemptions, but smaller steps); what it was preempted for has taken at least one of those that it gave.
 
 A sequence that was preempted keeps its tokens, and computes prompt and answer again when it comes back.
 """
@@ -54,12 +53,9 @@ _AHEAD = [DRAWN_BEFORE]
 
 
 class Scheduler:
-    """Holds every unfinished sequence. plan() and apply() (or rewind()) alternate; plan_ahead() may come between the two, and
-    is then applied in its turn."""
+    """Holds every unfinished sequence. plan() and apply() (or rewind()) alternate; plan_ahead() may come between the two."""
 
-    def __init__(
-        self, config: EngineConfig, blocks: BlockManager, strategy: Strategy, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: EngineConfig, blocks: BlockManager, strategy: Strategy, clock: Callable[[], float]) -> None:
         self._config = config
         self._blocks = blocks
         self._strategy = strategy
@@ -158,8 +154,7 @@ class Scheduler:
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
         """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
 
-        Sequences with an error are still to be ended by the caller, with `finish`, as are those that reached their
-        end.
+        Sequences with an error are still to be ended by the caller, with `finish`, as are those that reached their end.
         """
         step = self._steps.popleft()
         self._unpin(step)
@@ -254,6 +249,10 @@ class Scheduler:
         """decodes: it did so before this step, and is one of those that the strategy has made room for guesses for."""
         if len(sequence.token_ids) - sequence.num_computed > 1 and not sequence.request.wants_every_row:
             self._count_hits(sequence, self._blocks.adopt(sequence))
+        if sequence.request.whole:
+            if self._scheduled and len(sequence.token_ids) > limit:
+                return False  # what is longer than a step has one of its own
+            limit = len(sequence.token_ids)
         if not decodes:
             limit = self._blocks.states.chunk(sequence, min(limit, len(sequence.token_ids) - sequence.num_computed))
         fed = self._strategy.feed(sequence, limit)
@@ -313,13 +312,14 @@ class Scheduler:
     def _enter_waiting(self, before: tuple[float, int, int] | None = None) -> None:
         """Waiting sequences, in order and up to rank `before`, while there are tokens, seats and blocks."""
         seats = self._free_seats() if self.waiting else 0
-        while self.waiting and self._budget and seats > 0:
+        while self.waiting and self._budget > 0 and seats > 0:
             sequence = self.waiting[0]
             if (before is not None and sequence.rank > before) or not self._admit(sequence):
                 return
             self._enter(sequence)
             seats -= 1 + len(sequence.pending)
-            self._schedule(sequence, self._budget, False)
+            if not self._schedule(sequence, self._budget, False):
+                return
 
     def _enter(self, first: Sequence) -> None:
         assert self.waiting.pop(0) is first

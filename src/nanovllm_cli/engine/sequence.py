@@ -36,7 +36,8 @@ class Request:
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
-    pooling: for a text that is embedded, and draws nothing. pooled: what its chunks gave so far.
+    whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
+    draws nothing. pooled: what its chunks gave so far.
     runs_ahead: its tokens can be fed to the next step before they are read. prepared: what had to be made for it, kept alive.
     The last six fields feed `RequestMetrics`.
     """
@@ -52,6 +53,7 @@ class Request:
     cache_salt: str | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    whole: bool = False
     pooling: Pooling | None = None
     pooled: list[float] | None = None
     runs_ahead: bool = False

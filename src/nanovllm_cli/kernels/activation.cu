@@ -1,5 +1,5 @@
 // out [T, width] = gated(gate, up) of DTYPE; width a multiple of VECTOR. Rows of gate, and of up, begin gate_stride and up_stride
-// elements apart. Of RELU2 up is gate, and only gate is read.
+// elements apart. Without a gate up is gate, and only gate is read.
 //
 // One load of VECTOR elements from each half a thread, 32 bytes in flight: at full occupancy 64 KB an SM, more than memory
 // needs. Grid (T, columns / (threads * VECTOR)). The kind is a runtime number, switched on once a thread.
@@ -25,7 +25,7 @@ gated_activation(const DTYPE* gate_rows, const DTYPE* up_rows, DTYPE* out, int64
   const Index row = blockIdx.x;
   wait_for_previous_kernel();
   const Elements gate = Elements::load(gate_rows + row * (Index)gate_stride + column);
-  const Elements up = kind == RELU2 ? gate : Elements::load(up_rows + row * (Index)up_stride + column);
+  const Elements up = !has_gate(kind) ? gate : Elements::load(up_rows + row * (Index)up_stride + column);
   let_next_kernel_start();
   Elements result;
   switch (kind) {
@@ -33,6 +33,8 @@ gated_activation(const DTYPE* gate_rows, const DTYPE* up_rows, DTYPE* out, int64
     case GELU_TANH: result = gated_elements<GELU_TANH>(gate, up); break;
     case SWIGLU_OAI: result = gated_elements<SWIGLU_OAI>(gate, up); break;
     case RELU2: result = gated_elements<RELU2>(gate, up); break;
+    case LONE_GELU: result = gated_elements<LONE_GELU>(gate, up); break;
+    case LONE_GELU_TANH: result = gated_elements<LONE_GELU_TANH>(gate, up); break;
     default: result = gated_elements<GELU>(gate, up);
   }
   result.store(out + row * width + column);

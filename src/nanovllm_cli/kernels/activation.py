@@ -11,13 +11,14 @@ import torch
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
 
 THREADS = 256
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4, "relu2": 5}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4, "relu2": 5, "lone_gelu": 6, "lone_gelu_tanh": 7}
+_GATED = ("silu", "gelu_tanh", "gelu", "swiglu_oai")
 """By name, as in activation.cuh."""
 
 
 def has_gate(activation: str | None) -> TypeGuard[str]:
     """True if it is of two numbers, so that a matmul with it has half as many outputs as its weight has rows."""
-    return activation not in (None, "relu2")
+    return activation in _GATED
 
 
 def gated_activation(launcher: Launcher, x: torch.Tensor, activation: str) -> torch.Tensor:

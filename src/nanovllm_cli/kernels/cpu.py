@@ -382,15 +382,16 @@ def rope_and_cache(
 
 
 def attention_tiles(query_starts: torch.Tensor, kv_lens: torch.Tensor, group: int) -> torch.Tensor:
-    """How `paged_attention` divides its work, [tiles, 4] int64: sequence, first row, tokens, first position. Once a step."""
+    """How `paged_attention` divides its work, [tiles, 5] int64: sequence, first row, tokens, first position, keys of the
+    sequence. Once a step."""
     starts = query_starts.tolist()
     most = max(1, cpu_attention.MAX_TILE_ROWS // group)
     tiles = []
     for seq, kv_len in enumerate(kv_lens.tolist()):
         begin, end = starts[seq], starts[seq + 1]
         first_position = kv_len - (end - begin)
-        tiles += [(seq, row, min(most, end - row), first_position + row - begin) for row in range(begin, end, most)]
-    return torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4)
+        tiles += [(seq, row, min(most, end - row), first_position + row - begin, kv_len) for row in range(begin, end, most)]
+    return torch.tensor(tiles, dtype=torch.int64).reshape(-1, 5)
 
 
 def _num_splits(tasks: int, table_width: int) -> int:
@@ -411,9 +412,12 @@ def paged_attention(
     softcap: float,
     sinks: torch.Tensor | None,
     unread: int = 0,
+    *,
+    both_ways: bool = False,
 ) -> torch.Tensor:
     """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. Without v_cache keys are values, of
-    whose first `unread` dims nobody asks: they may come out as zeros. See `cpu_attention.paged_attention`."""
+    whose first `unread` dims nobody asks: they may come out as zeros. both_ways: tokens see those behind them, too. See
+    `cpu_attention.paged_attention`."""
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, q.dtype)
     out = new_tensor((tokens, heads * dim), q.dtype)
@@ -422,16 +426,17 @@ def paged_attention(
     partials = new_tensor((tokens * heads * splits if splits > 1 else 0, _padded(dim) + 2), torch.float32)
     ints = (
         _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
-        address_of(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
+        address_of(tiles, torch.int64, tiles.shape[0], 5), tiles.shape[0],
         address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        window, sink_address, out.data_ptr(), splits, partials.data_ptr(), unread // LANES * LANES if v_cache is None else -1,
+        window, int(both_ways), sink_address, out.data_ptr(), splits, partials.data_ptr(),
+        unread // LANES * LANES if v_cache is None else -1,
     )  # fmt: skip
     work = 2 * BLOCK * q.numel() * block_tables.shape[1]
     launch(cpu_attention.paged_attention, work, tags_of(q.dtype, *kept), ints, (scale, softcap))
     if splits > 1:
         ints = (
-            heads, kv_heads, dim, _padded(dim), tiles.data_ptr(), tokens, window, sink_address, out.data_ptr(), splits,
-            partials.data_ptr(),
+            heads, kv_heads, dim, _padded(dim), tiles.data_ptr(), tokens, window, int(both_ways), sink_address, out.data_ptr(),
+            splits, partials.data_ptr(),
         )  # fmt: skip
         launch(cpu_attention.join_parts, splits * q.numel(), tags_of(q.dtype), ints)
     return out

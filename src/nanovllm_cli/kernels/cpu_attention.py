@@ -124,9 +124,11 @@ def _finish(total, state, sinks, head, target):
 
 
 @njit(nogil=True, error_model="numpy")
-def _parts(first_position, count, window):
+def _parts(first_position, count, length, window, both_ways):
     """First and last part, first and last key, of what a tile's tokens see: the last ones are not seen any more."""
     end = first_position + count
+    if both_ways != 0:
+        end = min(length, end - 1 + window) if window > 0 else length
     begin = max(0, first_position - window + 1) if window > 0 else 0
     return begin // SPLIT, (end - 1) // SPLIT + 1, begin, end
 
@@ -141,24 +143,25 @@ def _fetch(blocks, count, size):
 
 @kernel()
 def paged_attention(arguments, thread, team):
-    """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
+    """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence: over the keys up to its own, or with
+    both_ways over all of them.
 
     k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block. unread: -1, or
     K is V as well, and so many of its first dims, a multiple of 16, are not asked for: out has zeros there.
-    tiles [num_tiles, 4] int64: sequence, first token's row in T, tokens, first token's position. block_tables [B, P] int32.
-    window: keys a query sees, itself included; 0 for all. softcap: 0 for none. sinks: address of [heads] fp32 logits that
-    take part in the softmax's sum without a value, or 0.
+    tiles [num_tiles, 5] int64: sequence, first token's row in T, tokens, first token's position, keys of the sequence.
+    block_tables [B, P] int32. window: keys a query sees, itself included, with both_ways on either side; 0 for all. softcap: 0
+    for none. sinks: address of [heads] fp32 logits that take part in the softmax's sum without a value, or 0.
     splits: 1, or as many parts of SPLIT keys as a sequence may have, where every tile is one token: then the part of each is left
     in partials [num_tiles, kv_heads, splits, group, padded + 2] fp32, sums and state, for `join_parts`, and nothing in out.
     """
     (
         tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record, tiles,
-        num_tiles, block_tables, table_width, window, sinks, out, splits, partials, unread, scale, softcap,
+        num_tiles, block_tables, table_width, window, both_ways, sinks, out, splits, partials, unread, scale, softcap,
     ) = fields(arguments)  # fmt: skip
     size = 4 // pair
     queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
     result = carray(typed_pointer(out, tag), (num_tokens, heads, dim))
-    tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 4))
+    tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 5))
     tables = carray(typed_pointer(block_tables, np.int32(0)), (1 << 40, table_width))
     left = carray(typed_pointer(partials, np.float32(0)), (1 << 40, padded + 2))
     group = heads // kv_heads
@@ -189,8 +192,8 @@ def paged_attention(arguments, thread, team):
     values = carray(typed_pointer(values_at, np.int64(0)), (BLOCKS_PER_TILE,))
     for task in share(num_tiles * kv_heads * splits, thread, team):
         kv_head = task // splits // num_tiles
-        seq, first_row, count, first_position = tile_of[task // splits % num_tiles]
-        first_part, end_part, begin, end = _parts(first_position, count, window)
+        seq, first_row, count, first_position, length = tile_of[task // splits % num_tiles]
+        first_part, end_part, begin, end = _parts(first_position, count, length, window, both_ways)
         if splits > 1:
             first_part, end_part = max(first_part, task % splits), min(end_part, task % splits + 1)
             if first_part >= end_part:
@@ -242,8 +245,9 @@ def paged_attention(arguments, thread, team):
                     scale_by(k_kind, scores[i], k_scales)
                     position = first_position + (r + i) // group
                     low = position - window + 1 - base if window > 0 else 0
+                    high = (position + 1 if both_ways == 0 else min(length, position + window) if window > 0 else length) - base
                     _softmax_row(
-                        v_kind, scores[i], lanes, low, position + 1 - base, np.float32(scale), np.float32(softcap),
+                        v_kind, scores[i], lanes, low, high, np.float32(scale), np.float32(softcap),
                         v_scales, state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
                 o, step, steps, d = acc_at + r * padded * 4, padded * 4, blocks << page_bits, max(unread, 0)
@@ -271,17 +275,17 @@ def paged_attention(arguments, thread, team):
 @kernel()
 def join_parts(arguments, thread, team):
     """out [num_tiles, heads, dim]: what `paged_attention` left in parts."""
-    tag, heads, kv_heads, dim, padded, tiles, num_tiles, window, sinks, out, splits, partials = fields(arguments)
+    tag, heads, kv_heads, dim, padded, tiles, num_tiles, window, both_ways, sinks, out, splits, partials = fields(arguments)
     result = carray(typed_pointer(out, tag), (num_tiles, heads, dim))
-    tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 4))
+    tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 5))
     group = heads // kv_heads
     left = carray(typed_pointer(partials, np.float32(0)), (1 << 40, padded + 2))
     memory = scratch(4 * padded + 64)
     total, state = floats_at(memory.ctypes.data, (padded,)), floats_at(memory.ctypes.data + 4 * padded, (2,))
     for task in share(num_tiles * heads, thread, team):
         tile, head = task // heads, task % heads
-        _, row, count, first_position = tile_of[tile]
-        first_part, end_part, _, _ = _parts(first_position, count, window)
+        _, row, count, first_position, length = tile_of[tile]
+        first_part, end_part, _, _ = _parts(first_position, count, length, window, both_ways)
         state[0], state[1] = NEG_INF, np.float32(0.0)
         for part in range(first_part, end_part):
             task_of_part = (head // group * num_tiles + tile) * splits + part

@@ -15,24 +15,48 @@ from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_of_squares
 
-SILU, GELU_TANH, GELU, SWIGLU_OAI = 0, 1, 2, 3
+SILU, GELU_TANH, GELU, SWIGLU_OAI, SQUARED_RELU = 0, 1, 2, 3, 4
 SWIGLU_LIMIT = np.float32(7.0)
 CHUNK = 4096  # numbers of a task that is not a row
+
+
+@njit(inline="always")
+def _sigmoid(z):
+    e = exp_not_positive(-abs(z))
+    return (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
+
+
+@njit(inline="always")
+def _tanh_slope(x):
+    """z of gelu_tanh(x) = x * sigmoid(z), 2 sqrt(2/pi) (x + 0.044715 x^3)."""
+    return np.float32(1.5957691216) * (x + np.float32(0.044715) * x * x * x)
+
+
+@njit(inline="always")
+def _gelu(x):
+    """x * (1 + erf(x / sqrt(2))) / 2, by Abramowitz and Stegun 7.1.26, whose error is 1.5e-7 at most. What is left of 1 - erf is
+    taken as it is, so that numbers far below 0 keep their digits."""
+    t = np.float32(1.0) / (np.float32(1.0) + np.float32(0.3275911 * 0.7071067811865476) * abs(x))
+    tail = np.float32(-1.453152027) + t * np.float32(1.061405429)
+    tail = t * (np.float32(0.254829592) + t * (np.float32(-0.284496736) + t * (np.float32(1.421413741) + t * tail)))
+    tail *= exp_not_positive(np.float32(-0.5) * x * x)
+    return np.float32(0.5) * x * (tail if x < np.float32(0.0) else np.float32(2.0) - tail)
 
 
 @kernel(fastmath=FAST)
 def add_rms_norm(arguments, thread, team):
     """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row; with centered
-    of what the row is without its mean. Rows lie row_stride numbers apart; out may be x. weight [num_gains, width]: rows take
-    turns.
+    of what the row is without its mean, plus shift [width] where that is not 0. Rows lie row_stride numbers apart; out may be x,
+    or residual. weight [num_gains, width]: rows take turns.
 
     The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
     """
-    tag, x, residual, weight, num_gains, out, num_rows, width, row_stride, centered, eps, offset = fields(arguments)
+    tag, x, residual, weight, shift, num_gains, out, num_rows, width, row_stride, centered, eps, offset = fields(arguments)
     shape = (num_rows, row_stride)
     added, result = carray(typed_pointer(x, tag), shape), carray(typed_pointer(out, tag), shape)
     stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
     gains = carray(typed_pointer(weight, tag), (num_gains, width))
+    shifts = carray(typed_pointer(shift if shift != 0 else weight, tag), (width,))
     for r in share(num_rows, thread, team):
         line, plus, target, scale = stream[r], added[r], result[r], gains[r % num_gains]
         if residual != 0:
@@ -49,6 +73,10 @@ def add_rms_norm(arguments, thread, team):
         else:
             total = sum_of_squares(tag, line.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+        if shift != 0:
+            for i in range(width):
+                store(target, i, (load(line, i) - mean) * inverse * load(scale, i) + load(shifts, i))
+            continue
         for i in range(width):
             store(target, i, (load(line, i) - mean) * inverse * (np.float32(offset) + load(scale, i)))
 
@@ -94,15 +122,24 @@ def scale(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
-def squared_relu(arguments, thread, team):
-    """x [size] = max(x, 0) ** 2."""
-    tag, x, size = fields(arguments)
+def activation(arguments, thread, team):
+    """x [size] = act(x) of each number by itself. kind: SQUARED_RELU, GELU_TANH or GELU."""
+    tag, x, size, kind = fields(arguments)
     numbers = carray(typed_pointer(x, tag), (size,))
     for chunk in share(-(-size // CHUNK), thread, team):
-        for i in range(CHUNK * chunk, min(size, CHUNK * (chunk + 1))):
-            value = load(numbers, i)
-            value = np.float32(0.0) if value < np.float32(0.0) else value
-            store(numbers, i, value * value)
+        first, behind = CHUNK * chunk, min(size, CHUNK * (chunk + 1))
+        if kind == SQUARED_RELU:
+            for i in range(first, behind):
+                value = load(numbers, i)
+                value = np.float32(0.0) if value < np.float32(0.0) else value
+                store(numbers, i, value * value)
+        elif kind == GELU_TANH:
+            for i in range(first, behind):
+                value = load(numbers, i)
+                store(numbers, i, value * _sigmoid(_tanh_slope(value)))
+        else:
+            for i in range(first, behind):
+                store(numbers, i, _gelu(load(numbers, i)))
 
 
 @kernel(fastmath=FAST)
@@ -115,9 +152,7 @@ def sigmoid_gate(arguments, thread, team):
     for r in share(num_rows, thread, team):
         line, own = lines[r], gates[r]
         for i in range(width):
-            z = load(own, 0 if whole_rows != 0 else i)
-            e = exp_not_positive(-abs(z))
-            store(line, i, load(line, i) * (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e))
+            store(line, i, load(line, i) * _sigmoid(load(own, 0 if whole_rows != 0 else i)))
 
 
 @kernel(fastmath=FAST)
@@ -146,33 +181,16 @@ def gated_activation(arguments, thread, team):
         if kind == SILU or kind == GELU_TANH:
             for i in range(width):
                 g = load(gate, i)
-                # gelu_tanh(g) = g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))
-                z = g if kind == SILU else np.float32(1.5957691216) * (g + np.float32(0.044715) * g * g * g)
-                e = exp_not_positive(-abs(z))
-                s = (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
-                store(target, i, g * s * load(up, i))
+                store(target, i, g * _sigmoid(g if kind == SILU else _tanh_slope(g)) * load(up, i))
         elif kind == SWIGLU_OAI:
             for i in range(width):
                 g, u = load(gate, i), load(up, i)
                 g = SWIGLU_LIMIT if g > SWIGLU_LIMIT else g
                 u = SWIGLU_LIMIT if u > SWIGLU_LIMIT else (-SWIGLU_LIMIT if u < -SWIGLU_LIMIT else u)
-                z = np.float32(1.702) * g
-                e = exp_not_positive(-abs(z))
-                s = (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
-                store(target, i, g * s * (u + np.float32(1.0)))
+                store(target, i, g * _sigmoid(np.float32(1.702) * g) * (u + np.float32(1.0)))
         else:
             for i in range(width):
-                g = np.float64(load(gate, i))
-                store(target, i, np.float32(g * 0.5 * (1.0 + _erf(g * 0.7071067811865476))) * load(up, i))
-
-
-@njit(inline="always")
-def _erf(x):
-    """Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7."""
-    t = 1.0 / (1.0 + 0.3275911 * abs(x))
-    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    y = 1.0 - tail * np.exp(-x * x)
-    return y if x >= 0.0 else -y
+                store(target, i, _gelu(load(gate, i)) * load(up, i))
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)

@@ -20,6 +20,7 @@ class CpuOps:
     add = staticmethod(add_onto)
     gated = staticmethod(gates.gated)
     norm_columns = staticmethod(norms.norm_columns)
+    norm_sum = staticmethod(norms.norm_sum)
 
     def add_rms_norm(
         self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False

@@ -23,6 +23,7 @@ class CudaOps:
         self.deterministic = deterministic
         self.rope_tables = partial(rope_tables.rope_tables, launcher)
         self.mixture = partial(CudaMixture, launcher, deterministic)
+        self.norm_sum = partial(norm.norm_sum, launcher)
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
 
     def add_rms_norm(

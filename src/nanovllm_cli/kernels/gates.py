@@ -9,6 +9,7 @@ from nanovllm_cli.kernels import cpu, cpu_fused
 ACTIVATIONS = {
     "silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU, "swiglu_oai": cpu_fused.SWIGLU_OAI,
 }  # fmt: skip
+WITHOUT_GATE = {"relu2": cpu_fused.SQUARED_RELU, "lone_gelu": cpu_fused.GELU, "lone_gelu_tanh": cpu_fused.GELU_TANH}
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -24,9 +25,10 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `reference.gated_activation`; with relu2 x itself is changed."""
-    if activation == "relu2":
-        cpu.launch(cpu_fused.squared_relu, 2 * x.numel(), cpu.tags_of(x.dtype), (cpu.address_of(x, x.dtype, *x.shape), x.numel()))
+    """See `reference.gated_activation`; of those without a gate x itself is changed."""
+    if (kind := WITHOUT_GATE.get(activation)) is not None:
+        ints = (cpu.address_of(x, x.dtype, *x.shape), x.numel(), kind)
+        cpu.launch(cpu_fused.activation, 8 * x.numel(), cpu.tags_of(x.dtype), ints)
         return x
     width = x.shape[1] // 2
     return gated(x[:, :width], x[:, width:], activation)

@@ -1,4 +1,4 @@
-"""RMS norm on a GPU (norm.cu), and layer norm without a bias."""
+"""RMS norm and layer norm on a GPU (norm.cu)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,20 @@ def add_rms_norm(
     if residual is not None:
         check(residual, launcher, x.dtype, tokens, width)
     out = torch.empty_like(x)
-    _launch(launcher, x, residual, weight, out, (eps, offset), centered)
+    _launch(launcher, x, residual, (weight, None), out, (eps, offset), centered)
     return out
+
+
+def norm_sum(
+    launcher: Launcher, x: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float
+) -> None:
+    """stream [T, width] becomes the layer norm of stream + x, in place. See `reference.norm_sum`."""
+    for rows in (stream, stream if x is None else x):
+        check(rows, launcher, stream.dtype, *stream.shape)
+    for table in (weight, weight if shift is None else shift):
+        check(table, launcher, stream.dtype, stream.shape[1])
+    onto = None if x is None else stream
+    _launch(launcher, stream if x is None else x, onto, (weight, shift), stream, (eps, 0.0), True)
 
 
 def norm_columns(launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -36,7 +48,7 @@ def norm_columns(launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, eps:
     assert x.stride(1) == 1
     assert x.device == launcher.device
     check(weight, launcher, x.dtype, x.shape[1])
-    _launch(launcher, x, None, weight, x, (eps, offset), False)
+    _launch(launcher, x, None, (weight, None), x, (eps, offset), False)
     return x
 
 
@@ -44,12 +56,12 @@ def _launch(
     launcher: Launcher,
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor | None],
     out: torch.Tensor,
     numbers: tuple[float, float],
     centered: bool,
 ) -> None:
-    tokens, width = x.shape
+    (tokens, width), (weight, shift) = x.shape, tables
     groups = weight.shape[0] // width
     assert groups, (weight.shape, width)
     assert tokens % groups == 0, (tokens, groups)
@@ -58,7 +70,8 @@ def _launch(
         threads = min(MAX_THREADS, -(-width // (vector * WARP)) * WARP)
         sizes, floats = map(np.int32, (width, x.stride(0))), map(np.float32, numbers)
         kernel = variant(x.dtype, vector, centered)
-        launcher.launch(kernel, (tokens // groups, groups, 1), (threads, 1, 1), (x, residual, weight, out, *sizes, *floats))
+        args = (x, residual, weight, shift, out, *sizes, *floats)
+        launcher.launch(kernel, (tokens // groups, groups, 1), (threads, 1, 1), args)
 
 
 def variant(dtype: torch.dtype, vector: int, centered: bool) -> Kernel:

@@ -17,7 +17,7 @@ def add_rms_norm(
     out = cpu.new_tensor((tokens, width), x.dtype)
     ints = (
         cpu.address_of(x, x.dtype, tokens, width), 0 if residual is None else cpu.address_of(residual, x.dtype, tokens, width),
-        cpu.address_of(weight, x.dtype, num_gains * width), num_gains, out.data_ptr(), tokens, width, width, int(centered),
+        cpu.address_of(weight, x.dtype, num_gains * width), 0, num_gains, out.data_ptr(), tokens, width, width, int(centered),
     )  # fmt: skip
     cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
     return out
@@ -27,9 +27,19 @@ def norm_columns(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: floa
     """The norm of x [T, width], which may be columns of a wider tensor, in its place."""
     tokens, width = x.shape
     address, stride = cpu.rows_of(x, x.dtype, tokens, width)
-    ints = (address, 0, cpu.address_of(weight, x.dtype, width), 1, address, tokens, width, stride, 0)
+    ints = (address, 0, cpu.address_of(weight, x.dtype, width), 0, 1, address, tokens, width, stride, 0)
     cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
     return x
+
+
+def norm_sum(x: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float) -> None:
+    """stream [T, width] becomes the layer norm of stream + x, in place. See `reference.norm_sum`."""
+    tokens, width = stream.shape
+    address = cpu.address_of(stream, stream.dtype, tokens, width)
+    added, onto = (address, 0) if x is None else (cpu.address_of(x, stream.dtype, tokens, width), address)
+    gains, shifts = (0 if table is None else cpu.address_of(table, stream.dtype, width) for table in (weight, shift))
+    ints = (added, onto, gains, shifts, 1, address, tokens, width, width, 1)
+    cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(stream.dtype), ints, (eps, 0.0))
 
 
 def join_and_norm(

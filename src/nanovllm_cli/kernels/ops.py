@@ -88,6 +88,11 @@ class Ops(Protocol):
     def norm_columns(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, normed in place."""
 
+    def norm_sum(
+        self, x: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float
+    ) -> None:
+        """stream [T, n] itself becomes the layer norm of stream + x, see `reference.norm_sum`."""
+
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 

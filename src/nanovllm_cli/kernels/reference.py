@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from nanovllm_cli.kernels.mixture import Groups, Scoring
 
+_GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
+
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """The type to compute in."""
@@ -37,6 +39,14 @@ def add_rms_norm(
     return (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.float())).to(x.dtype)
 
 
+def norm_sum(
+    x: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Layer norm of stream + x, which is rounded first: gains weight [width], and shift [width] added. Ba et al. 2016."""
+    rows = wide(stream if x is None else (wide(stream) + wide(x)).to(stream.dtype))
+    return F.layer_norm(rows, rows.shape[-1:], wide(weight), None if shift is None else wide(shift), eps).to(stream.dtype)
+
+
 def join_and_norm(
     x: torch.Tensor,
     gains: torch.Tensor,
@@ -61,9 +71,11 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu; or swiglu_oai, gpt-oss's
     gate * sigmoid(1.702 gate) * (1 + up), of a gate of at most 7 and an up between -7 and 7. Or relu2, which has no gate:
-    relu(x) ** 2 of all columns (So et al. 2021)."""
+    relu(x) ** 2 of all columns (So et al. 2021); lone_gelu and lone_gelu_tanh are without one, too."""
     if activation == "relu2":
         return F.relu(wide(x)).square().to(x.dtype)
+    if activation.startswith("lone_"):
+        return F.gelu(wide(x), approximate=_GELUS[activation.removeprefix("lone_")]).to(x.dtype)
     gate, up = wide(x).chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
@@ -71,7 +83,7 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     elif activation == "silu":
         gate = F.silu(gate)
     else:
-        gate = F.gelu(gate, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
+        gate = F.gelu(gate, approximate=_GELUS[activation])
     return (gate * up).to(x.dtype)
 
 
@@ -304,11 +316,13 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    both_ways: bool = False,
 ) -> torch.Tensor:
-    """One sequence: q [T, H, D] at positions first_position, …; k, v [L, K, D] from position 0. Causal. Returns [T, H, D].
+    """One sequence: q [T, H, D] at positions first_position, …; k, v [L, K, D] from position 0. Returns [T, H, D]. Causal,
+    but with both_ways.
 
-    window: keys seen, the query's own included; 0 for all. softcap * tanh(score / softcap) where softcap > 0. sinks [H]: a
-    logit that takes part in the sum and has no value.
+    window: keys seen, the query's own included, with both_ways on either side; 0 for all. softcap * tanh(score / softcap) where
+    softcap > 0. sinks [H]: a logit that takes part in the sum and has no value.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -318,9 +332,9 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     position = first_position + torch.arange(tokens)[:, None]
     key = torch.arange(k.shape[0])[None]
-    hidden = key > position
+    hidden = (key > position) & (not both_ways)
     if window > 0:
-        hidden = hidden | (key <= position - window)
+        hidden = hidden | ((key - position).abs() >= window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         column = sinks.float()[:, None, None].expand(heads, tokens, 1)

@@ -6,7 +6,7 @@
 #include "experts.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
-constexpr bool GATED = ACTIVATION != 0 && ACTIVATION != RELU2;
+constexpr bool GATED = has_gate(ACTIVATION);
 
 // Where a team of `parts` warps puts what it has summed: OUTPUTS neighbours of every row. GATED: of as many gates and ups.
 template <int OUTPUTS>
@@ -59,9 +59,9 @@ struct Results {
         y = gated<ACTIVATION>(to_float(from_float<DTYPE>(y)), to_float(from_float<DTYPE>(up)));
       } else {
         y += i == mine ? added_to_mine : added(first, i);
-        if (ACTIVATION == RELU2) {
+        if (ACTIVATION != 0) {
           y = to_float(from_float<DTYPE>(y));
-          y = gated<RELU2>(y, y);
+          y = gated<ACTIVATION>(y, y);
         }
       }
       out[(int64_t)work.place(row) * outputs + output] = from_float<OUT>(y);

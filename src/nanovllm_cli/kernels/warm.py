@@ -52,7 +52,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
     angles = torch.zeros(1, 8)
     run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
-    tiles = torch.tensor([[0, 0, 1, 0]])
+    tiles = torch.tensor([[0, 0, 1, 0, 1]])
 
     def step() -> torch.Tensor:
         x = norms.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)

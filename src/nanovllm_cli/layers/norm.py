@@ -1,4 +1,4 @@
-"""RMS norm, alone or together with the addition to the residual stream before it."""
+"""RMS norm, alone or together with the addition to the residual stream before it, and layer norm of the stream itself."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ class RMSNorm:
 
     def slots(self) -> Slots:
         return {"weight": table_slot(self.weight, self.spec.stored_offset)}
+
+
+class StreamNorm:
+    """stream = (stream + x - mean) / deviation * weight + bias, in its place. x may be None."""
+
+    def __init__(self, spec: NormSpec, width: int, kit: Kit) -> None:
+        assert spec.centered, "no model has a norm of squares there"
+        self.eps, self.ops = spec.eps, kit.ops
+        self.weight = kit.zeros(width).fill_(1)
+        self.bias = kit.zeros(width) if spec.shifted else None
+
+    def __call__(self, x: torch.Tensor | None, stream: torch.Tensor) -> None:
+        self.ops.norm_sum(x, stream, self.weight, self.bias, self.eps)
+
+    def slots(self) -> Slots:
+        return {"weight": table_slot(self.weight)} | ({} if self.bias is None else {"bias": table_slot(self.bias)})

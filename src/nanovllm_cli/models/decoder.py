@@ -15,12 +15,13 @@ from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta, Mamba
 from nanovllm_cli.layers.embedding import Embedding, Head
+from nanovllm_cli.layers.entry import Entry
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots, number_slot
@@ -39,13 +40,15 @@ class Block:
         self.scale = model.residual_scale
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
-        self.norms = {name: RMSNorm(model.norm, width, kit) for name in spec.norms}
+        self.closing = {name: StreamNorm(model.norm, width, kit) for name in spec.norms} if spec.order == "original" else {}
+        self.norms = {} if self.closing else {name: RMSNorm(model.norm, width, kit) for name in spec.norms}
         self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.is_scaled, self.factor = spec.scaled, 1.0
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled), "no model has these elsewhere"
         assert len(self.norms) > 1 or spec.order == "parallel" or self.scale == 1.0, "nor a factor of what is alone"
+        assert not (model.norm.shifted and self.norms), "nor a bias of a norm in front"
 
     def __call__(
         self,
@@ -58,6 +61,9 @@ class Block:
         """own: see `PerLayer`."""
         if self.has_halves:
             return self.fed(self.mixed(x, residual, inputs, cache), residual, inputs.batch.slots, own)
+        if self.closing:
+            self._closed(residual, inputs, cache)
+            return None
         if self.mixer is None or self.mlp is None:
             return self._alone(x, residual, inputs, cache)
         if self.attention_norm is None:
@@ -68,7 +74,9 @@ class Block:
     def mixed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
         """The first half: all that the cache is to keep, and what has still to join the residual stream."""
         assert self.mixer is not None
-        assert self.attention_norm is not None
+        if self.attention_norm is None:
+            assert x is None, "only the first layer reads a stream that is normed already"
+            return _addend(self.mixer(residual, inputs, cache))
         h = self.attention_norm(x, residual)
         if self.after_attention is not None and self.after_mlp is not None:
             return self.after_attention.before_joining(self.mixer(h, inputs, cache))
@@ -115,8 +123,16 @@ class Block:
         self.ops.join(self.after_attention.before_joining(self.mixer(residual, inputs, cache)), residual)
         return self.after_mlp.before_joining(_computed(self.mlp, residual, inputs.batch.slots))
 
+    def _closed(self, stream: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> None:
+        """Of a block that norms the residual stream itself; what joins it has joined."""
+        assert self.mixer is not None
+        assert self.mlp is not None
+        self.closing["after_attention_norm"](self.mixer(stream, inputs, cache), stream)
+        self.closing["after_mlp_norm"](_computed(self.mlp, stream, inputs.batch.slots), stream)
+
     def slots(self) -> Slots:
-        named = {f"{name}.weight": norm.slots()["weight"] for name, norm in self.norms.items()}
+        norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
+        named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
         if self.per_layer is not None:
             slots |= self.per_layer.slots()
@@ -179,7 +195,8 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
-        self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
+        self.norm = RMSNorm(spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
+        self.entry = Entry(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
         self.ropes = {rope: Rope(rope, kit.ops) for rope in spec.ropes}
 
@@ -190,7 +207,8 @@ class Decoder:
             slots |= self.per_layer.slots()
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
-        slots |= {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
+        slots |= {} if self.entry is None else self.entry.slots()
+        slots |= {} if self.norm is None else {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
 
     @property
@@ -244,15 +262,20 @@ class Decoder:
             inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows]))
             if block.has_halves:
                 x = block.fed(x, residual, inputs.batch.slots, own)
-        if all_asked:
+        if not all_asked:
+            x, residual = None if x is None else x.taken(rows), residual[rows]
+        if self.norm is not None:
             return self.norm(x, residual)
-        return self.norm(None if x is None else x.taken(rows), residual[rows])
+        assert x is None, "no model ends without a norm where something has still to join"
+        return residual
 
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         """What the first block reads: the residual stream [T, hidden], and what has still to join it."""
         residual = self.embedding(batch.token_ids, batch.token_table)
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
+        if self.entry is not None:
+            residual = self.entry(residual, batch.positions)
         return residual, None
 
     def no_rows(self, count: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family
 from nanovllm_cli.models.rotary import ReadValues, rope_from_gguf, rope_from_hf, stretched
 
 MAX_LAYERS = 1024
@@ -26,18 +26,19 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-SQUARED = {"relu2": "relu2"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768}
 
 LLAMA = Family("llama", interleaved_gguf=True)
+LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", both_ways=True, gguf_keys=None)
+EUROBERT = Family("eurobert", both_ways=True, gguf_keys=None)
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 ARCEE = Family(
-    "arcee", interleaved_gguf=True, squared=True, gguf_activation="relu2",
+    "arcee", interleaved_gguf=True, ungated=SQUARED, gguf_activation="relu2",
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
 )  # fmt: skip
 MIXTRAL = replace(
@@ -72,7 +73,7 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     layers = _layers(read.integer("num_hidden_layers"), read)
     max_position = read.integer("max_position_embeddings", 2048)
     _check_heads(heads, kv_heads, head_dim, read)
-    activation, known = read.text("hidden_act", "silu"), SQUARED if family.squared else ACTIVATIONS
+    activation, known = read.text("hidden_act", "silu"), family.ungated or ACTIVATIONS
     if activation not in known:
         raise UnsupportedError(f"activation {activation!r} is not supported", f"known: {', '.join(sorted(known))}")
     has_rope = _layers_with_rope(read, family, layers)
@@ -109,7 +110,19 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
         tied_head=read.flag("tie_word_embeddings", family.tied_by_default),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
-    return family.hf(spec, read)
+    both_ways = config.get("is_causal") is False or config.get("use_bidirectional_attention") in (True, "all")
+    return _both_ways(family.hf(spec, read), family, both_ways=both_ways)
+
+
+def _both_ways(spec: ModelSpec, family: Family, *, both_ways: bool) -> ModelSpec:
+    """The same where tokens see those behind them, if that is so."""
+    if not (both_ways or family.both_ways):
+        return spec
+    windows = any(attention.window is not None for attention in spec.attentions)
+    if len(spec.attentions) < spec.num_layers or spec.attention.latent is not None or (windows and not family.halves_window):
+        raise UnsupportedError(f"{spec.architecture}: attention in both directions is not supported in such a model", ANOTHER)
+    spec = replace(spec, has_head=False, tied_head=True)
+    return spec.each_attention(lambda layer, a: replace(a, both_ways=True, window=a.window and a.window // 2 + 1))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -144,15 +157,15 @@ def _windows_from_hf(read: ConfigReader, family: Family, has_rope: list[bool]) -
             raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {FULL}, {SLIDING}")
         return window, types
     if family.full_every is not None:
-        return window, _every(layers, read.integer("sliding_window_pattern", family.full_every))
+        return window, _every(layers, read.integer("sliding_window_pattern", family.full_every), family)
     if family.no_rope_every is not None:
         return window, [FULL if rotates else SLIDING for rotates in has_rope]
     first = read.integer("max_window_layers", 0, least=0) if family.window_switch is not None else 0
     return window, [SLIDING if i >= first else FULL for i in range(layers)]
 
 
-def _every(layers: int, full_every: int) -> list[str]:
-    return [SLIDING if (i + 1) % full_every else FULL for i in range(layers)]
+def _every(layers: int, full_every: int, family: Family) -> list[str]:
+    return [SLIDING if (i if family.full_first else i + 1) % full_every else FULL for i in range(layers)]
 
 
 def _ropes_from_hf(
@@ -235,8 +248,8 @@ def spec_from_gguf(
         inner = key("expert_feed_forward_length")  # of a model without a dense layer
     mlp = MLPSpec(
         read.integer(inner),
-        "relu2" if family.squared else "silu",
-        bias="blk.0.ffn_up.bias" in names if family.squared else "blk.0.ffn_gate.bias" in names,
+        next(iter(family.ungated.values()), "silu"),  # type: ignore[arg-type]
+        bias="blk.0.ffn_up.bias" in names if family.ungated else "blk.0.ffn_gate.bias" in names,
         fused=family.fused_mlp and "blk.0.ffn_gate.weight" not in names,
     )
     sees_all = replace(attention, rope=rope)
@@ -261,7 +274,7 @@ def spec_from_gguf(
         max_position=max_position,
         tied_head="output.weight" not in names,
     )
-    return family.gguf(spec, whole, key)
+    return _both_ways(family.gguf(spec, whole, key), family, both_ways=not read.flag(key("attention.causal"), True))
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:
@@ -285,7 +298,7 @@ def _windows_from_gguf(read: ConfigReader, key: Callable[[str], str], family: Fa
         return [SLIDING if entry else FULL for entry in pattern]
     if family.full_every is None:
         return [SLIDING] * layers
-    return _every(layers, read.integer(key("attention.sliding_window_pattern"), family.full_every))
+    return _every(layers, read.integer(key("attention.sliding_window_pattern"), family.full_every), family)
 
 
 def _layers(count: int, read: ConfigReader) -> int:

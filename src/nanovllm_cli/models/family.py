@@ -11,6 +11,8 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.names import GGUF_NAMES, HF_NAMES
 
+SQUARED = {"relu2": "relu2"}
+"""See `Family.ungated`."""
 ANOTHER = "take another model; README.md lists what runs"
 
 FromHF = Callable[[ModelSpec, ConfigReader], ModelSpec]
@@ -27,19 +29,23 @@ class Family:
     config: what its config.json says, by the keys that others have. layer_norm: its norms are centered, and what is added to
     their squares has another name. qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for
     "sliding_window" to count; None: a window counts wherever it is given. full_every: where a config doesn't list its layers,
-    each so many-th has no window, None: all have one. local_theta: rotary base of layers with a window, where that is another.
-    no_rope_every: where the config doesn't list them, each so many-th layer has no positions. interleaved: rotary pairs lie side
-    by side; interleaved_gguf: in its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are.
-    squared: its MLPs have no gate, and the activation relu2. convolutions: in place of attention, in some layers. varied: layers
-    have key-value heads and MLPs of their own numbers. latent: its attention is, so that its GGUF files speak of what is kept
-    where others do of keys and values. experts: what its configs call them, where it has any. defaults: what configs leave out.
-    hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf:
-    what is left to be made of a config; they get the spec that the rest makes. gguf_name: of the architecture, where its GGUF
-    files call it otherwise. gguf_activation: the one that they mean without a word. gguf_keys: what they say beyond what all do,
-    by keys without the architecture; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one
-    tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of
-    what they mean by yarn. gguf_like: the family whose files hold such a model, where that is another. mtp_names: of what its
-    folders have beside the block of a layer that predicts further tokens; empty where none is known.
+    each so many-th has no window, None: all have one; full_first: or those in front of which a multiple of that lies.
+    local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config doesn't list them,
+    each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in its GGUF files.
+    fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. ungated: activations of its MLPs, by their
+    names in configs, where these have no gate. both_ways: tokens see those behind them; halves_window: where they do, what files
+    call the window is as wide on both sides together. outer: what the names of a folder's tensors begin with, but for the model
+    alone, without a head. aside: beginnings of names of what is for tasks that nothing here does. convolutions: in place of
+    attention, in some layers. varied: layers have key-value heads and MLPs of their own numbers. latent: its attention is, so
+    that its GGUF files speak of what is kept where others do of keys and values. experts: what its configs call them, where it
+    has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and
+    GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the spec that the rest makes.
+    gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a
+    word. gguf_keys: what they say beyond what all do, by keys without the architecture; None: they are not written. gguf_gate_up:
+    they have gate and up of a layer's experts in one tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key
+    heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model,
+    where that is another. mtp_names: of what its folders have beside the block of a layer that predicts further tokens; empty
+    where none is known.
     """
 
     name: str
@@ -49,13 +55,18 @@ class Family:
     has_window: bool = False
     window_switch: str | None = None
     full_every: int | None = None
+    full_first: bool = False
     local_theta: float | None = None
     no_rope_every: int | None = None
     interleaved: bool = False
     interleaved_gguf: bool = False
     fused_qkv: bool = False
     fused_mlp: bool = False
-    squared: bool = False
+    ungated: Mapping[str, str] = field(default_factory=dict)
+    both_ways: bool = False
+    halves_window: bool = False
+    outer: str = "model."
+    aside: tuple[str, ...] = ()
     tied_by_default: bool = False
     convolutions: bool = False
     varied: bool = False

@@ -12,7 +12,7 @@ from dataclasses import replace
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 SANDWICH_HF_NAMES = POST_HF_NAMES | {
@@ -38,8 +38,6 @@ def _cap(read: ConfigReader, key: str) -> float | None:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if read.values.get("use_bidirectional_attention"):
-        raise UnsupportedError("attention in both directions is not supported", ANOTHER)
     return _gemma(spec, 0.0)
 
 
@@ -125,6 +123,7 @@ GEMMA2 = Family(
 )  # fmt: skip
 GEMMA3 = Family(
     "gemma3",
+    halves_window=True,
     qk_norm=True,
     has_window=True,
     full_every=6,
@@ -141,3 +140,5 @@ GEMMA3 = Family(
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(6),
 )  # fmt: skip
+GEMMA_EMBEDDING = replace(GEMMA3, gguf_name="gemma-embedding", both_ways=True, gguf_keys=None)
+"""As its GGUF files call it; a folder's config says that tokens see those behind them."""

@@ -12,7 +12,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
     check_limits,
@@ -147,7 +147,7 @@ def _like(spec: ModelSpec) -> Family:
 
 
 NEMOTRON_H = Family(
-    "nemotron_h", interleaved_gguf=True, squared=True, qkv_bias=False, varied=True, config=_usual_keys,
+    "nemotron_h", interleaved_gguf=True, ungated=SQUARED, qkv_bias=False, varied=True, config=_usual_keys,
     experts=ExpertKeys(
         ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", switch="n_routed_experts", shared="n_shared_experts",
         scale="routed_scaling_factor", groups=("n_group", "topk_group"), scoring="sigmoid", selection_bias=True,

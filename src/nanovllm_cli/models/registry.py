@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
+from nanovllm_cli.models.bert import BERT, ROBERTA
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
@@ -16,7 +17,9 @@ from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.exaone import EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.families import (
     ARCEE,
+    EUROBERT,
     LLAMA,
+    LLAMA_BOTH_WAYS,
     MISTRAL,
     MIXTRAL,
     QWEN2,
@@ -27,7 +30,7 @@ from nanovllm_cli.models.families import (
     QWEN3_VL_MOE,
 )
 from nanovllm_cli.models.family import Family
-from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
+from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
 from nanovllm_cli.models.gpt_oss import GPT_OSS
@@ -43,7 +46,9 @@ from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
+from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
+from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -112,19 +117,36 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "SeedOssForCausalLM": SEED_OSS,
     "SolarOpenForCausalLM": SOLAR_OPEN,
     "SmolLM3ForCausalLM": SMOLLM3,
+    "BertForMaskedLM": BERT,
+    "BertForPreTraining": BERT,
+    "BertForSequenceClassification": BERT,
+    "ModernBertForMaskedLM": MODERNBERT,
+    "ModernBertForSequenceClassification": MODERNBERT,
+    "RobertaForMaskedLM": ROBERTA,
+    "RobertaForSequenceClassification": ROBERTA,
+    "XLMRobertaForMaskedLM": ROBERTA,
+    "XLMRobertaForSequenceClassification": ROBERTA,
     "YoutuForCausalLM": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {
+    "BertModel": BERT,
+    "CamembertModel": ROBERTA,
+    "EuroBertModel": EUROBERT,
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,
+    "LlamaBidirectionalModel": LLAMA_BOTH_WAYS,
     "LlamaModel": LLAMA,
     "MistralModel": MISTRAL,
     "MixtralModel": MIXTRAL,
+    "ModernBertModel": MODERNBERT,
+    "NomicBertModel": NOMIC_BERT,
     "Qwen2Model": QWEN2,
     "Qwen2MoeModel": QWEN2_MOE,
     "Qwen3Model": QWEN3,
     "Qwen3MoeModel": QWEN3_MOE,
     "Qwen3_5TextModel": QWEN3_5,
+    "RobertaModel": ROBERTA,
+    "XLMRobertaModel": ROBERTA,
 }
 """Models without their head, as those that embed texts are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3}
@@ -156,6 +178,12 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
+    "gemma-embedding": GEMMA_EMBEDDING,
+    "bert": BERT,
+    "eurobert": EUROBERT,
+    "llama-embed": LLAMA_BOTH_WAYS,
+    "modern-bert": MODERNBERT,
+    "nomic-bert": NOMIC_BERT,
     "glm4": GLM4,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
@@ -177,10 +205,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "smollm3": SMOLLM3,
 }
 
-_BOTH_WAYS = re.compile(
-    r"bert|mpnet|electra|encoder|bidirectional|^t5|gemma-embedding|llama-embed|^dream|^llada|^rnd1", re.IGNORECASE
-)
-"""Names of architectures whose tokens see those behind them."""
+_BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
+"""Names of other architectures whose tokens see those behind them."""
 
 
 def hf_family(config: Mapping[str, Any]) -> Family:
@@ -189,9 +215,6 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
     inner = config.get("text_config")
-    for each in (config, inner if isinstance(inner, Mapping) else {}):
-        if each.get("is_causal") is False or each.get("use_bidirectional_attention") in (True, "all"):
-            raise _reads_both_ways(names[0])
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     return TEXT_MODELS.get(str(kind)) or HF_BODIES.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 
@@ -201,8 +224,6 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
-    if metadata.get(f"{name}.attention.causal") is False:
-        raise _reads_both_ways(name)
     return family_of_gguf(metadata) if name == "deepseek2" else _look_up(name, GGUF_ARCHITECTURES)
 
 
@@ -218,6 +239,6 @@ def _look_up(name: str, table: dict[str, Family]) -> Family:
 
 def _reads_both_ways(name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{name[:80]}: attention in both directions, as encoders have it, is not supported",
-        "take a model that reads from left to right, such as Qwen3-Embedding",
+        f"{name[:80]}: this kind of attention in both directions is not supported",
+        "known: BERT, RoBERTa, XLM-RoBERTa, ModernBERT, nomic-bert, EuroBERT, EmbeddingGemma; models that read left to right",
     )

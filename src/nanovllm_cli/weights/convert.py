@@ -263,7 +263,7 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     spec = read_spec(source, PlainReader(source))
     family = hf_family_of(gguf_family(source.config), spec)
     names = family.names("hf")
-    both = named_on_both_sides(spec, names if spec.has_head else bare_names(names), names_of(source))
+    both = named_on_both_sides(spec, names if spec.has_head else bare_names(names, family), names_of(source))
     named = {theirs: name for name, (theirs, _) in both.items()}
     notes = _check_names(source, dict(both.values()), spec)
     vectors = narrowed_vectors(source, list(named)) if outtype == "auto" else None

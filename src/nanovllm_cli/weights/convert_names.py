@@ -13,7 +13,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.qwen_next import QWEN2_MOE
@@ -134,7 +134,13 @@ def mtp_on_both_sides(
 def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Every weight of a model under its name in a checkpoint (`names_of`). A tied head has none of its own."""
     hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden)}
+    if spec.ends_normed:
+        shapes["norm.weight"] = (hidden,)
+    if (entry := spec.entry) is not None:
+        tables = {"positions.weight": entry.positions, "segments.weight": entry.segments}
+        shapes |= {name: (rows, hidden) for name, rows in tables.items() if rows}
+        shapes |= _norm_shapes("entry_norm", entry.norm, hidden)
     if not spec.tied_head:
         shapes["head.weight"] = (spec.vocab_size, hidden)
     if spec.per_layer_width:
@@ -143,7 +149,7 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
         shapes["per_layer_norm.weight"] = (spec.per_layer_width,)
     named = {names[name]: shape for name, shape in shapes.items()}
     for i, block in enumerate(spec.blocks):
-        own = _block_shapes(block, hidden)
+        own = _block_shapes(block, spec.norm, hidden)
         if (width := spec.per_layer_width) > 0:
             own |= {"per_layer_gate.weight": (width, hidden), "per_layer_out.weight": (hidden, width)}
             own["after_per_layer_norm.weight"] = (hidden,)
@@ -156,11 +162,11 @@ def mtp_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("embedding_norm.weight", "hidden_norm.weight", "norm.weight"), (hidden,))
     shapes |= _linear("join", hidden, 2 * hidden, False)
-    shapes |= {f"blocks.0.{name}": shape for name, shape in _block_shapes(spec.blocks[0], hidden).items()}
+    shapes |= {f"blocks.0.{name}": shape for name, shape in _block_shapes(spec.blocks[0], spec.norm, hidden).items()}
     return {checkpoint_name(name, names): shape for name, shape in shapes.items()}
 
 
-def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+def _block_shapes(block: BlockSpec, norm: NormSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     mlp = block.mlp
     shapes = {} if block.mixer is None else _mixer_shapes(block.mixer, hidden)
     if isinstance(mlp, MLPSpec):
@@ -173,17 +179,23 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
             shapes["router.expert_scale"] = (mlp.num_experts,)
         if mlp.apart:
             norms = ("router.norm", "experts_norm", "after_shared_norm", "after_experts_norm")
-            shapes |= {f"{norm}.weight": (hidden,) for norm in norms}
+            shapes |= {f"{name}.weight": (hidden,) for name in norms}
         if mlp.shared is not None:
             shapes |= _mlp_shapes("shared.", mlp.shared, hidden)
         if mlp.shared_gate:
             shapes |= _linear("shared.gate_row", 1, hidden, False)
         for e in range(mlp.num_experts):
             shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
-    shapes |= {f"{norm}.weight": (hidden,) for norm in block.norms}
+    for name in block.norms:
+        shapes |= _norm_shapes(name, norm, hidden)
     if block.scaled:
         shapes["scale"] = (1,)
     return shapes
+
+
+def _norm_shapes(name: str, norm: NormSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,)}
+    return weight | {f"{name}.bias": (hidden,)} if norm.shifted else weight
 
 
 def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -71,12 +71,14 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
 
     vocab_size = checkpoint.info(embedding).shape[0]
     spec = spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, values)
-    return replace(spec, has_head=not lacks_head(checkpoint))
+    return replace(spec, has_head=spec.has_head and not lacks_head(checkpoint))
 
 
 def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:
     """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
     wanted = spec.vocab_size * spec.hidden_size + spec.num_by_token
+    if spec.entry is not None:
+        wanted += (spec.entry.positions + spec.entry.segments) * spec.hidden_size
     wanted += 3 * spec.num_layers * spec.hidden_size * spec.per_layer_width
     for block in spec.blocks:
         wanted += block.num_weights(spec.hidden_size)

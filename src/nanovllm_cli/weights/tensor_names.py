@@ -39,23 +39,24 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     table = family_of(checkpoint).names(checkpoint.format)
     prefix = _prefix(checkpoint)
     if prefix is None:
-        return bare_names(table) if is_bare(checkpoint) else table
+        return bare_names(table, family_of(checkpoint)) if is_bare(checkpoint) else table
     renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
     head = "language_model." + table["head.weight"]
     return table | renamed | ({"head.weight": head} if head in checkpoint.names() else {})
 
 
-def bare_names(table: Mapping[str, str]) -> dict[str, str]:
+def bare_names(table: Mapping[str, str], family: Family) -> dict[str, str]:
     """The same in a folder of the model without its head."""
-    return {ours: theirs.removeprefix(_OUTER) for ours, theirs in table.items()}
+    return {ours: theirs.removeprefix(family.outer) for ours, theirs in table.items()}
 
 
 def is_bare(checkpoint: Checkpoint) -> bool:
     """Whether its tensors lack the prefix that those of a model with a head have in a folder."""
     if checkpoint.format == "gguf":
         return False
-    embedding, names = family_of(checkpoint).names("hf")["embedding.weight"], set(checkpoint.names())
-    return embedding not in names and embedding.removeprefix(_OUTER) in names
+    family, names = family_of(checkpoint), set(checkpoint.names())
+    embedding = family.names("hf")["embedding.weight"]
+    return embedding not in names and embedding.removeprefix(family.outer) in names
 
 
 def mtp_names_of(checkpoint: Checkpoint) -> dict[str, str] | None:
@@ -115,7 +116,9 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens, or that no
     layer reads."""
     names = set(names)
-    return _other_parts(checkpoint, names) | _unread(checkpoint, names) | ({RANKS} & names if is_reranker(checkpoint) else set())
+    aside = {name for name in names if name.startswith(family_of(checkpoint).aside or ("\0",))}
+    aside |= {RANKS} & names if is_reranker(checkpoint) else set()
+    return aside | _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
 
 def is_reranker(checkpoint: Checkpoint) -> bool:

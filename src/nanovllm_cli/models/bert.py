@@ -1,0 +1,102 @@
+"""BERT and what was made after it, RoBERTa and XLM-RoBERTa: bge, e5, MiniLM, arctic and others embed texts with them.
+
+An encoder: tokens see those behind them, positions are learned, embeddings are normed, and so is the stream behind each half of a
+layer. Heads for other tasks, and the pooler that BERT was trained with, are left aside: texts are pooled as their files say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import EntrySpec, ModelSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import ANOTHER, Family
+
+LONE = {"gelu": "lone_gelu", "gelu_new": "lone_gelu_tanh", "gelu_pytorch_tanh": "lone_gelu_tanh", "gelu_fast": "lone_gelu_tanh"}
+_PARTS = {
+    "q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value", "o": "attention.output.dense",
+    "after_attention_norm": "attention.output.LayerNorm", "up": "intermediate.dense", "down": "output.dense",
+    "after_mlp_norm": "output.LayerNorm",
+}  # fmt: skip
+_GGUF_PARTS = {"after_attention_norm": "attn_output_norm", "after_mlp_norm": "layer_output_norm"}
+
+
+def _hf_names(outer: str) -> dict[str, str]:
+    entry = {"embedding": "word_embeddings", "positions": "position_embeddings", "segments": "token_type_embeddings"}
+    names = {f"{ours}.weight": f"{outer}embeddings.{theirs}.weight" for ours, theirs in entry.items()}
+    for kind in ("weight", "bias"):
+        names[f"entry_norm.{kind}"] = f"{outer}embeddings.LayerNorm.{kind}"
+        for ours, theirs in _PARTS.items():
+            names[f"blocks.{{i}}.{ours}.{kind}"] = f"{outer}encoder.layer.{{i}}.{theirs}.{kind}"
+    return names
+
+
+GGUF_ENTRY = {
+    "positions.weight": "position_embd.weight",
+    "segments.weight": "token_types.weight",
+    **{f"entry_norm.{kind}": f"token_embd_norm.{kind}" for kind in ("weight", "bias")},
+    **{
+        f"blocks.{{i}}.{ours}.{kind}": f"blk.{{i}}.{theirs}.{kind}"
+        for ours, theirs in _GGUF_PARTS.items()
+        for kind in ("weight", "bias")
+    },
+}
+
+
+def encoder(spec: ModelSpec, entry: EntrySpec) -> ModelSpec:
+    """The same as an encoder whose norms lie behind the sums."""
+    norm = replace(spec.norm, centered=True, shifted=True)
+    return replace(spec.in_order("original"), norm=norm, entry=replace(entry, norm=norm), ends_normed=False)
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader, behind_padding: bool = False) -> ModelSpec:
+    kind = read.text("position_embedding_type", "absolute")
+    if kind != "absolute" or read.flag("is_decoder", False):
+        raise UnsupportedError(f"{spec.architecture} as a decoder, or with {kind[:80]!r} positions", ANOTHER)
+    rows = read.integer("max_position_embeddings")
+    first = read.integer("pad_token_id", 1, least=0) + 1 if behind_padding else 0
+    if rows <= first:
+        raise UnsupportedError(f"{spec.architecture} with {rows} positions, of which {first} are for padding", ANOTHER)
+    entry = EntrySpec(spec.norm, rows, first, read.integer("type_vocab_size", 2, least=0))
+    return replace(encoder(spec.with_attention(rope=None), entry), max_position=rows - first)
+
+
+def _roberta_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return _from_hf(spec, read, behind_padding=True)
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """The table of positions begins with the first token's."""
+    segments = read.integer("tokenizer.ggml.token_type_count", 1)
+    entry = EntrySpec(spec.norm, positions=spec.max_position, segments=segments)
+    return encoder(spec.with_attention(rope=None), entry)
+
+
+BERT = Family(
+    "bert",
+    layer_norm=True,
+    ungated=LONE,
+    both_ways=True,
+    outer="bert.",
+    aside=("bert.pooler.", "pooler.", "cls.", "classifier.", "bert.embeddings.position_ids", "embeddings.position_ids"),
+    tied_by_default=True,
+    defaults={
+        "hidden_act": "gelu", "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "attention_bias": True, "mlp_bias": True,
+    },
+    hf_names=_hf_names("bert."),
+    gguf_names=GGUF_ENTRY,
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_keys=None,
+)  # fmt: skip
+ROBERTA = replace(
+    BERT,
+    name="roberta",
+    gguf_name="bert",
+    outer="roberta.",
+    aside=("roberta.pooler.", "pooler.", "lm_head.", "classifier.", "roberta.embeddings.position_ids", "embeddings.position_ids"),
+    hf_names=_hf_names("roberta."),
+    hf=_roberta_from_hf,
+)

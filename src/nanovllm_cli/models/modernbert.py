@@ -1,0 +1,84 @@
+"""ModernBERT (Warner et al. 2024; gte-modernbert, granite-embedding R2 and others embed texts with it): an encoder with rotary
+positions, gated MLPs, norms in front without shifts, and windows on either side in two of three layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import ANOTHER, Family
+
+_KEYS = {
+    "hidden_activation": "hidden_act", "norm_eps": "layer_norm_eps", "local_attention": "sliding_window",
+    "global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq",
+    "global_attn_every_n_layers": "sliding_window_pattern",
+}  # fmt: skip
+_PARTS = {
+    "attention_norm": "attn_norm", "qkv": "attn.Wqkv", "o": "attn.Wo", "mlp_norm": "mlp_norm", "gate_up": "mlp.Wi",
+    "down": "mlp.Wo",
+}  # fmt: skip
+
+
+def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**config, **{usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}}
+
+
+def _encoder(spec: ModelSpec) -> ModelSpec:
+    """Embeddings are normed, so that the first layer's mixer has no norm of its own."""
+    first, *others = spec.blocks
+    return replace(spec, blocks=(replace(first, bare=True), *others), entry=EntrySpec(spec.norm))
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.flag("norm_bias", False):
+        raise UnsupportedError("a ModernBERT whose norms have shifts is not supported", ANOTHER)
+    return _encoder(spec)
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    def gelu(mlp: MLPSpec | MoESpec) -> MLPSpec:
+        assert isinstance(mlp, MLPSpec)
+        return replace(mlp, activation="gelu")
+
+    return _encoder(spec.each_mlp(gelu))
+
+
+MODERNBERT = Family(
+    "modernbert",
+    gguf_name="modern-bert",
+    layer_norm=True,
+    both_ways=True,
+    halves_window=True,
+    has_window=True,
+    full_every=3,
+    full_first=True,
+    local_theta=10000.0,
+    fused_qkv=True,
+    fused_mlp=True,
+    tied_by_default=True,
+    aside=("head.", "decoder.", "classifier."),
+    config=_usual_keys,
+    defaults={
+        "hidden_act": "gelu", "layer_norm_eps": 1e-5, "sliding_window": 128, "rope_theta": 160000.0,
+        "max_position_embeddings": 8192,
+    },
+    hf_names={
+        "embedding.weight": "model.embeddings.tok_embeddings.weight",
+        "entry_norm.weight": "model.embeddings.norm.weight",
+        "norm.weight": "model.final_norm.weight",
+        **{
+            f"blocks.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.{theirs}.{kind}"
+            for ours, theirs in _PARTS.items()
+            for kind in ("weight", "bias")
+        },
+    },
+    gguf_names={"entry_norm.weight": "token_embd_norm.weight"},
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_keys=None,
+)  # fmt: skip
