@@ -37,7 +37,6 @@ from nanovllm_cli.cli.serve import _asked
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
-from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.server import engine_process
 from nanovllm_cli.weights import convert
@@ -297,37 +296,6 @@ def test_the_hub_is_asked_for_all_that_says_so() -> None:
     named = ["1_Pooling/config.json", "config.json", "config_sentence_transformers.json", "modules.json", "tokenizer.json"]
     others = ["2_Dense/model.safetensors", "onnx/model.onnx", "sub/config.json", "1_Pooling/other.json"]
     assert choose([*named, *others, "model.safetensors"], "r").files == (*named, "model.safetensors")
-
-
-# ---- both directions ----
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("Qwen2ForCausalLM", {"is_causal": False}),
-        ("Gemma3TextModel", {"use_bidirectional_attention": True}),
-        ("Gemma3ForConditionalGeneration", {"text_config": {"use_bidirectional_attention": True}}),
-        ("BertModel", {}),
-        ("XLMRobertaModel", {}),
-        ("LlamaBidirectionalModel", {}),
-        ("T5EncoderModel", {}),
-    ],
-)
-def test_folders_of_models_that_see_what_follows_are_refused(name: str, config: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name}: attention in both directions"):
-        hf_family({"architectures": [name]} | config)
-
-
-@pytest.mark.parametrize("name", ["bert", "nomic-bert", "jina-bert-v2", "modern-bert", "gemma-embedding", "t5encoder"])
-def test_so_are_their_files(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name}: attention in both directions"):
-        gguf_family({"general.architecture": name})
-
-
-def test_so_is_a_file_that_says_it(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="qwen3: attention in both directions"):
-        opened(with_keys(file, tmp_path / "m.gguf", **{"qwen3.attention.causal": False}))
 
 
 # ---- GGUF ----

@@ -1,4 +1,4 @@
-"""BERT and what was made after it, RoBERTa and XLM-RoBERTa: bge, e5, MiniLM, arctic and others embed texts with them.
+"""BERT and what was made after it, RoBERTa, XLM-RoBERTa and DistilBERT: bge, e5, MiniLM and others embed texts with them.
 
 An encoder: tokens see those behind them, positions are learned, embeddings are normed, and so is the stream behind each half of a
 layer. Heads for other tasks, and the pooler that BERT was trained with, are left aside: texts are pooled as their files say.
@@ -6,8 +6,9 @@ layer. Heads for other tasks, and the pooler that BERT was trained with, are lef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import EntrySpec, ModelSpec
@@ -20,16 +21,24 @@ _PARTS = {
     "after_attention_norm": "attention.output.LayerNorm", "up": "intermediate.dense", "down": "output.dense",
     "after_mlp_norm": "output.LayerNorm",
 }  # fmt: skip
+_DISTILLED_PARTS = {
+    "q": "attention.q_lin", "k": "attention.k_lin", "v": "attention.v_lin", "o": "attention.out_lin",
+    "after_attention_norm": "sa_layer_norm", "up": "ffn.lin1", "down": "ffn.lin2", "after_mlp_norm": "output_layer_norm",
+}  # fmt: skip
+_DISTILLED_KEYS = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "hidden_dim": "intermediate_size",
+    "activation": "hidden_act",
+}  # fmt: skip
 _GGUF_PARTS = {"after_attention_norm": "attn_output_norm", "after_mlp_norm": "layer_output_norm"}
 
 
-def _hf_names(outer: str) -> dict[str, str]:
+def _hf_names(outer: str, layers: str = "encoder.layer", parts: Mapping[str, str] = _PARTS) -> dict[str, str]:
     entry = {"embedding": "word_embeddings", "positions": "position_embeddings", "segments": "token_type_embeddings"}
     names = {f"{ours}.weight": f"{outer}embeddings.{theirs}.weight" for ours, theirs in entry.items()}
     for kind in ("weight", "bias"):
         names[f"entry_norm.{kind}"] = f"{outer}embeddings.LayerNorm.{kind}"
-        for ours, theirs in _PARTS.items():
-            names[f"blocks.{{i}}.{ours}.{kind}"] = f"{outer}encoder.layer.{{i}}.{theirs}.{kind}"
+        for ours, theirs in parts.items():
+            names[f"blocks.{{i}}.{ours}.{kind}"] = f"{outer}{layers}.{{i}}.{theirs}.{kind}"
     return names
 
 
@@ -63,6 +72,10 @@ def _from_hf(spec: ModelSpec, read: ConfigReader, behind_padding: bool = False) 
     return replace(encoder(spec.with_attention(rope=None), entry), max_position=rows - first)
 
 
+def _distilled_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type_vocab_size": 0, **{_DISTILLED_KEYS.get(key, key): value for key, value in config.items()}}
+
+
 def _roberta_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _from_hf(spec, read, behind_padding=True)
 
@@ -89,7 +102,7 @@ BERT = Family(
     gguf_names=GGUF_ENTRY,
     hf=_from_hf,
     gguf=_from_gguf,
-    gguf_keys=None,
+    gguf_activation="lone_gelu",
 )  # fmt: skip
 ROBERTA = replace(
     BERT,
@@ -99,4 +112,13 @@ ROBERTA = replace(
     aside=("roberta.pooler.", "pooler.", "lm_head.", "classifier.", "roberta.embeddings.position_ids", "embeddings.position_ids"),
     hf_names=_hf_names("roberta."),
     hf=_roberta_from_hf,
+)
+DISTILBERT = replace(
+    BERT,
+    name="distilbert",
+    gguf_name="bert",
+    outer="distilbert.",
+    aside=("vocab_", "pre_classifier.", "classifier."),
+    config=_distilled_keys,
+    hf_names=_hf_names("distilbert.", "transformer.layer", _DISTILLED_PARTS),
 )

@@ -32,8 +32,8 @@ _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_posi
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768}
 
 LLAMA = Family("llama", interleaved_gguf=True)
-LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", both_ways=True, gguf_keys=None)
-EUROBERT = Family("eurobert", both_ways=True, gguf_keys=None)
+LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", both_ways=True)
+EUROBERT = Family("eurobert", both_ways=True)
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
@@ -274,7 +274,10 @@ def spec_from_gguf(
         max_position=max_position,
         tied_head="output.weight" not in names,
     )
-    return _both_ways(family.gguf(spec, whole, key), family, both_ways=not read.flag(key("attention.causal"), True))
+    spec = family.gguf(spec, whole, key)
+    if spec.entry is not None and "token_types.weight" not in names:
+        spec = replace(spec, entry=replace(spec.entry, segments=0))
+    return _both_ways(spec, family, both_ways=not read.flag(key("attention.causal"), True))
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:

@@ -82,19 +82,32 @@ def _gemma3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
     return _sandwich(_gemma(spec, 1.0), _score_scale(spec, 62), None, _cap(read, key("final_logit_softcapping")))
 
 
-def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField]]:
+def window_keys(is_full: Callable[[int], bool]) -> Callable[[ModelSpec], dict[str, GGUFField]]:
+    """What files say of layers with windows. is_full: of a layer's number, whether it has none without a word."""
+
     def keys(spec: ModelSpec) -> dict[str, GGUFField]:
         local = [a.rope.theta for a in spec.attentions if a.window is not None and a.rope is not None]
-        caps = {"attn_logit_softcapping": spec.attention.softcap, "final_logit_softcapping": spec.logit_softcap}
-        found: dict[str, GGUFField] = {key: cap for key, cap in caps.items() if cap is not None}
-        if local:
-            found["rope.freq_base_swa"] = local[0]
+        found: dict[str, GGUFField] = {"rope.freq_base_swa": local[0]} if local else {}
         windows = [a.window is not None for a in spec.attentions]
-        if local and windows != [(i + 1) % full_every != 0 for i in range(spec.num_layers)]:
+        if local and windows != [not is_full(i) for i in range(spec.num_layers)]:
             found["attention.sliding_window_pattern"] = windows
         return found
 
     return keys
+
+
+def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField]]:
+    of_windows = window_keys(lambda layer: (layer + 1) % full_every == 0)
+
+    def keys(spec: ModelSpec) -> dict[str, GGUFField]:
+        caps = {"attn_logit_softcapping": spec.attention.softcap, "final_logit_softcapping": spec.logit_softcap}
+        return {**{key: cap for key, cap in caps.items() if cap is not None}, **of_windows(spec)}
+
+    return keys
+
+
+def _gemma3_in_gguf(spec: ModelSpec) -> Family:
+    return GEMMA_EMBEDDING if spec.reads_both_ways else GEMMA3
 
 
 GEMMA = Family(
@@ -124,6 +137,7 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     "gemma3",
     halves_window=True,
+    gguf_like=_gemma3_in_gguf,
     qk_norm=True,
     has_window=True,
     full_every=6,
@@ -140,5 +154,5 @@ GEMMA3 = Family(
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(6),
 )  # fmt: skip
-GEMMA_EMBEDDING = replace(GEMMA3, gguf_name="gemma-embedding", both_ways=True, gguf_keys=None)
+GEMMA_EMBEDDING = replace(GEMMA3, gguf_name="gemma-embedding", both_ways=True)
 """As its GGUF files call it; a folder's config says that tokens see those behind them."""

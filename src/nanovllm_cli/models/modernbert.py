@@ -12,6 +12,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.gemma import window_keys
 
 _KEYS = {
     "hidden_activation": "hidden_act", "norm_eps": "layer_norm_eps", "local_attention": "sliding_window",
@@ -80,5 +81,6 @@ MODERNBERT = Family(
     gguf_names={"entry_norm.weight": "token_embd_norm.weight"},
     hf=_from_hf,
     gguf=_from_gguf,
-    gguf_keys=None,
+    gguf_activation="gelu",
+    gguf_keys=window_keys(lambda layer: layer % 3 == 0),
 )  # fmt: skip

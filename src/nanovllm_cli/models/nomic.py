@@ -72,5 +72,4 @@ NOMIC_BERT = Family(
     gguf_names=GGUF_ENTRY,
     hf=_from_hf,
     gguf=_from_gguf,
-    gguf_keys=None,
 )

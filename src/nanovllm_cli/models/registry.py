@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
-from nanovllm_cli.models.bert import BERT, ROBERTA
+from nanovllm_cli.models.bert import BERT, DISTILBERT, ROBERTA
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
@@ -120,6 +120,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "BertForMaskedLM": BERT,
     "BertForPreTraining": BERT,
     "BertForSequenceClassification": BERT,
+    "DistilBertForMaskedLM": DISTILBERT,
     "ModernBertForMaskedLM": MODERNBERT,
     "ModernBertForSequenceClassification": MODERNBERT,
     "RobertaForMaskedLM": ROBERTA,
@@ -131,6 +132,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
 HF_BODIES: dict[str, Family] = {
     "BertModel": BERT,
     "CamembertModel": ROBERTA,
+    "DistilBertModel": DISTILBERT,
     "EuroBertModel": EUROBERT,
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,
@@ -240,5 +242,5 @@ def _look_up(name: str, table: dict[str, Family]) -> Family:
 def _reads_both_ways(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"{name[:80]}: this kind of attention in both directions is not supported",
-        "known: BERT, RoBERTa, XLM-RoBERTa, ModernBERT, nomic-bert, EuroBERT, EmbeddingGemma; models that read left to right",
+        "known: BERT, DistilBERT, (XLM-)RoBERTa, ModernBERT, nomic-bert, EuroBERT, EmbeddingGemma; what reads left to right",
     )

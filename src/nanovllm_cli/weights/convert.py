@@ -49,6 +49,7 @@ from nanovllm_cli.weights.convert_stacked import by_head, stacked, with_ba_as_on
 from nanovllm_cli.weights.convert_tensors import (
     PLAIN_TYPES,
     Step,
+    behind_padding,
     dtype_of,
     gguf_bytes,
     gguf_type,
@@ -250,6 +251,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
     steps = stacked(by_head(steps, spec, outtype), family)
+    steps = [behind_padding(step, spec) for step in steps]
     names = {step.name for step in steps}
     file_type = _file_type(outtype, steps)
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, file_type, further is not None)

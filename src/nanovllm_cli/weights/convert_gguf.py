@@ -62,6 +62,10 @@ _CARRIED = {
     "hybrid_override_pattern", "layers_block_type", "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "n_groups",
     "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias", "expand", "mlp_hidden_act", "layer_norm_epsilon",
     "moe_shared_expert_intermediate_size", "moe_latent_size", "mtp_num_hidden_layers", "num_nextn_predict_layers",
+    "type_vocab_size", "local_attention", "global_rope_theta", "local_rope_theta", "norm_bias", "dim", "n_layers", "n_heads",
+    "hidden_dim", "activation", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "rotary_emb_base", "rotary_emb_fraction",
+    "activation_function", "prenorm", "use_rms_norm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved",
+    "rotary_scaling_factor", "rotary_emb_scale_base", "is_decoder",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
@@ -70,7 +74,8 @@ _OF_NO_USE = {
     "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mtp_layers_block_type",
     "moe_shared_expert_overlap",
     "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size", "time_step_min", "time_step_max",
-    "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "gradient_checkpointing", "embedding_dropout",
+    "mlp_dropout", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
 }  # fmt: skip
 
 
@@ -100,7 +105,7 @@ def gguf_header(
     builder = HeaderBuilder(family.gguf_name or family.name)
     own = text_config(checkpoint.config)
     config = {**family.defaults, **own}
-    context_length = config.get("max_position_embeddings", 2048)
+    context_length = spec.max_position if spec.reads_both_ways else config.get("max_position_embeddings", 2048)
     keys = _keys(spec, family, own)
     if predicts_further:
         keys |= {"nextn_predict_layers": 1}
@@ -115,7 +120,10 @@ def gguf_header(
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
     _add_model(builder, spec, family, keys, context_length)
     notes += _add_pooling(builder, checkpoint, spec)
-    _add_rope(builder, sayable.spec, context_length)
+    if spec.entry is not None and spec.entry.segments:
+        builder.add_token_type_count(spec.entry.segments)
+    if spec.entry is None or not spec.entry.positions:
+        _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
     end_ids = _end_ids(checkpoint.generation_config, spec.vocab_size)
@@ -132,7 +140,9 @@ def gguf_header(
 
 
 def _windows(spec: ModelSpec) -> set[int]:
-    return {attention.window for attention in spec.attentions if attention.window is not None}
+    """As files have them: on both sides together, where tokens see those behind them."""
+    given = {(attention.window, attention.both_ways) for attention in spec.attentions if attention.window is not None}
+    return {2 * (window - 1) if both_ways else window for window, both_ways in given}
 
 
 def _keys(spec: ModelSpec, family: Family, config: Mapping[str, Any]) -> dict[str, GGUFField]:
@@ -152,7 +162,7 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
         if attention.latent is not None and rope.scaling == "yarn" and rope.mscale_all_dim:
             rope = _of_one_share(rope)
         return sayable_in_gguf(rope, context_length, truncate=family.gguf_truncates)
-    if keys.get("rope.scaling.finetuned", True):
+    if keys.get("rope.scaling.finetuned", True) and (spec.entry is None or not spec.entry.positions):
         raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     return SayableRope(RopeSpec(attention.head_dim), [])
 
@@ -185,6 +195,8 @@ def _add_model(
     (builder.add_layer_norm_eps if spec.norm.centered else builder.add_layer_norm_rms_eps)(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)
+    if spec.reads_both_ways:
+        builder.add_causal_attention(False)
     add = {float: builder.add_float32, int: builder.add_uint32, bool: builder.add_bool, list: builder.add_array,
            str: builder.add_string}  # fmt: skip
     for key, value in keys.items():
@@ -323,6 +335,8 @@ def _check(
     usual = attention_of(spec).rope
     norm = replace(spec.norm, stored_offset=spec.norm.offset)
     told = replace(spec, norm=norm)
+    if (entry := spec.entry) is not None:
+        told = replace(told, entry=replace(entry, positions=max(0, entry.positions - entry.first_position), first_position=0))
     if usual is not None:
         told = told.each_attention(lambda layer, a: replace(a, rope=rope) if a.rope == usual else a)
     lost = differences(told, found)

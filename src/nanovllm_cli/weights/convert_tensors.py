@@ -14,6 +14,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.bert import GGUF_ENTRY
 from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
@@ -38,7 +40,8 @@ _VOCABULARY = ("token_embd.weight", "per_layer_token_embd.weight", "output.weigh
 
 _IN_FLOAT32 = (
     "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
-    ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d",
+    ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d", "position_embd.weight",
+    "token_types.weight",
 )  # fmt: skip
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -48,8 +51,9 @@ Reorder = Callable[[torch.Tensor], torch.Tensor]
 class Step(NamedTuple):
     """A tensor of the output. `source`: its name in the input, None for one that the output's format asks for (`value`).
 
-    `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows. `added` goes
-    to each number. `parts`: the tensor is what these give one after the other, of the input's tensors (a layer's experts).
+    `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows. `added` goes to each
+    number. `skips`: first rows of the input that are left out. `parts`: the tensor is what these give one after the other, of the
+    input's tensors (a layer's experts).
     """
 
     name: str
@@ -63,17 +67,26 @@ class Step(NamedTuple):
     rows_together: int = 1
     value: torch.Tensor | None = None
     added: float = 0.0
+    skips: int = 0
     parts: tuple[Step, ...] = ()
 
     @property
     def copied(self) -> bool:
-        return self.before == self.after and not self.added
+        return self.before == self.after and not self.added and not self.skips
 
     def gguf(self) -> GGUFTensor:
         return GGUFTensor(self.name, self.shape, GGMLQuantizationType[self.after])
 
     def safetensors(self) -> TensorOut:
         return TensorOut(self.name, self.shape, dtype_of(self.after))
+
+
+def behind_padding(step: Step, spec: ModelSpec) -> Step:
+    """A table of positions begins with the first token's in GGUF files."""
+    if spec.entry is None or step.name != GGUF_ENTRY["positions.weight"]:
+        return step
+    shape = (step.shape[0] - spec.entry.first_position, *step.shape[1:])
+    return step._replace(shape=shape, num_bytes=gguf_bytes(shape, step.after), skips=spec.entry.first_position)
 
 
 def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
@@ -109,7 +122,7 @@ def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
     else:
         num_rows = checkpoint.info(step.source).shape[0]
         count = _step_rows(step, num_rows)
-        for first in range(0, num_rows, count):
+        for first in range(step.skips, num_rows, count):
             yield checkpoint.tensor(step.source, rows=(first, min(first + count, num_rows)))
 
 

@@ -1,0 +1,261 @@
+"""Encoders: models whose tokens see those behind them, against transformers; texts are computed as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    DistilBertConfig,
+    EuroBertConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    NomicBertConfig,
+    Qwen2Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from embedders import body, write_json, write_tokenizer
+from nanovllm_cli import LLM
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import CheckpointError, NanovllmError, PromptTooLongError, UnsupportedError
+from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 4100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 300,
+}  # fmt: skip
+BEHIND_PADDING = SIZES | {"max_position_embeddings": 302, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+CONFIGS: dict[str, Any] = {
+    "bert": BertConfig(**SIZES),
+    "bert with tanh": BertConfig(**SIZES | {"hidden_act": "gelu_new"}),
+    "distilbert": DistilBertConfig(vocab_size=4100, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=300),
+    "roberta": RobertaConfig(**BEHIND_PADDING),
+    "xlm-roberta": XLMRobertaConfig(**BEHIND_PADDING | {"type_vocab_size": 1}),
+    "modernbert": ModernBertConfig(
+        **SIZES | ENDS | {"num_hidden_layers": 5}, local_attention=20, cls_token_id=1, sep_token_id=2
+    ),
+    "nomic-bert": NomicBertConfig(**SIZES),
+    "eurobert": EuroBertConfig(**SIZES | ENDS, num_key_value_heads=2, mask_token_id=3),
+    "gemma": Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 7}, num_key_value_heads=2, head_dim=24, sliding_window=20,
+        use_bidirectional_attention=True,
+    ),
+}  # fmt: skip
+GENERATOR = torch.Generator().manual_seed(0)
+TEXTS = [torch.randint(5, 4100, (count,), generator=GENERATOR).tolist() for count in (1, 9, 20, 171, 300)]
+FLOATS = EngineConfig(threads=2, num_blocks=64, dtype="float32")
+
+
+def pooled(hidden: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """hidden [T, H]."""
+    return {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}[pooling]
+
+
+def far(found: list[list[float]], expected: list[torch.Tensor]) -> float:
+    """The largest distance of two vectors, as a share of the second's length."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((torch.tensor(one).double() - other).norm() / other.norm()) for one, other in pairs)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """transformers' models and their folders."""
+    found = {}
+    for name, config in CONFIGS.items():
+        folder = tmp_path_factory.mktemp("model") / "m"
+        torch.manual_seed(1)
+        found[name] = body(config, folder), folder
+        write_tokenizer(folder)
+    return found
+
+
+def expected(model: Any, pooling: Pooling) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [pooled(model(torch.tensor([ids])).last_hidden_state[0].double(), pooling) for ids in TEXTS]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_vectors_are_those_of_transformers(name: str, made: dict[str, tuple[Any, Path]]) -> None:
+    """In float32, whole texts of a token and of as many as there are positions, together."""
+    model, folder = made[name]
+    llm = LLM(folder, config=FLOATS)
+    assert llm.max_model_len == 300
+    for pooling in ("mean", "cls", "last"):
+        assert far(llm.embed(TEXTS, pooling), expected(model, pooling)) < 1e-5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gemma"])
+def test_a_text_has_the_same_bits_whatever_is_computed_beside_it(name: str, made: dict[str, tuple[Any, Path]]) -> None:
+    """Alone, in steps that hold less than it, and where the cache holds one at a time; in bfloat16, near to float32."""
+    model, folder = made[name]
+    together = LLM(folder, config=EngineConfig(threads=2, num_blocks=64, dtype="bfloat16")).embed(TEXTS, "mean")
+    assert far(together, expected(model, "mean")) < 0.05
+    narrow = EngineConfig(threads=1, num_blocks=19, dtype="bfloat16", max_num_batched_tokens=8, max_num_seqs=2, policy="priority")
+    llm = LLM(folder, config=narrow)
+    assert llm.embed(TEXTS, "mean") == together
+    assert [llm.embed([ids], "mean")[0] for ids in TEXTS] == together
+    assert llm.stats().prefix_hit_tokens == 0
+
+
+def test_a_quantized_encoder_is_near_to_what_it_was(made: dict[str, tuple[Any, Path]]) -> None:
+    model, folder = made["bert"]
+    for quant, most in (("int8", 0.03), ("fp8", 0.06)):
+        llm = LLM(folder, config=EngineConfig(threads=2, num_blocks=64, dtype="float32", quant=quant))
+        assert far(llm.embed(TEXTS, "mean"), expected(model, "mean")) < most
+
+
+def test_as_many_tokens_fit_as_there_are_positions(made: dict[str, tuple[Any, Path]]) -> None:
+    llm = LLM(made["roberta"][1], config=FLOATS)
+    with pytest.raises(PromptTooLongError, match="the prompt has 301 tokens, the context holds 300"):
+        llm.embed([[5] * 301])
+    with pytest.raises(UnsupportedError, match="it has no head to draw tokens from"):
+        llm.generate([[5, 6]])
+
+
+# ---- folders ----
+
+
+def changed(folder: Path, target: Path, prefix: str, architecture: str, others: dict[str, torch.Tensor]) -> Path:
+    """The same with another prefix of its tensors, and other ones beside them."""
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            target.joinpath(file.name).write_bytes(file.read_bytes())
+    weights = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights | others, target / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(target / "config.json", config | {"architectures": [architecture]})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "architecture", "others"),
+    [
+        ("bert", "bert.", "BertForMaskedLM", ("cls.predictions.bias", "bert.pooler.dense.bias", "bert.embeddings.position_ids")),
+        ("bert", "bert.", "BertForSequenceClassification", ("classifier.weight", "classifier.bias")),
+        ("xlm-roberta", "roberta.", "XLMRobertaForSequenceClassification", ("classifier.dense.bias", "classifier.out_proj.bias")),
+        ("distilbert", "distilbert.", "DistilBertForMaskedLM", ("vocab_transform.weight", "vocab_projector.bias")),
+        ("modernbert", "model.", "ModernBertForMaskedLM", ("head.dense.weight", "decoder.bias")),
+    ],
+)
+def test_heads_for_other_tasks_are_left_aside(
+    name: str, prefix: str, architecture: str, others: tuple[str, ...], made: dict[str, tuple[Any, Path]], tmp_path: Path
+) -> None:
+    model, folder = made[name]
+    own = {other: torch.ones(3, 5) for other in others}
+    llm = LLM(changed(folder, tmp_path / "m", prefix, architecture, own), config=FLOATS)
+    assert far(llm.embed(TEXTS, "mean"), expected(model, "mean")) < 1e-5
+    with pytest.raises(CheckpointError, match=r"not part of the model: another\.weight"):
+        LLM(changed(folder, tmp_path / "n", prefix, architecture, own | {"another.weight": torch.ones(2)}), config=FLOATS)
+
+
+def test_a_folder_with_the_keys_of_gpt_2_is_the_same_nomic_bert(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """As nomic-embed-text is published."""
+    model, folder = made["nomic-bert"]
+    target = changed(folder, tmp_path / "m", "", "NomicBertModel", {})
+    own = {
+        "architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 4100, "n_embd": 48, "n_inner": 80,
+        "n_layer": 3, "n_head": 4, "n_positions": 300, "layer_norm_epsilon": 1e-12, "activation_function": "swiglu",
+        "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "qkv_proj_bias": False, "type_vocab_size": 2, "prenorm": False,
+        "rotary_scaling_factor": None, "max_trained_positions": 2048,
+    }  # fmt: skip
+    write_json(target / "config.json", own)
+    assert far(LLM(target, config=FLOATS).embed(TEXTS, "mean"), expected(model, "mean")) < 1e-5
+    for key, value in {"prenorm": True, "mlp_fc1_bias": True, "num_experts": 8, "rotary_scaling_factor": 2.0}.items():
+        write_json(target / "config.json", own | {key: value})
+        with pytest.raises(UnsupportedError, match=f"a nomic-bert with {key} is not supported"):
+            LLM(target, config=FLOATS)
+
+
+def both_ways(architecture: str, config: Any, folder: Path, said: dict[str, Any]) -> tuple[Any, Path]:
+    """A decoder whose config says that its tokens see those behind them, and the same of transformers."""
+    model = body(config, folder)
+    write_tokenizer(folder)
+    written = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", written | {"architectures": [architecture]} | said)
+    for layer in model.layers:
+        layer.self_attn.is_causal = False
+    return model, folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "said"),
+    [
+        ("Qwen2Model", Qwen2Config(**SIZES, num_key_value_heads=2), {"is_causal": False}),
+        ("LlamaBidirectionalModel", LlamaConfig(**SIZES, num_key_value_heads=2), {}),
+    ],
+    ids=["said", "by name"],
+)
+def test_decoders_that_were_turned_into_encoders(
+    architecture: str, config: Any, said: dict[str, Any], tmp_path: Path
+) -> None:
+    """gte-Qwen2, llama-embed and their like."""
+    model, folder = both_ways(architecture, config, tmp_path / "m", said)
+    wanted = []
+    for ids in TEXTS:
+        mask = torch.zeros(1, 1, len(ids), len(ids))  # nothing is hidden
+        with torch.no_grad():
+            wanted.append(model(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0].double().mean(0))
+    assert far(LLM(folder, config=FLOATS).embed(TEXTS, "mean"), wanted) < 1e-5
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "kind", "message"),
+    [
+        ("bert", {"position_embedding_type": "relative_key"}, UnsupportedError, "with 'relative_key' positions"),
+        ("bert", {"is_decoder": True}, UnsupportedError, "bert as a decoder"),
+        ("bert", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
+        ("bert", {"max_position_embeddings": 2**30}, CheckpointError, "describes a model of"),
+        ("bert", {"type_vocab_size": -1}, CheckpointError, "'type_vocab_size' must be a whole number of at least 0"),
+        ("bert", {"num_hidden_layers": 4}, CheckpointError, "16 missing"),
+        ("roberta", {"max_position_embeddings": 2}, UnsupportedError, "2 positions, of which 2 are for padding"),
+        ("roberta", {"pad_token_id": -5}, CheckpointError, "'pad_token_id' must be a whole number"),
+        ("modernbert", {"norm_bias": True}, UnsupportedError, "norms have shifts"),
+        ("eurobert", {"hidden_act": "relu"}, UnsupportedError, "activation 'relu'"),
+    ],
+)
+def test_configs_that_are_refused(
+    name: str, said: dict[str, Any], kind: type[NanovllmError], message: str, made: dict[str, tuple[Any, Path]], tmp_path: Path
+) -> None:
+    config = json.loads((made[name][1] / "config.json").read_text())
+    folder = changed(made[name][1], tmp_path / "m", "", config["architectures"][0], {})
+    write_json(folder / "config.json", config | said)
+    with pytest.raises(kind, match=message):
+        LLM(folder, config=FLOATS)
+
+
+def test_windows_of_decoders_that_see_both_ways_are_refused(tmp_path: Path) -> None:
+    """Nobody says whether they are as wide on either side, or together."""
+    config = Qwen2Config(**SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=20, max_window_layers=1)
+    _, folder = both_ways("Qwen2Model", config, tmp_path / "m", {"is_causal": False})
+    with open_checkpoint(folder) as checkpoint, pytest.raises(UnsupportedError, match="qwen2: attention in both directions"):
+        read_spec(checkpoint, open_reader(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["T5EncoderModel", "MPNetModel", "DreamModel", "ElectraModel"])
+def test_other_kinds_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}: this kind of attention in both directions"):
+        hf_family({"architectures": [name]})
+
+
+@pytest.mark.parametrize("name", ["jina-bert-v2", "nomic-bert-moe", "t5encoder"])
+def test_so_are_their_files(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}: this kind of attention in both directions"):
+        gguf_family({"general.architecture": name})
+
