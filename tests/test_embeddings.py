@@ -99,7 +99,7 @@ def test_what_is_aborted_or_refused_leaves_nothing(worker: Worker, texts: list[l
     engine.abort("e")
     assert not engine.has_unfinished()
     with pytest.raises(PromptTooLongError):
-        engine.embed("e", [3] * 128, "mean")
+        engine.embed("e", [3] * 129, "mean")
     with pytest.raises(UsageError):
         engine.embed("e", [], "mean")
     with pytest.raises(UsageError):

@@ -13,7 +13,7 @@ from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_sums import sum_of_squares
+from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
 
 SILU, GELU_TANH, GELU, SWIGLU_OAI, SQUARED_RELU = 0, 1, 2, 3, 4
 SWIGLU_LIMIT = np.float32(7.0)
@@ -57,28 +57,33 @@ def add_rms_norm(arguments, thread, team):
     stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
     gains = carray(typed_pointer(weight, tag), (num_gains, width))
     shifts = carray(typed_pointer(shift if shift != 0 else weight, tag), (width,))
+    memory = scratch(4 * width)
+    beside = floats_at(memory.ctypes.data, (width,))
     for r in share(num_rows, thread, team):
         line, plus, target, scale = stream[r], added[r], result[r], gains[r % num_gains]
         if residual != 0:
             for i in range(width):
                 store(line, i, load(line, i) + load(plus, i))
-        mean = np.float32(0.0)
         if centered != 0:
             for i in range(width):
-                mean += load(line, i)
-            mean /= np.float32(width)
-            total = np.float32(0.0)
+                beside[i] = load(line, i)
+            mean = sum_f32(beside.ctypes.data, width) / np.float32(width)
             for i in range(width):
-                total += (load(line, i) - mean) * (load(line, i) - mean)
+                beside[i] -= mean
+            total = sum_of_squares(np.float32(0.0), beside.ctypes.data, width)
         else:
             total = sum_of_squares(tag, line.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         if shift != 0:
             for i in range(width):
-                store(target, i, (load(line, i) - mean) * inverse * load(scale, i) + load(shifts, i))
-            continue
-        for i in range(width):
-            store(target, i, (load(line, i) - mean) * inverse * (np.float32(offset) + load(scale, i)))
+                store(target, i, beside[i] * inverse * load(scale, i) + load(shifts, i))
+        elif centered != 0:
+            for i in range(width):
+                store(target, i, beside[i] * inverse * (np.float32(offset) + load(scale, i)))
+        else:
+            for i in range(width):
+                store(target, i, load(line, i) * inverse * (np.float32(offset) + load(scale, i)))
+    keep(memory)
 
 
 @kernel(fastmath=FAST)
@@ -127,19 +132,19 @@ def activation(arguments, thread, team):
     tag, x, size, kind = fields(arguments)
     numbers = carray(typed_pointer(x, tag), (size,))
     for chunk in share(-(-size // CHUNK), thread, team):
-        first, behind = CHUNK * chunk, min(size, CHUNK * (chunk + 1))
+        own = numbers[CHUNK * chunk : min(size, CHUNK * (chunk + 1))]
         if kind == SQUARED_RELU:
-            for i in range(first, behind):
-                value = load(numbers, i)
+            for i in range(own.size):
+                value = load(own, i)
                 value = np.float32(0.0) if value < np.float32(0.0) else value
-                store(numbers, i, value * value)
+                store(own, i, value * value)
         elif kind == GELU_TANH:
-            for i in range(first, behind):
-                value = load(numbers, i)
-                store(numbers, i, value * _sigmoid(_tanh_slope(value)))
+            for i in range(own.size):
+                value = load(own, i)
+                store(own, i, value * _sigmoid(_tanh_slope(value)))
         else:
-            for i in range(first, behind):
-                store(numbers, i, _gelu(load(numbers, i)))
+            for i in range(own.size):
+                store(own, i, _gelu(load(own, i)))
 
 
 @kernel(fastmath=FAST)
