@@ -1,12 +1,13 @@
 """A Hugging Face folder's tokenizer as the `tokenizer.*` keys of a GGUF file, under the names that llama.cpp's converter gives.
 
 Byte-level BPE becomes `gpt2` with the name of its pre-tokenizer, SentencePiece-like BPE becomes `llama` with scores, or `gemma4`
-with merges where it is Gemma 4's. What was made is read again and compared on varied text: a vocabulary that would mean
-something else in GGUF is refused.
+with merges where it is Gemma 4's; WordPiece becomes `bert` and Unigram `t5`. What was made is read again and compared on varied
+text: a vocabulary that would mean something else in GGUF is refused.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.gguf_tokenizer import load_gguf
 from nanovllm_cli.text.pre_tokenizers import names_cutting_like, pre_tokenization
 from nanovllm_cli.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_model
-from nanovllm_cli.text.token_bytes import byte_rule
+from nanovllm_cli.text.token_bytes import SPACE_MARK, byte_rule
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tokenizer_files import MAX_VOCABULARY_BYTES, load_folder
 from nanovllm_cli.text.vocabulary import GEMMA_TAGS, TokenizerParts, looks_like_control
@@ -40,6 +41,10 @@ PROBES = (
 _MAX_CANDIDATES = 4
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0  # llama.cpp's converter gives these
 _ROLES = {"bos_id": "bos", "eos_id": "eos", "unk_id": "unknown", "pad_id": "padding"}
+_PAIR_ROLES = {"sep_id": "seperator", "cls_id": "cls", "mask_id": "mask"}  # spelled as the format has it
+
+
+_FORMS = {("BPE", "byte_level"), ("BPE", "sentencepiece"), ("WordPiece", "wordpiece"), ("Unigram", "sentencepiece")}
 
 
 class GGUFVocabulary(NamedTuple):
@@ -66,14 +71,20 @@ def gguf_vocabulary(
         )
     state = json.loads(parts.backend.to_str())
     kind = byte_rule(parts.backend).kind
-    if state["model"]["type"] != "BPE" or kind not in ("byte_level", "sentencepiece"):
+    model = state["model"]["type"]
+    if (model, kind) not in _FORMS:
         raise UnsupportedError(
-            f"a {state['model']['type']} vocabulary has no place in the GGUF of this architecture",
-            "known: byte-level BPE, SentencePiece BPE",
+            f"a {model} vocabulary has no place in the GGUF of this architecture",
+            "known: byte-level BPE, SentencePiece BPE, WordPiece, Unigram",
         )
     notes: list[str] = []
-    common = _tokens(parts, vocab_size) | _around(parts, config, vocab_size) | _templates(parts)
-    if kind == "byte_level":
+    common = _tokens(parts, vocab_size) | _around(parts, config, vocab_size, notes) | _templates(parts)
+    if model == "WordPiece":
+        fields = _word_pieces(common, state, config)
+        _check(source, fields)
+    elif model == "Unigram":
+        fields = _unigram(common, state, source, config)
+    elif kind == "byte_level":
         fields = _byte_level(common, parts, state, source, notes)
     elif source.control_tokens.keys() >= GEMMA_TAGS or str(config.get("model_type")).startswith("gemma4"):
         fields = _raw_characters(common, state)
@@ -136,14 +147,18 @@ def _tokens(parts: TokenizerParts, vocab_size: int) -> dict[str, Any]:
     return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
 
 
-def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int, notes: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    before, after = list(parts.prefix_ids), list(parts.suffix_ids)
+    before, between, after = list(parts.prefix_ids), list(parts.between_ids), list(parts.suffix_ids)
+    if len(before) == 1 and parts.bos_id is None:  # BERT's CLS, as llama.cpp's converter has it
+        parts = replace(parts, bos_id=before[0])
     if len(after) == 1 and after != [parts.eos_id]:  # as llama.cpp's converter has it of Qwen3-Embedding
         if parts.eos_id is not None:
             fields["tokenizer.ggml.eot_token_id"] = parts.eos_id
         parts = replace(parts, eos_id=after[0])
-    for attribute, name in _ROLES.items():
+    if between and parts.sep_id is None:
+        parts = replace(parts, sep_id=between[-1])
+    for attribute, name in (_ROLES | (_PAIR_ROLES if between else {})).items():
         token_id = getattr(parts, attribute)
         if token_id is None:
             token_id = config.get(attribute.replace("_id", "_token_id"))
@@ -156,6 +171,11 @@ def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int) -
     fields["tokenizer.ggml.add_bos_token"] = bool(before)
     if after:
         fields["tokenizer.ggml.add_eos_token"] = True
+    if between:
+        twice = between == [*after, parts.sep_id]
+        fields["tokenizer.ggml.add_sep_token"] = twice
+        if between != after and not twice:
+            notes.append(f"tokenizer: {between} between two texts that are read together")
     return fields
 
 
@@ -172,7 +192,8 @@ def _templates(parts: TokenizerParts) -> dict[str, Any]:
 def _byte_level(
     common: dict[str, Any], parts: TokenizerParts, state: dict[str, Any], source: Tokenizer, notes: list[str]
 ) -> dict[str, Any]:
-    """`gpt2`: merges, and the pre-tokenizer's name. Of several names the one whose other rules fit comes first."""
+    """`gpt2`: merges, and the pre-tokenizer's name. Of several names the one whose other rules fit comes first, and among those
+    an encoder's where texts are read in pairs."""
     model, normalizer = state["model"], state.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
         raise UnsupportedError(f"the tokenizer's normalizer has no place in GGUF: {json.dumps(normalizer)[:120]}")
@@ -180,9 +201,12 @@ def _byte_level(
     wanted = (normalizer is not None, bool(model.get("ignore_merges")))
     names = names_cutting_like(parts.backend.pre_tokenizer)
     rules = {name: pre_tokenization(name) for name in names}
-    ranked = sorted(
-        names, key=lambda name: (rules[name].nfc != wanted[0]) + 2 * (rules[name].ignore_merges != wanted[1])
-    )
+
+    def unlike(name: str) -> tuple[bool, bool, bool]:
+        rule = rules[name]
+        return rule.ignore_merges != wanted[1], rule.nfc != wanted[0], ("bert" in name) != source.reads_pairs
+
+    ranked = sorted(names, key=unlike)
     failure: UnsupportedError | None = None
     for name in ranked[:_MAX_CANDIDATES]:
         fields = {
@@ -234,6 +258,75 @@ def _raw_characters(common: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "tokenizer.ggml.merges": _merges(state), "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.ggml.add_bos_token": True,
     }  # fmt: skip
+
+
+def _word_pieces(common: dict[str, Any], state: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """`bert`: what begins a word gets a mark before it, in place of the mark that what continues one had."""
+    model, normalizer = state["model"], state.get("normalizer") or {}
+    prefix = model["continuing_subword_prefix"]
+    if normalizer.get("type") != "BertNormalizer" or prefix != "##":
+        raise UnsupportedError(
+            f"WordPiece with the normalizer {normalizer.get('type')} and the prefix {prefix!r} has no place in GGUF",
+            "keep the model as a Hugging Face folder",
+        )
+    lowercase = bool(normalizer["lowercase"])
+    strips = normalizer.get("strip_accents")
+    marked = [
+        token if kind == CONTROL else token[2:] if token.startswith(prefix) else SPACE_MARK + token
+        for token, kind in zip(common["tokenizer.ggml.tokens"], common["tokenizer.ggml.token_type"], strict=True)
+    ]
+    return {
+        "tokenizer.ggml.model": "bert", "tokenizer.ggml.pre": "default", **common, "tokenizer.ggml.tokens": marked,
+        "tokenizer.ggml.normalizer.lowercase": lowercase,
+        "tokenizer.ggml.normalizer.strip_accents": lowercase if strips is None else bool(strips), **_token_types(config),
+    }  # fmt: skip
+
+
+def _unigram(
+    common: dict[str, Any], state: dict[str, Any], source: Tokenizer, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`t5`: scores, and the rules that texts are normalized by. Whether spaces are merged shows in what texts become."""
+    tokens, types = common["tokenizer.ggml.tokens"], common["tokenizer.ggml.token_type"]
+    own = [float(score) for _, score in state["model"]["vocab"]]
+    scores = [own[i] if i < len(own) else _ADDED_SCORE for i in range(len(tokens))]
+    unknown = state["model"].get("unk_id")
+    for position, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if position == unknown:
+            types[position] = UNKNOWN
+        elif kind == NORMAL and state["model"].get("byte_fallback") and _is_byte(token):
+            types[position] = BYTE
+        if kind == UNUSED:
+            scores[position] = _UNUSED_SCORE
+        elif types[position] in (CONTROL, UNKNOWN):
+            scores[position] = 0.0
+    charsmaps = _charsmaps(state.get("normalizer"))
+    if len(charsmaps) > 1:
+        raise UnsupportedError("the tokenizer has two lists of normalization rules, and GGUF has place for one")
+    fields = {
+        "tokenizer.ggml.model": "t5", "tokenizer.ggml.pre": "default", **common, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": source.strips_leading_space, **_token_types(config),
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+    }  # fmt: skip
+    if unknown is not None:
+        fields["tokenizer.ggml.unknown_token_id"] = unknown
+    if charsmaps:
+        fields["tokenizer.ggml.precompiled_charsmap"] = charsmaps[0]
+    if same_tokens(source, Tokenizer(load_gguf(fields))) is not None:
+        fields["tokenizer.ggml.remove_extra_whitespaces"] = False
+        _check(source, fields)
+    return fields
+
+
+def _charsmaps(normalizer: Any) -> list[bytes]:
+    if isinstance(normalizer, dict) and normalizer.get("type") == "Precompiled":
+        return [base64.b64decode(normalizer["precompiled_charsmap"])]
+    steps = normalizer.get("normalizers", []) if isinstance(normalizer, dict) else []
+    return [charsmap for step in steps for charsmap in _charsmaps(step)]
+
+
+def _token_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    count = config.get("type_vocab_size", 1)
+    return {"tokenizer.ggml.token_type_count": count if type(count) is int and count > 0 else 1}
 
 
 def _is_byte(token: str) -> bool:

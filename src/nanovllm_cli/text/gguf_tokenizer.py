@@ -1,9 +1,11 @@
 """Tokenizers from the metadata of GGUF files (the `tokenizer.*` keys, as llama.cpp writes and reads them).
 
 Models: `llama` (SentencePiece BPE, merges derived from scores), `gpt2` (byte-level BPE), `gemma4` (BPE on raw
-characters), `t5` (SentencePiece unigram), `bert` (WordPiece). Not covered: `rwkv`, `plamo2` and vocabulary-less files.
+characters), `t5` (SentencePiece unigram: XLM-RoBERTa's files have it), `bert` (WordPiece). Not covered: `rwkv`, `plamo2` and
+vocabulary-less files.
 
-Where llama.cpp lets ordinary text merge into a control or byte token of the same spelling, this does not.
+Where llama.cpp lets ordinary text merge into a control or byte token of the same spelling, this does not. Encoders' texts are put
+into the form that the models were trained with: see `_bert` and `pre_tokenizers.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Regex as TokenizerRegex
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.text.pre_tokenizers import pre_tokenization
+from nanovllm_cli.text.pre_tokenizers import PARTED_TWICE, pre_tokenization
 from nanovllm_cli.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, PieceVocabulary, build_pieces
 from nanovllm_cli.text.token_bytes import SPACE_MARK
 from nanovllm_cli.text.vocabulary import END_TOKENS, GEMMA_TAGS, TokenizerParts, guard_library
@@ -41,6 +43,8 @@ def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         )
     with guard_library(f"the GGUF {model} vocabulary"):
         parts = builders[model](fields)
+        parts.sep_id, parts.mask_id = fields.token_id("seperator_token_id"), fields.token_id("mask_token_id")
+        parts.cls_id = fields.token_id("cls_token_id")
         _add_special(parts.backend, fields)
     declared = (parts.eos_id, fields.token_id("eot_token_id"), fields.token_id("eom_token_id"))
     parts.end_ids = [token_id for token_id in declared if token_id is not None]
@@ -115,12 +119,15 @@ class _Fields:
         return pairs
 
     def around(
-        self, bos: int | None, eos: int | None, *, add_bos: bool, add_eos: bool = False
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids before and after a text, by `add_bos_token` and `add_eos_token`."""
+        self, bos: int | None, eos: int | None, *, add_bos: bool, add_eos: bool = False, add_sep: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text and between two, by `add_bos_token`, `add_eos_token` and `add_sep_token`: two texts are
+        BOS a EOS SEP b EOS, without those that are not added."""
         prefix = (bos,) if bos is not None and self.flag("add_bos_token", add_bos) else ()
         suffix = (eos,) if eos is not None and self.flag("add_eos_token", add_eos) else ()
-        return prefix, suffix
+        sep = self.token_id("seperator_token_id", eos)
+        parted = suffix and sep is not None and self.flag("add_sep_token", add_sep)
+        return prefix, suffix, (*suffix, sep) if parted and sep is not None else suffix
 
 
 def _llama(fields: _Fields) -> TokenizerParts:
@@ -129,29 +136,31 @@ def _llama(fields: _Fields) -> TokenizerParts:
     vocabulary = PieceVocabulary(fields.tokens, fields.scores(), fields.types, unknown)
     vocabulary.add_dummy_prefix = fields.flag("add_space_prefix", True)
     vocabulary.remove_extra_whitespaces = False
-    prefix, suffix = fields.around(bos, eos, add_bos=True)
-    return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, prefix, suffix)
+    return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, *fields.around(bos, eos, add_bos=True))
 
 
 def _t5(fields: _Fields) -> TokenizerParts:
     bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id", 1)
     unknown = fields.token_id("unknown_token_id", 2)
+    # Rules are looked up as Hugging Face's library does: a character's marks go where it is replaced. llama.cpp keeps those.
     vocabulary = PieceVocabulary(fields.tokens, fields.scores(), fields.types, unknown, unigram=True)
     vocabulary.add_dummy_prefix = fields.flag("add_space_prefix", True)
     vocabulary.remove_extra_whitespaces = fields.flag("remove_extra_whitespaces", False)
     charsmap = fields.metadata.get(_PREFIX + "precompiled_charsmap")
     if charsmap is not None:
         vocabulary.charsmap = bytes(value & 0xFF for value in charsmap)
-    prefix, suffix = fields.around(bos, eos, add_bos=False, add_eos=True)
-    return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, prefix, suffix)
+    # XLM-RoBERTa's, which begin a text with BOS, part two by EOS SEP, T5's by EOS. Older files don't say so.
+    around = fields.around(bos, eos, add_bos=False, add_eos=True, add_sep=fields.flag("add_bos_token", False))
+    return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, *around)
 
 
 def _gpt2(fields: _Fields) -> TokenizerParts:
-    rule = pre_tokenization(fields.text("pre", "default") or "default")
+    name = fields.text("pre", "default") or "default"
+    rule = pre_tokenization(name)
     backend = rule.backend(fields.ids, fields.merges())
     bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
-    prefix, suffix = fields.around(bos, eos, add_bos=rule.add_bos)
-    return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), prefix, suffix)
+    around = fields.around(bos, eos, add_bos=rule.add_bos, add_sep=name in PARTED_TWICE)
+    return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), *around)
 
 
 def _gemma4(fields: _Fields) -> TokenizerParts:
@@ -172,8 +181,8 @@ def _gemma4(fields: _Fields) -> TokenizerParts:
     backend.pre_tokenizer = pre_tokenizers.Split(TokenizerRegex(r"[^\n]+|[\n]+"), behavior="isolated")
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
     bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
-    suffix = fields.around(bos, eos, add_bos=True)[1]
-    return TokenizerParts(backend, bos, eos, None, unknown, () if bos is None else (bos,), suffix)
+    _, suffix, between = fields.around(bos, eos, add_bos=True)
+    return TokenizerParts(backend, bos, eos, None, unknown, () if bos is None else (bos,), suffix, between)
 
 
 def _newline_merges(ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -183,28 +192,40 @@ def _newline_merges(ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def _bert(fields: _Fields) -> TokenizerParts:
-    """WordPiece. The file marks the start of a word with U+2581; the usual form marks what continues one with `##`."""
-    vocab: dict[str, int] = {}
-    for token_id, (token, kind) in enumerate(zip(fields.tokens, fields.types, strict=True)):
-        if kind == NORMAL and token.startswith(SPACE_MARK):
-            token = token[len(SPACE_MARK) :]
-        elif kind == NORMAL and not token.startswith("["):
-            token = f"##{token}"
-        vocab.setdefault(token, token_id)
-    unknown = fields.token_id("unknown_token_id", 100)
-    classify, separate = fields.token_id("bos_token_id", 101), fields.token_id("seperator_token_id", 102)
-    if unknown is None or classify is None or separate is None:
+    """WordPiece, as BERT's own tokenizer has it. CLS and SEP go around every text, whatever the flags say, as in llama.cpp.
+
+    llama.cpp differs where accents are stripped from Korean (of a syllable it keeps the first letter) and from Indian scripts (it
+    strips vowel signs as well, BERT marks without a width of their own alone), and where a word has more than 100 characters (it
+    goes on, BERT has one unknown token). A cased model whose file does not say so is lowercased, as there: older files can't say.
+    """
+    fields.tokens = [_word_piece(token, kind) for token, kind in zip(fields.tokens, fields.types, strict=True)]
+    vocab = {token: token_id for token_id, token in enumerate(fields.tokens)}
+    if len(vocab) != len(fields.tokens):
+        twice = next(token for token_id, token in enumerate(fields.tokens) if vocab[token] != token_id)
+        raise CheckpointError(f"tokenizer.ggml.tokens holds the piece {twice!r} twice")
+    unknown, separate = fields.token_id("unknown_token_id", 100), fields.token_id("seperator_token_id", 102)
+    classify = fields.token_id("bos_token_id", fields.token_id("cls_token_id", 101))
+    if unknown is None or classify is None or separate is None or max(unknown, classify, separate) >= len(vocab):
         raise CheckpointError("a bert vocabulary without unknown, classification or separator token")
     lowercase = fields.flag("normalizer.lowercase", True)
-    backend = tokenizers.Tokenizer(
-        models.WordPiece(vocab, unk_token=fields.tokens[unknown], max_input_chars_per_word=100)
-    )
+    model = models.WordPiece(vocab, unk_token=fields.tokens[unknown], max_input_chars_per_word=100)
+    backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=fields.flag("normalizer.strip_accents", lowercase)
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
-    return TokenizerParts(backend, classify, fields.token_id("eos_token_id"), None, unknown, (classify,), (separate,))
+    around = ((classify,), (separate,), (separate,))
+    return TokenizerParts(backend, classify, fields.token_id("eos_token_id"), None, unknown, *around)
+
+
+def _word_piece(token: str, kind: int) -> str:
+    """A token in the usual form: files mark what begins a word, by U+2581, and the usual form marks what continues one, by `##`.
+    Control tokens have no mark in files, older ones have none at any `[name]`."""
+    if kind != CONTROL and len(token) > 1 and token.startswith(SPACE_MARK):
+        return token[1:]
+    named = len(token) > 2 and token[0] == "[" and token[-1] == "]"
+    return f"##{token}" if kind == NORMAL and not named else token
 
 
 def _add_special(backend: tokenizers.Tokenizer, fields: _Fields) -> None:
@@ -212,11 +233,18 @@ def _add_special(backend: tokenizers.Tokenizer, fields: _Fields) -> None:
     name = str(fields.metadata.get("general.name", "")).lower()
     eats_space = "phi-3" in name or "phi3" in name  # the file has no place for this; llama.cpp goes by the name too
     keeps_space = {"<unk>", "<s>", "<|endoftext|>"}
+    # RoBERTa's, XLM-RoBERTa's and ModernBERT's mask takes the space before it along, BERT's does not.
+    encodes = "bert" in str(fields.metadata.get("general.architecture", "")) and fields.text("model", "") != "bert"
+    mask = fields.token_id("mask_token_id") if encodes else None
     added = [
         AddedToken(
-            token, special=kind != USER_DEFINED, normalized=False, rstrip=eats_space and token not in keeps_space
+            token,
+            special=kind != USER_DEFINED,
+            normalized=False,
+            lstrip=token_id == mask,
+            rstrip=eats_space and token not in keeps_space,
         )
-        for token, kind in zip(fields.tokens, fields.types, strict=True)
+        for token_id, (token, kind) in enumerate(zip(fields.tokens, fields.types, strict=True))
         if kind in (CONTROL, UNKNOWN, USER_DEFINED)
     ]
     backend.add_tokens(added)

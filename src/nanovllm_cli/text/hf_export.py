@@ -34,9 +34,14 @@ def hf_tokenizer(metadata: Mapping[str, Any], max_len: int) -> HFTokenizer:
     tokenizer = Tokenizer(parts)
     notes: list[str] = []
     state = json.loads(parts.backend.to_str())
-    _drop_unused(state, metadata)
-    state["post_processor"] = _post_processor(parts)
-    files = {"tokenizer.json": _json(state, indent=None), "tokenizer_config.json": _json(_config(parts, max_len))}
+    _drop_unused(state, parts, metadata)
+    types = metadata.get("tokenizer.ggml.token_type_count", 1)
+    has_types = isinstance(types, int) and types > 1
+    state["post_processor"] = _post_processor(parts, second=int(has_types))
+    config = _config(parts, max_len)
+    if has_types:
+        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    files = {"tokenizer.json": _json(state, indent=None), "tokenizer_config.json": _json(config)}
     if metadata.get("tokenizer.ggml.model") == "llama":
         files["tokenizer.model"] = _sentencepiece_model(metadata, parts)
     for name, template in parts.chat_templates.items():
@@ -51,46 +56,55 @@ def hf_tokenizer(metadata: Mapping[str, Any], max_len: int) -> HFTokenizer:
 
 def _config(parts: TokenizerParts, max_len: int) -> dict[str, Any]:
     roles = {"bos_token": parts.bos_id, "eos_token": parts.eos_id, "pad_token": parts.pad_id, "unk_token": parts.unk_id}
+    pairs = {"cls_token": parts.cls_id, "sep_token": parts.sep_id, "mask_token": parts.mask_id}
+    # transformers makes a post-processor of its own of these flags, and one that knows nothing of pairs.
+    flags = {"add_bos_token": bool(parts.prefix_ids), "add_eos_token": bool(parts.suffix_ids)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(parts.prefix_ids),
-        "add_eos_token": bool(parts.suffix_ids),
+        **({} if parts.between_ids else flags),
         **{role: None if i is None else parts.backend.id_to_token(i) for role, i in roles.items()},
+        **{role: parts.backend.id_to_token(i) for role, i in pairs.items() if i is not None},
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_len,
     }
 
 
-def _drop_unused(state: dict[str, Any], metadata: Mapping[str, Any]) -> None:
+def _drop_unused(state: dict[str, Any], parts: TokenizerParts, metadata: Mapping[str, Any]) -> None:
     """Takes out what only pads a vocabulary to the size of the embedding: `[PADn]` of id n, at the end."""
-    tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", [])
-    vocab = state["model"].get("vocab")
-    if not isinstance(vocab, dict) or len(types) != len(tokens):
+    vocab = state["model"]["vocab"]
+    if len(types) != len(metadata["tokenizer.ggml.tokens"]):
         return
-    for position in range(len(tokens) - 1, -1, -1):
-        if types[position] != UNUSED or tokens[position] != f"[PAD{position}]":
+    for position in range(len(types) - 1, -1, -1):
+        name = f"[PAD{position}]"
+        if types[position] != UNUSED or parts.backend.id_to_token(position) != name:
             return
-        vocab.pop(tokens[position], None)
+        vocab.pop(name if isinstance(vocab, dict) else position)
 
 
-def _post_processor(parts: TokenizerParts) -> dict[str, Any] | None:
-    """What puts BOS and EOS around a text, in the form that tokenizer.json has for it."""
+def _post_processor(parts: TokenizerParts, second: int) -> dict[str, Any] | None:
+    """What puts BOS and EOS around a text, in the form that tokenizer.json has for it. second: the token type of what comes
+    second of two texts that are read together."""
     if not parts.prefix_ids and not parts.suffix_ids:
         return None
-    names = {i: parts.backend.id_to_token(i) or "" for i in (*parts.prefix_ids, *parts.suffix_ids)}
+    names = {i: parts.backend.id_to_token(i) or "" for i in (*parts.prefix_ids, *parts.between_ids, *parts.suffix_ids)}
 
-    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
-        def special(ids: tuple[int, ...]) -> list[dict[str, Any]]:
-            return [{"SpecialToken": {"id": names[i], "type_id": type_id}} for i in ids]
+    def special(ids: tuple[int, ...], type_id: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": names[i], "type_id": type_id}} for i in ids]
 
+    def around(sequence: str, before: tuple[int, ...], type_id: int, after: tuple[int, ...]) -> list[dict[str, Any]]:
         middle = {"Sequence": {"id": sequence, "type_id": type_id}}
-        return [*special(parts.prefix_ids), middle, *special(parts.suffix_ids)]
+        return [*special(before, type_id), middle, *special(after, type_id)]
 
+    single = around("A", parts.prefix_ids, 0, parts.suffix_ids)
+    if parts.between_ids:
+        pair = around("A", parts.prefix_ids, 0, parts.between_ids) + around("B", (), second, parts.suffix_ids)
+    else:
+        pair = single + around("B", parts.prefix_ids, 1, parts.suffix_ids)
     return {
         "type": "TemplateProcessing",
-        "single": around("A", 0),
-        "pair": around("A", 0) + around("B", 1),
+        "single": single,
+        "pair": pair,
         "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in names.items()},
     }
 

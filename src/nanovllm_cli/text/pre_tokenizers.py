@@ -42,6 +42,10 @@ class PreTokenization:
         return backend
 
 
+PARTED_TWICE = frozenset({"roberta-bpe", "jina-v1-en", "jina-v2-code"})
+"""Names of those between whose texts a separator comes behind the end, where metadata is silent."""
+
+
 def pre_tokenization(name: str) -> PreTokenization:
     """The rule called `name`. Raises UnsupportedError with the known names."""
     try:
@@ -175,8 +179,9 @@ def _table() -> dict[str, PreTokenization]:
     add("kimi-k2", _KIMI)
     add("youtu", *_YOUTU, ignore_merges=True)
     add("falcon", *_FALCON)
-    add("gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert", _GPT2)
+    add("gpt-2 phi-2 mpt jais trillion granite-docling gigachat a.x-4.0 mellum exaone4", _GPT2)
     add("jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", _GPT2)
+    add("olmo modern-bert", _GPT2, nfc=True)  # GPT-NeoX's tokenizer under them, and ModernBERT's of OLMo's; llama.cpp has no NFC
     add("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", *_DIGITS_GPT2)
     add("tekken", _cased_words(r"\p{N}", contraction=""), ignore_merges=True, add_bos=True)
     add("gpt-4o llama4 kanana2 minimax-m2", _cased_words(r"\p{N}{1,3}"))

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Regex as TokenizerRegex
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.text.charsmap import check_charsmap
 from nanovllm_cli.text.token_bytes import SPACE_MARK
 
 # Piece types; GGUF's token types have the same numbers.
@@ -81,12 +82,6 @@ def build_pieces(vocabulary: PieceVocabulary) -> tokenizers.Tokenizer:
         undo.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(undo)
     return backend
-
-
-def check_charsmap(charsmap: bytes) -> None:
-    """CheckpointError where precompiled rules are cut off: the library would take memory for as many as they say there are."""
-    if int.from_bytes(charsmap[:4], "little") > len(charsmap) - 4:
-        raise CheckpointError("the vocabulary's normalization rules are cut off")
 
 
 def score_merges(vocabulary: PieceVocabulary) -> list[tuple[str, str]]:

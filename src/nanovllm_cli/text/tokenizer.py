@@ -12,18 +12,27 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Regex as TokenizerRegex
 
-from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UsageError
+from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.text.token_bytes import byte_rule
 from nanovllm_cli.text.vocabulary import TokenizerParts, end_token_ids, guard_library, looks_like_control
 
 _IDS = 1 << 32  # that the library can be asked for
 _PROBED_CHARS = 16
 """For each token that fits: few texts have so many characters a token."""
+
+
+class Pair(NamedTuple):
+    """Two texts that are read together. second: where the second text's own ids begin; a model that tells texts apart by token
+    types has type 0 before and type 1 from there on, its end included."""
+
+    ids: list[int]
+    second: int
 
 
 class Tokenizer:
@@ -35,6 +44,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = False
         self._prefix_ids, self._suffix_ids = list(parts.prefix_ids), list(parts.suffix_ids)
+        self._between_ids = list(parts.between_ids)
         self._rule = byte_rule(parts.backend)
         added = dict(sorted(parts.backend.get_added_tokens_decoder().items()))
         self._added: dict[int, AddedToken] = added
@@ -93,6 +103,23 @@ class Tokenizer:
         """`encode` of every text, in parallel."""
         encoded = _run_all(self._backend if parse_special else self._plain, texts)
         return [[*self._prefix_ids, *ids, *self._suffix_ids] for ids in encoded]
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the vocabulary has something to put between two texts: `encode_pair`."""
+        return bool(self._between_ids)
+
+    def encode_pair(self, first: str, second: str) -> Pair:
+        """Ids of two texts that a model reads together, with what the vocabulary puts around and between them.
+
+        Control tokens written in the texts are ordinary characters. Raises UnsupportedError for a vocabulary that parts no texts,
+        UsageError for a text that is not valid Unicode.
+        """
+        if not self._between_ids:
+            raise UnsupportedError("the tokenizer has nothing to put between two texts", "take a model that reads pairs of texts")
+        one, other = _run_all(self._plain, [first, second])
+        before = [*self._prefix_ids, *one, *self._between_ids]
+        return Pair([*before, *other, *self._suffix_ids], len(before))
 
     def truncated(self, ids: Sequence[int], limit: int) -> list[int]:
         """The first `limit` of a text's ids, what the vocabulary puts behind a text still behind them."""
@@ -203,8 +230,8 @@ class Tokenizer:
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
-        if self._backend.pre_tokenizer is not None:
-            plain.pre_tokenizer = self._backend.pre_tokenizer
+        if cuts := [cut for cut in (self._backend.pre_tokenizer, self._spelling_cut) if cut is not None]:
+            plain.pre_tokenizer = cuts[0] if len(cuts) == 1 else pre_tokenizers.Sequence(cuts)
         plain.encode_special_tokens = True  # leaves tokens flagged special as text
         control = set(self.control_tokens.values())
         plain.add_tokens([_like(token, token.content, token_id in control) for token_id, token in self._added.items()])
@@ -214,6 +241,24 @@ class Tokenizer:
             [_like(self._added[self.control_tokens[text]], alias, False) for text, alias in self._aliases.items()]
         )
         return plain
+
+
+    @property
+    def _spelling_cut(self) -> pre_tokenizers.PreTokenizer | None:
+        """Cuts text behind the first character of what spells a control token, for models that take a piece by its spelling.
+        Merges don't make one, so those of BPE need none of this."""
+        rests: dict[str, list[str]] = {}
+        for text in self.control_tokens:
+            if len(text) > 1:
+                rests.setdefault(_escaped(text[0]), []).append(_escaped(text[1:]))
+        if not rests or isinstance(self._backend.model, models.BPE):
+            return None
+        spelled = "|".join(f"{first}(?={'|'.join(others)})" for first, others in rests.items())
+        return pre_tokenizers.Split(TokenizerRegex(spelled), behavior="merged_with_previous")
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _like(token: AddedToken, content: str, special: bool) -> AddedToken:

@@ -17,8 +17,9 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
+from nanovllm_cli.text.charsmap import check_charsmap
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
-from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, check_charsmap, read_model, special_pieces
+from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
 from nanovllm_cli.text.token_bytes import SPACE_MARK
 from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 
@@ -41,7 +42,7 @@ def load_folder(folder: Path) -> TokenizerParts:
     with guard_library("the added tokens of the tokenizer"):
         _add_listed(backend, config, _read_object(folder / "added_tokens.json"))
         _add_roles(backend, roles)
-    for role in ("bos", "eos", "pad", "unk"):
+    for role in ("bos", "eos", "pad", "unk", "cls", "sep", "mask"):
         declared = f"{role}_token" in roles
         content = _content(roles.get(f"{role}_token"))
         token_id = backend.token_to_id(content) if content else None
@@ -63,8 +64,8 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
             backend.no_truncation()
             backend.no_padding()
             _check_normalizer(backend.normalizer)
-            before, after = _ids_around(backend)
-        return TokenizerParts(backend, prefix_ids=before, suffix_ids=after)
+            before, between, after = _ids_around(backend)
+        return TokenizerParts(backend, prefix_ids=before, suffix_ids=after, between_ids=between)
     if pieces.is_file():
         vocabulary = read_model(_read_bytes(pieces, MAX_VOCABULARY_BYTES))
         with guard_library(pieces.name):
@@ -110,7 +111,7 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
 
 
 def _check_charsmaps(pairs: list[tuple[str, Any]]) -> None:
-    """CheckpointError where an object of the file has precompiled rules that are cut off."""
+    """CheckpointError where an object of the file has precompiled rules that are broken."""
     for name, value in pairs:
         if name == "precompiled_charsmap" and isinstance(value, str):
             check_charsmap(base64.b64decode(value))
@@ -138,14 +139,25 @@ def _steps(normalizer: Any) -> list[Any]:
     return [] if normalizer is None else [normalizer]
 
 
-def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the backend's post-processor puts before and after a text, read off an example."""
+def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """What the backend's post-processor puts before a text, between two of them, and after one, read off an example."""
     for example in ("a", "1", ".", "\n", *filter(None, map(backend.id_to_token, range(8)))):
         encoding = backend.encode(example, add_special_tokens=True)
         own = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
         if own:
-            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
-    return (), ()
+            before, after = tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+            text = encoding.ids[own[0] : own[-1] + 1]
+            return before, _ids_between(backend.encode(example, example, add_special_tokens=True).ids, before, text, after), after
+    return (), (), ()
+
+
+def _ids_between(
+    pair: list[int], before: tuple[int, ...], text: list[int], after: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What stands between a text and itself in `pair`; nothing where a text has no end, or where other ids go around a pair."""
+    start, end = [*before, *text], [*text, *after]
+    usual = pair[: len(start)] == start and pair[len(pair) - len(end) :] == end and len(pair) > len(start) + len(end)
+    return tuple(pair[len(start) : len(pair) - len(end)]) if after and usual else ()
 
 
 def _surround(parts: TokenizerParts, config: dict[str, Any]) -> None:

@@ -36,8 +36,9 @@ GEMMA_TAGS = frozenset(
 class TokenizerParts:
     """What a loader found: a backend with every added token, and the roles of some ids.
 
-    `prefix_ids` and `suffix_ids` go around a text that is encoded with its special tokens; the backend's own
-    post-processor is not used. `end_ids` are those that the files declare as ends of an answer.
+    `prefix_ids` and `suffix_ids` go around a text that is encoded with its special tokens, `between_ids` between two that a
+    model reads together, empty where it was not made for that; the backend's own post-processor is not used. `end_ids` are those
+    that the files declare as ends of an answer.
     """
 
     backend: tokenizers.Tokenizer
@@ -47,6 +48,10 @@ class TokenizerParts:
     unk_id: int | None = None
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
+    between_ids: tuple[int, ...] = ()
+    cls_id: int | None = None
+    sep_id: int | None = None
+    mask_id: int | None = None
     end_ids: list[int] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
 

@@ -314,7 +314,9 @@ def _unused_keys(checkpoint: Checkpoint) -> list[str]:
 
 
 def _typed(value: Any) -> GGUFValue:
-    """A tokenizer key with the type that llama.cpp reads: ids are uint32, token types int32, scores float32."""
+    """A tokenizer key with the type that llama.cpp reads: ids are uint32, token types int32, scores float32, rules uint8."""
+    if isinstance(value, bytes):
+        return GGUFValue(list(value), GGUFValueType.ARRAY, GGUFValueType.UINT8)
     if isinstance(value, list):
         items = {str: GGUFValueType.STRING, int: GGUFValueType.INT32, float: GGUFValueType.FLOAT32}
         return GGUFValue(value, GGUFValueType.ARRAY, items[type(value[0])])
