@@ -333,6 +333,9 @@ def test_a_tokenizer_that_parts_no_texts_says_so(tmp_path: Path) -> None:
     trained.post_processor = processors.TemplateProcessing("$A [X]", "$A [X] $B [Y]", special_tokens=around)
     trained.save(str(tmp_path / "tokenizer.json"))
     assert not Tokenizer.from_folder(tmp_path).reads_pairs, "a pair's end is another than a text's"
+    trained.post_processor = processors.TemplateProcessing("[X] $A", "[X] $A [X] $B", special_tokens=around)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert not Tokenizer.from_folder(tmp_path).reads_pairs, "Llama's begin anew"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def _word_piece(token: str, kind: int) -> str:
     Control tokens have no mark in files, older ones have none at any `[name]`."""
     if kind != CONTROL and len(token) > 1 and token.startswith(SPACE_MARK):
         return token[1:]
-    named = len(token) > 2 and token[0] == "[" and token[-1] == "]"
+    named = token.startswith("[") and token.endswith("]")
     return f"##{token}" if kind == NORMAL and not named else token
 
 

@@ -57,11 +57,10 @@ def hf_tokenizer(metadata: Mapping[str, Any], max_len: int) -> HFTokenizer:
 def _config(parts: TokenizerParts, max_len: int) -> dict[str, Any]:
     roles = {"bos_token": parts.bos_id, "eos_token": parts.eos_id, "pad_token": parts.pad_id, "unk_token": parts.unk_id}
     pairs = {"cls_token": parts.cls_id, "sep_token": parts.sep_id, "mask_token": parts.mask_id}
-    # transformers makes a post-processor of its own of these flags, and one that knows nothing of pairs.
-    flags = {"add_bos_token": bool(parts.prefix_ids), "add_eos_token": bool(parts.suffix_ids)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **({} if parts.between_ids else flags),
+        "add_bos_token": bool(parts.prefix_ids),
+        "add_eos_token": bool(parts.suffix_ids),
         **{role: None if i is None else parts.backend.id_to_token(i) for role, i in roles.items()},
         **{role: parts.backend.id_to_token(i) for role, i in pairs.items() if i is not None},
         "clean_up_tokenization_spaces": False,
