@@ -366,6 +366,31 @@ def test_a_word_piece_vocabulary_that_gguf_cannot_say_is_refused(tmp_path: Path,
         gguf_vocabulary(tmp_path / "there", len(theirs))
 
 
+def test_a_word_piece_folder_of_one_file_says_enough(tmp_path: Path) -> None:
+    theirs = made("bert", tmp_path / "there")
+    (tmp_path / "there" / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.from_gguf(fields_of(tmp_path / "there", "bert", theirs))
+    assert tokenizer.encode_batch(TEXTS[:-1]) == [theirs(text)["input_ids"] for text in TEXTS[:-1]]
+    assert tokenizer.encode_pair("fox", "dog").ids == theirs("fox", "dog")["input_ids"]
+    state = json.loads((tmp_path / "there" / "tokenizer.json").read_text())
+    (tmp_path / "there" / "tokenizer.json").write_text(json.dumps(state | {"post_processor": None}))
+    with pytest.raises(UnsupportedError, match="no beginning"):
+        gguf_vocabulary(tmp_path / "there", len(theirs))
+
+
+def test_texts_that_are_parted_as_gguf_has_no_word_for_are_told(tmp_path: Path) -> None:
+    theirs = made("xlm-roberta", tmp_path / "there")
+    path = tmp_path / "there" / "tokenizer.json"
+    text = path.read_text()
+    once = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    state = json.loads(text)
+    state["post_processor"]["pair"].insert(2, once)
+    path.write_text(json.dumps(state))
+    vocabulary = gguf_vocabulary(tmp_path / "there", len(theirs))
+    assert vocabulary.notes == ["tokenizer: [2, 2, 2] between two texts that are read together"]
+    assert vocabulary.fields["tokenizer.ggml.add_sep_token"] is False
+
+
 def test_chinese_that_is_not_cut_has_no_equal_in_gguf(tmp_path: Path) -> None:
     made("bert", tmp_path / "there")
     path = tmp_path / "there" / "tokenizer.json"

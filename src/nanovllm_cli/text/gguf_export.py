@@ -156,8 +156,9 @@ def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int, n
         if parts.eos_id is not None:
             fields["tokenizer.ggml.eot_token_id"] = parts.eos_id
         parts = replace(parts, eos_id=after[0])
-    if between and parts.sep_id is None:
-        parts = replace(parts, sep_id=between[-1])
+    twice = between == [*after, parts.eos_id if parts.sep_id is None else parts.sep_id]
+    if twice and parts.sep_id is None:
+        parts = replace(parts, sep_id=parts.eos_id)
     for attribute, name in (_ROLES | (_PAIR_ROLES if between else {})).items():
         token_id = getattr(parts, attribute)
         if token_id is None:
@@ -172,7 +173,6 @@ def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int, n
     if after:
         fields["tokenizer.ggml.add_eos_token"] = True
     if between:
-        twice = between == [*after, parts.sep_id]
         fields["tokenizer.ggml.add_sep_token"] = twice
         if between != after and not twice:
             notes.append(f"tokenizer: {between} between two texts that are read together")
@@ -269,14 +269,21 @@ def _word_pieces(common: dict[str, Any], state: dict[str, Any], config: Mapping[
             f"WordPiece with the normalizer {normalizer.get('type')} and the prefix {prefix!r} has no place in GGUF",
             "keep the model as a Hugging Face folder",
         )
+    if not (common["tokenizer.ggml.add_bos_token"] and common.get("tokenizer.ggml.add_eos_token")):
+        raise UnsupportedError(
+            "WordPiece whose texts have no beginning or no end has no place in GGUF", "keep the model as a Hugging Face folder"
+        )
     lowercase = bool(normalizer["lowercase"])
     strips = normalizer.get("strip_accents")
+    # What files without tokenizer_config.json don't say.
+    roles = {"seperator": common["tokenizer.ggml.eos_token_id"], "unknown": model["vocab"].get(model["unk_token"])}
+    told = {f"tokenizer.ggml.{role}_token_id": token_id for role, token_id in roles.items() if token_id is not None}
     marked = [
         token if kind == CONTROL else token[2:] if token.startswith(prefix) else SPACE_MARK + token
         for token, kind in zip(common["tokenizer.ggml.tokens"], common["tokenizer.ggml.token_type"], strict=True)
     ]
     return {
-        "tokenizer.ggml.model": "bert", "tokenizer.ggml.pre": "default", **common, "tokenizer.ggml.tokens": marked,
+        "tokenizer.ggml.model": "bert", "tokenizer.ggml.pre": "default", **(told | common), "tokenizer.ggml.tokens": marked,
         "tokenizer.ggml.normalizer.lowercase": lowercase,
         "tokenizer.ggml.normalizer.strip_accents": lowercase if strips is None else bool(strips), **_token_types(config),
     }  # fmt: skip
