@@ -14,7 +14,6 @@ from typing import Any
 
 import gguf
 import pytest
-import sentencepiece
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, BertTokenizer, RobertaTokenizer, XLMRobertaTokenizer
@@ -68,6 +67,7 @@ def xlm_roberta(folder: Path) -> Any:
 
 
 def unigram_model(**options: Any) -> bytes:
+    sentencepiece = pytest.importorskip("sentencepiece")
     buffer = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for line in CORPUS if line.strip()] * 3), model_writer=buffer, vocab_size=400,
