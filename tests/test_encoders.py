@@ -31,6 +31,7 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from test_convert import converted
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -50,7 +51,7 @@ CONFIGS: dict[str, Any] = {
     "nomic-bert": NomicBertConfig(**SIZES),
     "eurobert": EuroBertConfig(**SIZES | ENDS, num_key_value_heads=2, mask_token_id=3),
     "gemma": Gemma3TextConfig(
-        **SIZES | {"num_hidden_layers": 7}, num_key_value_heads=2, head_dim=24, sliding_window=20,
+        **SIZES | {"num_hidden_layers": 7}, num_key_value_heads=2, head_dim=24, sliding_window=20, query_pre_attn_scalar=24,
         use_bidirectional_attention=True,
     ),
 }  # fmt: skip
@@ -94,7 +95,7 @@ def test_vectors_are_those_of_transformers(name: str, made: dict[str, tuple[Any,
     llm = LLM(folder, config=FLOATS)
     assert llm.max_model_len == 300
     for pooling in ("mean", "cls", "last"):
-        assert far(llm.embed(TEXTS, pooling), expected(model, pooling)) < 1e-5  # type: ignore[arg-type]
+        assert far(llm.embed(TEXTS, pooling), expected(model, pooling)) < 3e-5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gemma"])
@@ -102,7 +103,7 @@ def test_a_text_has_the_same_bits_whatever_is_computed_beside_it(name: str, made
     """Alone, in steps that hold less than it, and where the cache holds one at a time; in bfloat16, near to float32."""
     model, folder = made[name]
     together = LLM(folder, config=EngineConfig(threads=2, num_blocks=64, dtype="bfloat16")).embed(TEXTS, "mean")
-    assert far(together, expected(model, "mean")) < 0.05
+    assert far(together, expected(model, "mean")) < 0.1
     narrow = EngineConfig(threads=1, num_blocks=19, dtype="bfloat16", max_num_batched_tokens=8, max_num_seqs=2, policy="priority")
     llm = LLM(folder, config=narrow)
     assert llm.embed(TEXTS, "mean") == together
@@ -259,3 +260,65 @@ def test_so_are_their_files(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name}: this kind of attention in both directions"):
         gguf_family({"general.architecture": name})
 
+
+
+# ---- GGUF ----
+
+
+def written(folder: Path, path: Path, outtype: str = "f32") -> tuple[Path, list[str]]:
+    return path, converted(folder, path, "gguf", outtype=outtype).notes
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "bert with tanh"])
+def test_files_are_the_same_models(name: str, made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    model, folder = made[name]
+    path, notes = written(folder, tmp_path / "m.gguf")
+    assert not [note for note in notes if "config.json" in note]
+    llm = LLM(path, config=FLOATS)
+    assert llm.max_model_len == 300
+    assert not llm.spec.has_head
+    for pooling in ("mean", "cls"):
+        assert far(llm.embed(TEXTS, pooling), expected(model, pooling)) < 3e-5  # type: ignore[arg-type]
+
+
+def test_keys_of_files_are_those_of_llama_cpp(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """As its converter has them (conversion/bert.py, gemma.py)."""
+    keys = {
+        "roberta": ("bert", {"context_length": 300, "attention.layer_norm_epsilon": 1e-5, "attention.causal": False}),
+        "modernbert": ("modern-bert", {"attention.sliding_window": 20, "rope.freq_base": 160000.0, "rope.freq_base_swa": 1e4}),
+        "nomic-bert": ("nomic-bert", {"rope.freq_base": 1000.0, "feed_forward_length": 80}),
+        "gemma": ("gemma-embedding", {"attention.sliding_window": 20, "attention.layer_norm_rms_epsilon": 1e-6}),
+    }
+    for name, (architecture, wanted) in keys.items():
+        path, _ = written(made[name][1], tmp_path / f"{name}.gguf")
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.config["general.architecture"] == architecture
+            found = {key: checkpoint.config[f"{architecture}.{key}"] for key in wanted}
+            assert found == pytest.approx(wanted)
+    with open_checkpoint(tmp_path / "roberta.gguf") as checkpoint:
+        assert checkpoint.info("position_embd.weight").shape == (300, 48)
+        assert torch.equal(
+            checkpoint.tensor("position_embd.weight"),
+            load_file(made["roberta"][1] / "model.safetensors")["embeddings.position_embeddings.weight"][2:],
+        )
+
+
+def test_what_files_cannot_say_of_an_encoder_is_refused(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="the activation lone_gelu_tanh has no place in GGUF"):
+        written(made["bert with tanh"][1], tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic-bert", "modernbert", "gemma"])
+def test_llama_cpp_computes_the_same(name: str, made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """It takes the approximation by tanh for all of GELU."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    model, folder = made[name]
+    path, _ = written(folder, tmp_path / "m.gguf")
+    mean = llama_cpp.LLAMA_POOLING_TYPE_MEAN
+    peer = llama_cpp.Llama(str(path), embedding=True, n_ctx=512, n_ubatch=512, pooling_type=mean, verbose=False)
+    text = "Once upon a time there was a cat that sat on a mat, and a dog that did not."
+    ids = peer.tokenize(text.encode(), add_bos=True, special=False)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).last_hidden_state[0].double().mean(0)
+    assert LLM(path, config=FLOATS).tokenizer.encode(text) == ids
+    assert far([peer.embed(text, normalize=False)], [wanted]) < 5e-3

@@ -65,17 +65,19 @@ _CARRIED = {
     "type_vocab_size", "local_attention", "global_rope_theta", "local_rope_theta", "norm_bias", "dim", "n_layers", "n_heads",
     "hidden_dim", "activation", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "rotary_emb_base", "rotary_emb_fraction",
     "activation_function", "prenorm", "use_rms_norm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved",
-    "rotary_scaling_factor", "rotary_emb_scale_base", "is_decoder",
+    "rotary_scaling_factor", "rotary_emb_scale_base", "is_decoder", "cls_token_id", "sep_token_id", "mask_token_id",
+    "classifier_pooling", "classifier_activation",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
     "resid_pdrop", "embd_pdrop", "cache_implementation", "chunk_size", "time_step_floor", "hidden_dropout", "num_logits_to_keep",
     "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mtp_layers_block_type",
-    "moe_shared_expert_overlap",
-    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size", "time_step_min", "time_step_max",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "gradient_checkpointing", "embedding_dropout",
-    "mlp_dropout", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
+    "moe_shared_expert_overlap", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size",
+    "time_step_min", "time_step_max", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
+    "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
+    "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
+    "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
 }  # fmt: skip
 
 
