@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -35,8 +35,9 @@ from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.readers import Readers
+from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import NanovllmError, RequestError, UnsupportedError, UsageError
+from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
@@ -47,9 +48,11 @@ from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
+from nanovllm_cli.weights.further import read_further
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.scoring import Scoring, scoring_of
 from nanovllm_cli.weights.source import ResolvedModel, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
 
@@ -79,7 +82,7 @@ class LLM:
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
     formats: how many numbers of the matrices are kept in which format; None is the compute type. embedding: what its files say of
-    vectors of texts.
+    vectors of texts. scoring: of a reranker, what it reads of a query and a document; of that a chat_template may be, too.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -115,6 +118,8 @@ class LLM:
             self._stamps = file_stamps(self.resolved.path)
             self.tokenizer, spec = load_tokenizer(checkpoint), read_spec(checkpoint, open_reader(checkpoint))
             self.embedding: Embedding = use_of(embedding_of(checkpoint), spec)
+            self.scoring: Scoring | None = scoring_of(checkpoint, self.tokenizer, chat_template)
+            further = read_further(checkpoint, self.embedding.layers)
             check_size(self.tokenizer, spec.vocab_size)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
@@ -151,6 +156,7 @@ class LLM:
             draws=self.spec.has_head,
             embeds_whole=self.spec.reads_both_ways,
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
+            further=further,
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
@@ -197,6 +203,11 @@ class LLM:
     def pooling(self) -> Pooling:
         """How it makes one vector of a text, where nobody says otherwise."""
         return self.embedding.pooling or "mean"
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers that it makes of a text."""
+        return self.embedding.width(self.spec.hidden_size)
 
     @property
     def kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -282,23 +293,28 @@ class LLM:
     def embed(
         self, texts: Prompt | Sequence[Prompt], pooling: Pooling | None = None, *, progress: Progress | None = None
     ) -> list[list[float]]:
-        """[hidden] numbers for each text, behind the model's last norm and not normalised: the mean over its tokens, or the
-        row of its last or first one; None: as the model has it. Raises as `generate` does."""
+        """[vector_size] numbers for each text, not normalised: the mean over its tokens behind the model's last norm, or the row
+        of its last or first one, and what dense layers make of it; None: as the model has it. Raises as `generate` does."""
         if (refusal := self.embedding.refusal) is not None:
             raise UnsupportedError(refusal.message, refusal.hint)
-        prompts, how = [self._ids(text) for text in _listed(texts)], self.pooling if pooling is None else pooling
-        ids = [f"embedding-{next(self._request_ids)}" for _ in prompts]
-        done: dict[str, list[float]] = {}
-        try:
-            for request_id, prompt in zip(ids, prompts, strict=True):
-                self._readers.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=how))
-            for output in self._finished(ids):
-                done[output.request_id] = _embedding(output)
-                if progress is not None:
-                    progress(len(done), len(ids))
-        finally:
-            self._readers.drop(ids)
-        return [done[request_id] for request_id in ids]
+        return self._pooled([self._ids(text) for text in _listed(texts)], self.pooling if pooling is None else pooling, progress)
+
+    def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
+        """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
+        vectors, of a model that embeds. Raises as `generate` does."""
+        if isinstance(documents, str) or not all(isinstance(text, str) for text in (query, *documents)):
+            raise UsageError("a query is a text, and documents are a list of texts")
+        if self.scoring is not None:
+            return self.score([self.scoring.prompt(self.tokenizer, query, each) for each in documents], progress=progress)
+        target, *vectors = map(unit, self.embed([query, *documents], progress=progress))
+        return [nearness(target, vector) for vector in vectors]
+
+    def score(self, prompts: Sequence[Sequence[int]], *, progress: Progress | None = None) -> list[float]:
+        """A reranker's score of each prompt that its `scoring` has made of a query and a document. UnsupportedError where it is
+        none; the rest as `generate`."""
+        if self.scoring is None:
+            raise UnsupportedError(f"{self.name} is no reranker", "rank goes by the vectors of a model that embeds")
+        return list(map(self.scoring.score, self._pooled(prompts, self.pooling, progress)))
 
     def prepare(self, each: Sequence[SamplingParams]) -> None:
         """Waits until the constraints of such requests are compiled. Raises UsageError for one that can't be had."""
@@ -369,7 +385,7 @@ class LLM:
         try:
             for request_id, prompt, wanted in zip(ids, prompts, each, strict=True):
                 self._add(request_id, prompt, wanted)
-            for output in self._finished(ids):
+            for output in self._readers.finished(ids):
                 done[output.request_id] = output
                 if progress is not None:
                     progress(len(done), len(ids))
@@ -377,13 +393,8 @@ class LLM:
             self._readers.drop([request_id for request_id in ids if request_id not in done])
         return [done[request_id] for request_id in ids]
 
-    def _finished(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """The last outputs of requests, as they finish."""
-        left = set(ids)
-        while left:
-            for output in self._readers.step(left, only_last=True):
-                left.remove(output.request_id)
-                yield output
+    def _pooled(self, prompts: Sequence[Sequence[int]], pooling: Pooling, progress: Progress | None) -> list[list[float]]:
+        return self._readers.embed({f"embedding-{next(self._request_ids)}": each for each in prompts}, pooling, progress)
 
     def _new_id(self) -> str:
         return f"request-{next(self._request_ids)}"
@@ -416,12 +427,6 @@ class LLM:
 
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]
-
-
-def _embedding(output: RequestOutput) -> list[float]:
-    if output.pooled is None:
-        raise RequestError(f"the text could not be embedded: {output.outputs[0].error}")
-    return list(output.pooled)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

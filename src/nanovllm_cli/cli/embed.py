@@ -1,4 +1,7 @@
-"""`nanovllm embed`: texts in, a vector for each out, in their order; or, with --query, the texts that are nearest to one."""
+"""`nanovllm embed`: texts in, a vector for each out, in their order; or, with --query, the texts that are nearest to one.
+
+A reranker has no vectors: with --query it reads each text together with that, and its score takes the cosine's place.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,27 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.inputs import STANDARD_INPUT, checked, decode, read_file, read_standard_input
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
-from nanovllm_cli.cli.options import AdaptedOptions, MemoryOptions, MessageOptions, ModelWord, refuse_both
+from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import DoesNotFitError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
 
 if TYPE_CHECKING:
     from nanovllm_cli.llm import LLM
+    from nanovllm_cli.weights.scoring import Scoring
 
 EXAMPLE = 'for example: nanovllm embed tiny "Once upon a time"'
 TEXTS, VECTORS = "Texts", "Vectors"
 _TOGETHER = 1024  # texts whose vectors are in memory at once
+_OF_VECTORS = ["pooling", "dimensions", "prompt_name"]
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
 """Names of the prompts that sentence-transformers puts before what is sought, and before what is searched."""
 
@@ -57,7 +62,7 @@ class TextOptions:
     query: str | None = option(
         "--query",
         help="Print the texts that are nearest to this one in place of vectors, best first. It stands behind the model's prompt "
-        "for queries, if there is one, and the others behind that for documents.",
+        "for queries, if there is one, and the others behind that for documents. A reranker scores each text beside it.",
         panel=TEXTS, metavar="TEXT", envvar=None,
     )
     top: int | None = option("--top", help="At most so many of them. [all]", panel=TEXTS, metavar="N", min=1)
@@ -105,7 +110,7 @@ def embed(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="TEXT", help="Each is a text; lines of standard input, if any, go before them.")
     ] = None,
-    model: AdaptedOptions,
+    model: ModelOptions,
     texts: TextOptions,
     vectors: VectorOptions,
     engine: MemoryOptions,
@@ -114,7 +119,8 @@ def embed(
     """Make a vector of each text, or find the texts nearest to one.
 
     A line of JSON for each text, in their order: {"index": 0, "text": "…", "embedding": […]}; with --query, lines of a score (the
-    cosine, 1 at most), a tab and a text. A model pools as its files say, and by the mean where they say nothing.
+    cosine, 1 at most, or what a reranker says, from 0 to 1), a tab and a text. A model pools as its files say, and by the mean
+    where they say nothing.
     """
     screen = screen_for(messages)
     _refuse_contradictions(ctx, texts, vectors)
@@ -126,6 +132,7 @@ def embed(
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(path)) if path is not None else None  # before anything slow happens
         llm = stack.enter_context(contextlib.closing(load(name, model, config, screen).llm))
+        _refuse_of_its_kind(ctx, llm)
         _Run(llm, texts, vectors, screen, screen.answer if file is None else file.write).run(read)
         if file is not None:
             file.commit()
@@ -143,23 +150,27 @@ class _Run:
         self.screen = screen
         self.write = write
         self.pooling: Pooling = vectors.pooling or llm.pooling
-        size = llm.spec.hidden_size
+        size = llm.vector_size
         if vectors.dimensions is not None and vectors.dimensions > size:
             raise UsageError(f"--dimensions {vectors.dimensions}: vectors of {llm.name} have {size}", f"at most {size}")
 
     def run(self, read: list[Text]) -> None:
-        query = None
-        before = self._before(_DOCUMENT if self.texts.query is not None else ())
-        if self.texts.query is not None:
-            asked = Text(checked(self.texts.query, "--query"), "--query", "")
+        asked = None if self.texts.query is None else Text(checked(self.texts.query, "--query"), "--query", "")
+        query: list[int] = []
+        if asked is None:
+            ids = self._encoded(read, self._before(()))
+        elif self.llm.scoring is not None:
+            ids = self._pairs(read, asked.text, self.llm.scoring)
+        else:
+            before = self._before(_DOCUMENT)
             query = self._encoded([asked], self.llm.embedding.prompt(self._known(_QUERY), self.pooling))[0]
-        ids = self._encoded(read, before)
+            ids = self._encoded(read, before)
         began = time.monotonic()
-        if query is None:
+        if asked is None:
             self._write_vectors(read, ids)
         else:
-            self._write_nearest(read, ids, query)
-        count, seconds = sum(map(len, ids)) + len(query or ()), time.monotonic() - began
+            self._write_nearest(read, self._nearness(query, ids) if query else self._scores(ids))
+        count, seconds = sum(map(len, ids)) + len(query), time.monotonic() - began
         texts = f"{len(ids):,} text{'s' if len(ids) != 1 else ''}"
         told = f"{texts}, {count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tok/s"
         logger.info("%s", told, extra={ON_SCREEN: not self.screen.quiet})
@@ -182,29 +193,62 @@ class _Run:
         """Token ids of each, with what stands before it."""
         limit = self.llm.context_len - 1
         encoded = self.llm.tokenizer.encode_batch([before + each.text for each in texts])
+        self._check(texts, encoded, limit, self.texts.truncate)
+        return [self.llm.tokenizer.truncated(ids, limit) for ids in encoded]
+
+    def _pairs(self, texts: list[Text], query: str, scoring: Scoring) -> list[list[int]]:
+        """What a reranker reads: each text beside the query. Of one that is too long the end is cut, if that is wanted."""
+        limit, tokenizer = self.llm.context_len - 1, self.llm.tokenizer
+        before = "" if self.texts.prefix is None else checked(self.texts.prefix, "--prefix")
+        encoded = [scoring.prompt(tokenizer, query, before + each.text) for each in texts]
+        self._check(texts, encoded, limit, self.texts.truncate)
+        for i, each in enumerate(texts):
+            if len(encoded[i]) > limit:
+                encoded[i] = scoring.fitting(tokenizer, query, before + each.text, limit)
+        self._check(texts, encoded, limit, False)
+        return encoded
+
+    def _check(self, texts: list[Text], encoded: list[list[int]], limit: int, truncate: bool) -> None:
         for each, ids in zip(texts, encoded, strict=True):
             if not ids:
                 raise UsageError(f"{each.place} has no tokens: there is nothing to embed")
-            if len(ids) > limit and not self.texts.truncate:
+            if len(ids) > limit and not truncate:
                 raise DoesNotFitError(
-                    f"{each.place} has {len(ids)} tokens, and {limit} fit into the context", "--truncate cuts what is too long"
+                    f"{each.place} has {len(ids)} tokens, and {limit} fit into the context",
+                    "the query alone takes too many" if self.texts.truncate else "--truncate cuts what is too long",
                 )
-        too_long = sum(len(ids) > limit for ids in encoded)
-        if too_long:
+        if too_long := sum(len(ids) > limit for ids in encoded):
             self.screen.say(f"{too_long} of {len(encoded)} texts are cut to {limit} tokens")
-        return [self.llm.tokenizer.truncated(ids, limit) for ids in encoded]
 
     def _vectors(self, ids: list[list[int]]) -> Iterator[list[list[float]]]:
         """Of some texts after the other, as they are to be written."""
         from nanovllm_cli.engine.vectors import unit
 
-        progress = ProgressLine(self.screen)
-        progress.stage("embedding", len(ids), "texts")
+        progress = self._progress("embedding", ids)
         for first in range(0, len(ids), _TOGETHER):
             found = self.llm.embed(ids[first : first + _TOGETHER], self.pooling, progress=lambda done, total: progress.advance(1))
             found = [vector[: self.vectors.dimensions] for vector in found]
             yield [unit(vector) for vector in found] if self.vectors.normalize else found
         progress.done()
+
+    def _nearness(self, query: list[int], ids: list[list[int]]) -> list[float]:
+        from nanovllm_cli.engine.vectors import nearness
+
+        ((target,),) = self._vectors([query])
+        return [nearness(target, vector) for vectors in self._vectors(ids) for vector in vectors]
+
+    def _scores(self, ids: list[list[int]]) -> list[float]:
+        progress = self._progress("ranking", ids)
+        scores: list[float] = []
+        for first in range(0, len(ids), _TOGETHER):
+            scores += self.llm.score(ids[first : first + _TOGETHER], progress=lambda done, total: progress.advance(1))
+        progress.done()
+        return scores
+
+    def _progress(self, stage: str, ids: list[list[int]]) -> ProgressLine:
+        progress = ProgressLine(self.screen)
+        progress.stage(stage, len(ids), "texts")
+        return progress
 
     def _write_vectors(self, read: list[Text], ids: list[list[int]]) -> None:
         index = 0
@@ -225,11 +269,9 @@ class _Run:
             count = sum(map(len, ids))
             self.write('], "usage": ' + _dumped({"prompt_tokens": count, "total_tokens": count}) + "}\n")
 
-    def _write_nearest(self, read: list[Text], ids: list[list[int]], query: list[int]) -> None:
-        from nanovllm_cli.engine.vectors import by_score, nearness
+    def _write_nearest(self, read: list[Text], scores: list[float]) -> None:
+        from nanovllm_cli.engine.vectors import by_score
 
-        ((target,),) = self._vectors([query])
-        scores = [nearness(target, vector) for vectors in self._vectors(ids) for vector in vectors]
         for index, score in by_score(scores)[: self.texts.top]:
             shown = read[index].shown
             if self.vectors.json:
@@ -248,6 +290,16 @@ def _refuse_contradictions(ctx: typer.Context, texts: TextOptions, vectors: Vect
         refuse_typed(ctx, ["top"], "is given, and nothing is sought", "add --query TEXT, or leave it out")
     else:
         refuse_typed(ctx, ["raw", "normalize"], "is given, and --query prints no vectors", "leave one of them out")
+
+
+def _refuse_of_its_kind(ctx: typer.Context, llm: LLM) -> None:
+    """Raises UsageError for options without a meaning for it, and UnsupportedError where a reranker is asked for vectors."""
+    if llm.scoring is None:
+        refuse_typed(ctx, ["chat_template"], "is given, and the model is no reranker", "leave it out: texts are read as they are")
+        return
+    if not is_typed(ctx, "query"):
+        raise UnsupportedError(f"{llm.name} is a reranker, which makes no vectors", "--query TEXT ranks the texts")
+    refuse_typed(ctx, _OF_VECTORS, "is given, and a reranker makes no vectors", "leave it out")
 
 
 def _texts(words: Sequence[str], options: TextOptions, screen: Console) -> list[Text]:

@@ -155,6 +155,8 @@ def _record(
         "attention": _heads(facts), "mtp": facts.predicts_further, "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
+                      "numbers": None if facts.embedding.ranks else facts.embedding.width(spec.hidden_size),
+                      "ranks": facts.embedding.ranks,
                       "default_prompt": facts.embedding.default_prompt, "only": not spec.has_head,
                       "refusal": None if facts.embedding.refusal is None else facts.embedding.refusal.message},
         "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(checkpoint.generation_config),
@@ -184,15 +186,19 @@ def _heads_in_words(heads: dict[str, int]) -> str:
 
 def _embedding_in_words(facts: Facts) -> str | None:
     """None of a model whose files say nothing of it, and that has a head."""
-    pooling, prompts, default, _, refusal, ranks = facts.embedding
-    if ranks:
-        return "none, it ranks: /v1/rerank of a server"
-    if refusal is not None:
-        return one_line(f"none: {refusal.message}")
+    embedding = facts.embedding
+    pooling, prompts, default = embedding.pooling, embedding.prompts, embedding.default_prompt
+    if embedding.ranks:
+        return "none, it ranks: nanovllm embed --query, or /v1/rerank of a server"
+    if embedding.refusal is not None:
+        return one_line(f"none: {embedding.refusal.message}")
     if pooling is None and not prompts and facts.spec.has_head:
         return None
     ways = {"mean": "the mean of all tokens", "last": "the last token", "cls": "the first token"}
     words = [f"by {ways[pooling or 'mean']}" + ("" if pooling is not None else ", for want of a word")]
+    if embedding.layers:
+        widths = [embedding.layers[0].shape[1], *(layer.shape[0] for layer in embedding.layers)]
+        words.append("through dense layers: " + " to ".join(f"{width:,}" for width in widths))
     if prompts:
         words.append("prompts " + ", ".join(f"{name} (the default)" if name == default else name for name in prompts))
     if not facts.spec.has_head:

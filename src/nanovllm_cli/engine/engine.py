@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
 import secrets
 import time
@@ -40,6 +41,8 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31
+Further = Callable[[tuple[float, ...]], tuple[float, ...]]
+"""What a pooled vector goes through behind the model."""
 
 
 class EngineStats(NamedTuple):
@@ -63,12 +66,14 @@ class EngineStats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request and its answers, until somebody has taken its last output. Moments on the engine's clock."""
+    """A request and its answers, until somebody has taken its last output. vector: of a text that is embedded. Moments on the
+    engine's clock."""
 
     request: Request
     answers: list[Answer]
     first_token: float | None = None
     finished: float | None = None
+    vector: tuple[float, ...] | None = None
 
 
 class Engine:
@@ -80,7 +85,7 @@ class Engine:
     `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
     prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
     texts are embedded, and nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't
-    be embedded, where they can't.
+    be embedded, where they can't. further: gives what a pooled vector becomes.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Engine:
         draws: bool = True,
         embeds_whole: bool = False,
         embedding_refusal: UnsupportedError | None = None,
+        further: Further | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -124,6 +130,7 @@ class Engine:
         self._draws = draws
         self._embeds_whole = embeds_whole
         self._embedding_refusal = embedding_refusal
+        self._further = further
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -208,7 +215,8 @@ class Engine:
                 if live.first_token is None and drawn.token_ids:
                     live.first_token = self._clock()
             elif live.request.pooling is not None and sequence.num_computed == len(live.request.prompt_ids):
-                if live.request.embedding is None:
+                live.vector = self._vector(live.request)
+                if live.vector is None:
                     answer.fail("the model's hidden states are not finite: NaN or infinity")
                 else:
                     answer.complete()
@@ -341,6 +349,13 @@ class Engine:
             raise PromptTooLongError(len(prompt), self._context_len, hint)
         return prompt
 
+    def _vector(self, request: Request) -> tuple[float, ...] | None:
+        """Of a text that is computed, where its numbers are finite."""
+        vector = request.embedding
+        if vector is not None and self._further is not None:
+            vector = self._further(vector)
+        return vector if vector is not None and all(map(math.isfinite, vector)) else None
+
     def _output(self, live: _Live) -> RequestOutput:
         request = live.request
         self._moved.pop(request.request_id, None)
@@ -367,7 +382,7 @@ class Engine:
                 request.num_held_tokens,
             ),
             None if prompt_logprobs is None else tuple(prompt_logprobs),
-            request.embedding if live.finished is not None else None,
+            live.vector,
         )
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.outputs import RequestOutput
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import RequestError, UsageError
+from nanovllm_cli.model_spec import Pooling
 
 T = TypeVar("T")
 
@@ -51,6 +53,33 @@ class Readers:
         """What is new of the wanted requests, after a step if nothing is. What the step does for others, such as a stream that
         is open meanwhile, is theirs when they ask, as one output. only_last: the outputs of those that are finished."""
         return self.use(lambda engine: _new(engine, wanted, only_last) or _step(engine, wanted, only_last))
+
+    def finished(self, request_ids: Collection[str]) -> Iterator[RequestOutput]:
+        """The last outputs of requests, as they finish."""
+        left = set(request_ids)
+        while left:
+            for output in self.step(left, only_last=True):
+                left.remove(output.request_id)
+                yield output
+
+    def embed(
+        self, prompts: Mapping[str, Sequence[int]], pooling: Pooling, progress: Callable[[int, int], None] | None = None
+    ) -> list[list[float]]:
+        """What each text's pooled vector becomes, by request ids -> token ids, in their order. progress: told (done, all).
+        Raises as `Engine.embed`, and RequestError for a text whose numbers are not finite."""
+        done: dict[str, list[float]] = {}
+        try:
+            for request_id, prompt in prompts.items():
+                self.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=pooling))
+            for output in self.finished(prompts):
+                if output.pooled is None:
+                    raise RequestError(f"the text could not be embedded: {output.outputs[0].error}")
+                done[output.request_id] = list(output.pooled)
+                if progress is not None:
+                    progress(len(done), len(prompts))
+        finally:
+            self.drop(prompts)
+        return [done[request_id] for request_id in prompts]
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Ends requests, also those that are finished, whose last outputs nobody will read: now, or behind the step that is

@@ -6,7 +6,6 @@ them. Texts, stop rules and log-probabilities of an answer live in `answer.py`.
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -83,12 +82,11 @@ class Request:
 
     @property
     def embedding(self) -> tuple[float, ...] | None:
-        """Of the whole text, where it is embedded and computed, and its numbers are finite."""
+        """Of the whole text, where it is embedded and computed."""
         if self.pooled is None or self.num_computed_prompt_tokens < len(self.prompt_ids):
             return None
         count = len(self.prompt_ids) if self.pooling == "mean" else 1
-        vector = tuple([number / count for number in self.pooled])
-        return vector if all(map(math.isfinite, vector)) else None
+        return tuple([number / count for number in self.pooled])
 
     def pool(self, chunk: list[float]) -> None:
         """Adds what a chunk of the prompt gave."""

@@ -151,6 +151,14 @@ HF_BODIES: dict[str, Family] = {
     "XLMRobertaModel": ROBERTA,
 }
 """Models without their head, as those that embed texts are published."""
+HF_CLASSIFIERS: dict[str, Family] = {
+    "GemmaForSequenceClassification": GEMMA,
+    "LlamaForSequenceClassification": LLAMA,
+    "MistralForSequenceClassification": MISTRAL,
+    "Qwen2ForSequenceClassification": QWEN2,
+    "Qwen3ForSequenceClassification": QWEN3,
+}
+"""Models with a head for labels in place of tokens, as rerankers are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3}
 """Inside of models of several architectures, by "model_type"."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -218,7 +226,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-    return TEXT_MODELS.get(str(kind)) or HF_BODIES.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
+    others = HF_BODIES | HF_CLASSIFIERS
+    return TEXT_MODELS.get(str(kind)) or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:

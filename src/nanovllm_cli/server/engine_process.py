@@ -139,7 +139,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
     return Facts(
         context_len=llm.context_len,
         vocab_size=llm.spec.vocab_size,
-        hidden_size=llm.spec.hidden_size,
+        vector_size=llm.vector_size,
         block_size=config.block_size,
         num_parameters=llm.num_parameters,
         weight_bytes=llm.weight_bytes,

@@ -65,13 +65,13 @@ class Abort(Message):
 
 
 class Facts(Message):
-    """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. pooling: of texts
-    that are embedded, where a request doesn't say. has_head: whether it answers at all, and does not embed alone.
-    ranks: whether it is a reranker, which does not even that."""
+    """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. vector_size: numbers
+    that it makes of a text. pooling: of texts that are embedded, where a request doesn't say. has_head: whether it answers at
+    all, and does not embed alone. ranks: whether it is a reranker, which does not even that."""
 
     context_len: int
     vocab_size: int
-    hidden_size: int
+    vector_size: int
     block_size: int
     num_parameters: int
     weight_bytes: int

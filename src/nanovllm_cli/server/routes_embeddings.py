@@ -74,8 +74,8 @@ def router(context: ServerContext) -> APIRouter:
 async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
     async with context.models.use(body.model) as model:
         _check_embeds(model)
-        if body.dimensions is not None and body.dimensions > model.facts.hidden_size:
-            raise invalid_value(f"this model's vectors have {model.facts.hidden_size} dimensions", "dimensions")
+        if body.dimensions is not None and body.dimensions > model.facts.vector_size:
+            raise invalid_value(f"this model's vectors have {model.facts.vector_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
             body.model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0
         )
@@ -186,10 +186,10 @@ async def _scores(
         pairs = zip(_each(vectors[: len(queries)], documents), vectors[len(queries) :], strict=True)
         return [nearness(query, vector) for query, vector in pairs], count
     if body.pooling is not None:
-        raise invalid_value("this model ranks by the last token of query and document together", "pooling")
+        raise invalid_value("this model ranks, and pools as its head wants it", "pooling")
     together = list(zip(_each(queries, documents), documents, strict=True))
     prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, *pair) for pair in together])
-    rows, count = await embed(body.model, prompts, "last", priority=priority, normalize=False)
+    rows, count = await embed(body.model, prompts, model.facts.pooling, priority=priority, normalize=False)
     return [scoring.score(row) for row in rows], count
 
 

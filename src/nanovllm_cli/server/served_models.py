@@ -298,7 +298,7 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     """Reads everything but the weights. Raises as `LLM` does."""
     with open_checkpoint(settings.path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-        generation_config, scoring = dict(checkpoint.generation_config), scoring_of(checkpoint)
+        generation_config, scoring = dict(checkpoint.generation_config), scoring_of(checkpoint, tokenizer, settings.chat_template)
     template = None
     if settings.chat_template is not None or "default" in tokenizer.chat_templates:
         template = ChatTemplate.of(tokenizer, settings.chat_template)

@@ -43,6 +43,7 @@ _SETTINGS = {
 _PAPERS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "quality.json")
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", *PICKLES)
 _MODULE = re.compile(r"\d{1,2}_\w{1,40}/config\.json", re.ASCII)
+_MODULE_WEIGHTS = re.compile(r"[1-9]\d?_\w{1,40}/model\.safetensors", re.ASCII)  # 0_… is the model itself
 _SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _QUANT = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|F64|MXFP4\w*|NVFP4\w*))(?=[-.]|$)", re.IGNORECASE
@@ -89,7 +90,7 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
         return _chosen_quant(names, where, quant)
     settings = sorted(
         name for name in names
-        if name in _SETTINGS or name == "README.md" or name.startswith("additional_chat_templates/") or _MODULE.fullmatch(name)
+        if is_setting(name) or name == "README.md" or name.startswith("additional_chat_templates/")
     )  # fmt: skip
     top = sorted(name for name in names if "/" not in name)
     tensors = [name for name in top if name.endswith(".safetensors")]
@@ -196,7 +197,7 @@ def folder_of(path: Path) -> Path:
 
 def is_setting(name: str) -> bool:
     """Whether a file of this name is one of those that a Hugging Face model has beside its weights."""
-    return name in _SETTINGS or _MODULE.fullmatch(name) is not None
+    return name in _SETTINGS or any(pattern.fullmatch(name) for pattern in (_MODULE, _MODULE_WEIGHTS))
 
 
 def is_of_embedding(name: str) -> bool:

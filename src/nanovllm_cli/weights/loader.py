@@ -26,6 +26,7 @@ from nanovllm_cli.quant.rows import take_rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.heads import classifies
 from nanovllm_cli.weights.pooling import lacks_head
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of, of_that_layer
 from nanovllm_cli.weights.weight_reader import WeightReader
@@ -50,7 +51,9 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
 def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The same of a folder, by its config, and the names of its tensors where these have no head."""
     spec = spec_from_hf(checkpoint.config, family_of(checkpoint))
-    return replace(spec, tied_head=True, has_head=False) if not spec.tied_head and lacks_head(checkpoint) else spec
+    if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
+        return replace(spec, tied_head=True, has_head=False)
+    return spec
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:

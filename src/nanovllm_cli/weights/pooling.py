@@ -3,9 +3,8 @@
     folders     modules.json and 1_Pooling/config.json, prompts in config_sentence_transformers.json (sentence-transformers)
     GGUF        {arch}.pooling_type
 
-A model that embeds is often published without its head; whether this one is, `lacks_head` says. Not covered: vectors that pass
-through further layers (Dense), and rerankers, which give a score in place of a vector (`scoring.py`). Such models embed nothing,
-and answer if they have a head.
+A model that embeds is often published without its head; whether this one is, `lacks_head` says. Vectors may pass through dense
+layers behind the pooling (`further.py`); those of rerankers pass through a head, and are scores (`heads.py`, `scoring.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.models.registry import HF_BODIES
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import MODULES, PROMPTS, folder_of, some, stays_inside
+from nanovllm_cli.weights.further import Layer, check_width, dense_module, gguf_dense
+from nanovllm_cli.weights.heads import classifies, head_of
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, parse_json, read_json_file, reading
 from nanovllm_cli.weights.random_weights import RandomCheckpoint
-from nanovllm_cli.weights.scoring import scoring_of
 from nanovllm_cli.weights.tensor_names import is_bare, names_of
 
 GGUF_POOLINGS: dict[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
@@ -33,16 +33,19 @@ _POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "las
 """In "pooling_mode_…" of a folder, and, without a second word, in the "pooling_mode" that newer ones have."""
 _SHORT = {"mean": "mean_tokens", "cls": "cls_token"}
 _MODE = "pooling_mode"
-_OF_NO_WEIGHT = ("Transformer", "Pooling", "Normalize")
-"""Modules that change nothing here: vectors are normalised unless that is not wanted."""
+_KNOWN = ("Transformer", "Pooling", "Normalize", "Dense")
+"""A Normalize at the end changes nothing here: vectors are normalised unless that is not wanted."""
 _DEFAULT_FOLDER = "1_Pooling"
+RANKING = "nanovllm embed MODEL -f FILE --query TEXT ranks texts, LLM.rank and /v1/rerank of a server do"
+_PLAIN = "take a reranker that is a transformer and its head alone"
 _BROKEN = "the folder is incomplete or damaged: download it again"
 
 
 class Embedding(NamedTuple):
     """pooling: None where the files say nothing. prompts: texts by name that stand before one to be embedded. default_prompt:
     the name of the one that does where none is named. pools_prompt: whether the mean goes over a prompt's tokens, too. refusal:
-    why no vectors can be made, where they can't. ranks: scores are made instead, as `scoring_of` says."""
+    why no vectors can be made, where they can't. ranks: scores are made instead, as `scoring_of` says. layers: what a pooled
+    vector goes through, whatever it becomes."""
 
     pooling: Pooling | None = None
     prompts: Mapping[str, str] = MappingProxyType({})
@@ -50,6 +53,11 @@ class Embedding(NamedTuple):
     pools_prompt: bool = True
     refusal: UnsupportedError | None = None
     ranks: bool = False
+    layers: tuple[Layer, ...] = ()
+
+    def width(self, hidden_size: int) -> int:
+        """Numbers of a vector, of a model whose layers have so many."""
+        return self.layers[-1].shape[0] if self.layers else hidden_size
 
     def prompt(self, name: str | None, pooling: Pooling) -> str:
         """What stands before a text: the prompt of that name, or the model's default. UsageError for one that there is not,
@@ -66,30 +74,35 @@ class Embedding(NamedTuple):
 
 
 def embedding_of(checkpoint: Checkpoint) -> Embedding:
-    """Of a model, by its files. CheckpointError for broken ones, UnsupportedError as `scoring_of`."""
+    """Of a model, by its files. CheckpointError for broken ones, UnsupportedError as `head_of`."""
     if isinstance(checkpoint, RandomCheckpoint):
         return Embedding()
+    if (head := head_of(checkpoint)) is not None:
+        if checkpoint.format == "hf":
+            _check_ranks(folder_of(checkpoint.path))
+        refusal = UnsupportedError(f"{checkpoint.path}: a reranker gives a score in place of a vector", RANKING)
+        return Embedding(head.pooling, refusal=refusal, ranks=True, layers=head.layers)
     if checkpoint.format == "gguf":
-        if scoring_of(checkpoint) is not None:
-            refusal = UnsupportedError(
-                f"{checkpoint.path}: a reranker gives a score in place of a vector", "nanovllm serve MODEL, then POST /v1/rerank"
-            )
-            return Embedding(refusal=refusal, ranks=True)
-        return Embedding(_gguf_pooling(checkpoint))
+        pooling = _gguf_pooling(checkpoint)
+        return Embedding() if pooling is None else Embedding(pooling, layers=gguf_dense(checkpoint))
     folder = folder_of(checkpoint.path)
     prompts = _prompts(folder)
     try:
         config = _pooling_config(folder)
         pooling = None if config is None else _pooling(config, str(folder))
+        layers = _dense(folder)
     except UnsupportedError as refusal:
         return prompts._replace(refusal=refusal)
-    return prompts._replace(pooling=pooling, pools_prompt=config is None or config.get("include_prompt") is not False)
+    pools_prompt = config is None or config.get("include_prompt") is not False
+    return prompts._replace(pooling=pooling, pools_prompt=pools_prompt, layers=layers)
 
 
 def use_of(embedding: Embedding, spec: ModelSpec) -> Embedding:
-    """The same of a model that is of any use with it. Raises its refusal where it has no head either, and does not rank."""
+    """The same of a model that is of any use with it. Raises its refusal where it has no head either, and does not rank, and
+    CheckpointError where what vectors go through does not take those of the model."""
     if embedding.refusal is not None and not (spec.has_head or embedding.ranks):
         raise embedding.refusal
+    check_width(embedding.layers, spec.hidden_size)
     return embedding
 
 
@@ -100,7 +113,7 @@ def lacks_head(checkpoint: Checkpoint) -> bool:
     if any(name.startswith(head) for name in checkpoint.names()):  # quantized, it may have other tensors
         return False
     if checkpoint.format == "gguf":
-        return scoring_of(checkpoint) is not None or _gguf_pooling(checkpoint) is not None
+        return classifies(checkpoint) or _gguf_pooling(checkpoint) is not None
     architectures = checkpoint.config["architectures"]
     return architectures[0] in HF_BODIES or is_bare(checkpoint) or _pools(folder_of(checkpoint.path))
 
@@ -148,6 +161,35 @@ def _pooling_config(folder: Path) -> dict[str, Any] | None:
     return read_json_file(folder / path / "config.json", MAX_CONFIG_BYTES)
 
 
+def _dense(folder: Path) -> tuple[Layer, ...]:
+    """Dense modules, in their order. UnsupportedError for those that do not stand behind the only Pooling."""
+    modules = _modules(folder / MODULES) if (folder / MODULES).is_file() else []
+    kinds = [module["type"] for module in modules]
+    if "Dense" not in kinds:
+        return ()
+    if kinds.count("Pooling") != 1 or kinds.index("Dense") < kinds.index("Pooling"):
+        raise UnsupportedError(
+            f"{folder}: its modules stand in an order that is not supported: {', '.join(kinds)[:80]}",
+            "dense layers are for pooled vectors: Transformer, Pooling, Dense",
+        )
+    behind = modules[kinds.index("Pooling") + 1 :]
+    layers = []
+    for before, module in zip([modules[kinds.index("Pooling")], *behind], behind, strict=False):
+        if module["type"] == "Dense":
+            layers.append(dense_module(folder / module["path"], unit=before["type"] == "Normalize"))
+    return tuple(layers)
+
+
+def _check_ranks(folder: Path) -> None:
+    """Raises UnsupportedError where a reranker's folder says that more is done than its head does."""
+    kinds = [module["type"] for module in _modules(folder / MODULES)] if (folder / MODULES).is_file() else []
+    prompts = _prompts(folder)
+    if kinds not in ([], ["Transformer"]):
+        raise UnsupportedError(f"{folder}: its scores pass through other modules: {', '.join(kinds)[:80]}", _PLAIN)
+    if prompts.default_prompt is not None and prompts.prompts[prompts.default_prompt]:
+        raise UnsupportedError(f"{folder}: a reranker's default prompt is not supported: {prompts.default_prompt!r}", _PLAIN)
+
+
 def _modules(path: Path) -> list[dict[str, str]]:
     """What a text goes through, in order, the last words of their types. Raises UnsupportedError for others than are known."""
     with reading(path), path.open("rb") as file:
@@ -159,10 +201,10 @@ def _modules(path: Path) -> list[dict[str, str]]:
         if not isinstance(kind, str) or not isinstance(place, str) or (place and not stays_inside(place)):
             raise CheckpointError(f"{path}: not a list of modules with their types and folders", _BROKEN)
         kind = kind.rpartition(".")[2]
-        if kind not in _OF_NO_WEIGHT:
+        if kind not in _KNOWN:
             raise UnsupportedError(
                 f"{path.parent}: its vectors pass through a module that is not supported: {kind[:80]}",
-                f"take a model that only pools; known: {', '.join(_OF_NO_WEIGHT)}",
+                f"take a model that only pools; known: {', '.join(_KNOWN)}",
             )
         found.append({"type": kind, "path": place})
     return found

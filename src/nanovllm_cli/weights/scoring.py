@@ -1,69 +1,120 @@
-"""What a reranker makes of a query and a document that it reads together: the probability of "yes" against "no".
+"""What a model that ranks reads of a query and a document, and the score that its head's numbers are (`heads.py`).
 
-GGUF files of Qwen3-Reranker and its like (`pooling_type` rank) have the head's two rows as `cls.output.weight`, and a prompt with
-places for query and document as their chat template "rerank". Not covered: other numbers of labels, layers before these rows.
+    GGUF        the chat template "rerank", a text with places for both, of Qwen3-Reranker and its like
+    template    a Jinja template with messages of the roles "query" and "document", as vLLM and sentence-transformers have them:
+                the folder's own, or the one that is given
+    otherwise   decoders: both texts one behind the other. They are the prompt, so control tokens in them are read as such.
+                encoders: the tokenizer's pair of texts
+
+Control tokens in texts that a template is around stay text. Not covered: prompts by name (sentence-transformers' `prompts`).
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.tensor_names import RANKS, is_reranker
+from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Head, Outcome, head_of
 
-_LABELS = ["yes", "no"]
-_TEMPLATE = "tokenizer.chat_template.rerank"
-_QUERY, _DOCUMENT = "{query}", "{document}"
+Pair = Callable[[Tokenizer, str, str], list[int]]
+"""Token ids of a query and a document that no template is around."""
+
+_FOR_ROLES = "a reranker's template has them; leave --chat-template out for the model's own way"
+_ROLES = [re.compile(rf"""(["']){role}\1""") for role in ("query", "document")]
 
 
 class Scoring(NamedTuple):
-    """yes, no: [hidden] each. template: a text that has {query} and {document} in it, each once."""
+    """template: a text that has {query} and {document} in it, each once. chat: a template of messages. pair: without these."""
 
-    yes: tuple[float, ...]
-    no: tuple[float, ...]
-    template: str
+    outcome: Outcome
+    pair: Pair
+    template: str | None = None
+    chat: ChatTemplate | None = None
 
     def prompt(self, tokenizer: Tokenizer, query: str, document: str) -> list[int]:
-        """Token ids of the two in the template. Control tokens are the template's alone."""
+        """Token ids of what the model reads of the two. Raises TemplateError where its template fails."""
+        if self.chat is not None:
+            messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            return encode_chat(tokenizer, self.chat, messages)
+        if self.template is None:
+            return self.pair(tokenizer, query, document)
         text, plain = "", set[int]()
         for piece in _pieces(self.template):
-            own = {_QUERY: query, _DOCUMENT: document}.get(piece)
+            own = {QUERY: query, DOCUMENT: document}.get(piece)
             if own is not None:
                 plain |= set(range(len(text), len(text) + len(own)))
             text += piece if own is None else own
         return tokenizer.encode_guarded(text, plain)
 
-    def score(self, hidden: Sequence[float]) -> float:
-        """Of the row [hidden] behind a prompt's last token: 0 to 1."""
-        yes, no = (math.fsum(a * b for a, b in zip(row, hidden, strict=True)) for row in (self.yes, self.no))
-        return 1 / (1 + math.exp(no - yes)) if yes >= no else math.exp(yes - no) / (1 + math.exp(yes - no))
+    def fitting(self, tokenizer: Tokenizer, query: str, document: str, limit: int) -> list[int]:
+        """The same, with as much of the document's beginning as fits into `limit` tokens. Longer where none of it does."""
+
+        def size(count: int) -> int:
+            return len(self.prompt(tokenizer, query, document[:count]))
+
+        count = bisect.bisect_right(range(1, len(document) + 1), limit, key=size)
+        return self.prompt(tokenizer, query, document[:count])
+
+    def score(self, numbers: Sequence[float]) -> float:
+        """Of what the head gave: 0 to 1, but where the files ask for the number itself."""
+        if self.outcome == "identity":
+            return numbers[0]
+        better = numbers[0] - numbers[1] if self.outcome == "yes" else numbers[0]
+        return 1 / (1 + math.exp(-better)) if better >= 0 else math.exp(better) / (1 + math.exp(better))
 
 
-def scoring_of(checkpoint: Checkpoint) -> Scoring | None:
-    """None of a model that does not rank. UnsupportedError for one that does so otherwise."""
-    if not is_reranker(checkpoint):
+def scoring_of(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None = None, pair: Pair | None = None
+) -> Scoring | None:
+    """None of a model that does not rank. chat_template: in place of its own. pair: of an encoder.
+
+    UnsupportedError for one that does so otherwise, UsageError for a template without the two roles.
+    """
+    head = head_of(checkpoint)
+    if head is None:
         return None
-    config, arch = checkpoint.config, checkpoint.config["general.architecture"]
-    template, labels = config.get(_TEMPLATE), config.get(f"{arch}.classifier.output_labels")
-    hidden = config.get(f"{arch}.embedding_length")
-    there = checkpoint.info(RANKS).shape if RANKS in checkpoint.names() else ()
-    fits = isinstance(template, str) and template.count(_QUERY) == template.count(_DOCUMENT) == 1
-    if not fits or list(labels or ()) != _LABELS or there != (2, hidden):
-        raise UnsupportedError(
-            f"{checkpoint.path}: a reranker that does not answer yes or no, in a prompt of its own, is not supported",
-            "Qwen3-Reranker is; or take a model that embeds: /v1/rerank goes by its vectors",
-        )
-    assert isinstance(template, str)
-    yes, no = checkpoint.tensor(RANKS).double().tolist()
-    return Scoring(tuple(yes), tuple(no), template)
+    found = Scoring(head.outcome, _in_a_row)
+    if chat_template is not None:
+        if not _speaks_of_both(chat_template):
+            raise UsageError("the chat template has no messages of the roles query and document", _FOR_ROLES)
+        return found._replace(chat=ChatTemplate.of(tokenizer, chat_template))
+    if head.template is not None:
+        return found._replace(template=head.template)
+    own = tokenizer.chat_templates.get("default", "")
+    if _speaks_of_both(own):
+        return found._replace(chat=ChatTemplate.of(tokenizer, own))
+    return found._replace(pair=_pair_of(head, pair, checkpoint))
+
+
+def _in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
+    """Each by itself, one behind the other; what the vocabulary puts around a text is around both."""
+    both = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
+    around = tokenizer.encode("")
+    before = len(tokenizer.prefix_ids)
+    return [*around[:before], *(token_id for ids in both for token_id in ids), *around[before:]]
+
+
+def _pair_of(head: Head, pair: Pair | None, checkpoint: Checkpoint) -> Pair:
+    if not head.pairs:
+        return _in_a_row
+    if pair is None:
+        raise UnsupportedError(f"{checkpoint.path}: its tokenizer makes no pairs of texts", "take a reranker that is a decoder")
+    return pair
+
+
+def _speaks_of_both(template: str) -> bool:
+    return all(role.search(template) for role in _ROLES)
 
 
 def _pieces(template: str) -> list[str]:
-    first, second = sorted((_QUERY, _DOCUMENT), key=template.index)
+    first, second = sorted((QUERY, DOCUMENT), key=template.index)
     before, _, rest = template.partition(first)
     between, _, after = rest.partition(second)
     return [before, first, between, second, after]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from gguf.constants import PoolingType
-
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.names import MTP_GGUF_NAMES
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.further import gguf_dense_tensors
+from nanovllm_cli.weights.heads import head_tensors
 
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
@@ -24,8 +24,6 @@ _LAYER, _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})\."), re.compile(r"bl
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
-RANKS = "cls.output.weight"
-"""The rows that make a score of a reranker's hidden row, in GGUF files; `scoring.py` reads them."""
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
 
@@ -114,17 +112,11 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
 
 def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens, or that no
-    layer reads."""
+    layer reads, or that a pooled vector goes through behind the layers."""
     names = set(names)
     aside = {name for name in names if name.startswith(family_of(checkpoint).aside or ("\0",))}
-    aside |= {RANKS} & names if is_reranker(checkpoint) else set()
-    return aside | _other_parts(checkpoint, names) | _unread(checkpoint, names)
-
-
-def is_reranker(checkpoint: Checkpoint) -> bool:
-    """Whether a GGUF file says so."""
-    arch = checkpoint.config.get("general.architecture")
-    return checkpoint.format == "gguf" and checkpoint.config.get(f"{arch}.pooling_type") == PoolingType.RANK
+    behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint)) & names
+    return aside | behind | _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
 
 def that_guess(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:

@@ -1,0 +1,201 @@
+"""Heads that make a score of a query and a document that a model has read together, in place of tokens.
+
+    folders     *ForSequenceClassification of one label, as transformers has it: see `_HEADS`
+    GGUF        pooling_type rank: cls.output.weight, and for encoders cls.weight with an activation before it (llama.cpp)
+
+A head is further layers of a pooled vector (`further.py`). What becomes of its numbers, and what the model reads, `scoring.py`
+says. Not covered: classifiers of several labels, which rank nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from gguf.constants import PoolingType
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import PROMPTS, folder_of
+from nanovllm_cli.weights.further import ACTIVATIONS, Layer, Norm, activation_of, check_shapes, shapes_of
+from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
+
+Outcome = Literal["yes", "sigmoid", "identity"]
+"""Of a head's numbers: the probability of the first against the second, that of the only one, or the only one itself."""
+
+RANKS = "cls.output.weight"
+"""The last rows of a reranker's head in GGUF files."""
+_LABELS = ["yes", "no"]
+_TEMPLATE = "tokenizer.chat_template.rerank"
+QUERY, DOCUMENT = "{query}", "{document}"
+_GGUF_ENCODERS = {"bert": "tanh", "jina-bert-v2": "tanh", "modern-bert": "gelu"}
+"""Architectures that read both ways -> the activation behind cls.weight."""
+_BROKEN = "the model is damaged: download it again"
+_ONE = "a reranker has one label"
+_OTHERS = "Qwen3-Reranker is; or take a model that embeds: /v1/rerank goes by its vectors"
+
+
+class Head(NamedTuple):
+    """pooling: the vector that goes through the layers. pairs: whether query and document are a pair of the tokenizer's, as
+    encoders are taught it. template: a text around them that has QUERY and DOCUMENT in it, each once."""
+
+    pooling: Pooling
+    layers: tuple[Layer, ...]
+    outcome: Outcome
+    pairs: bool = False
+    template: str | None = None
+
+
+class _Part(NamedTuple):
+    """A layer by the prefix of its tensors. activation: None is what the config says. bias, norm's bias: True, or the key of the
+    config that says whether there is one."""
+
+    name: str
+    bias: bool | str
+    activation: str | None = "identity"
+    norm: str | None = None
+
+
+_ROW = (_Part("score", False),)
+_ROBERTA = (_Part("classifier.dense", True, "tanh"), _Part("classifier.out_proj", True))
+_HEADS: dict[str, tuple[_Part, ...]] = {
+    "GemmaForSequenceClassification": _ROW,
+    "LlamaForSequenceClassification": _ROW,
+    "MistralForSequenceClassification": _ROW,
+    "Qwen2ForSequenceClassification": _ROW,
+    "Qwen3ForSequenceClassification": _ROW,
+    "BertForSequenceClassification": (_Part("bert.pooler.dense", True, "tanh"), _Part("classifier", True)),
+    "RobertaForSequenceClassification": _ROBERTA,
+    "XLMRobertaForSequenceClassification": _ROBERTA,
+    "ModernBertForSequenceClassification": (
+        _Part("head.dense", "classifier_bias", None, "head.norm"),
+        _Part("classifier", True),
+    ),
+}
+"""Decoders have a row for the last token; encoders layers for the first one, or for the mean."""
+
+
+def classifies(checkpoint: Checkpoint) -> bool:
+    """Whether it says that it has such a head, of however many labels, in place of one that draws tokens."""
+    config = checkpoint.config
+    if checkpoint.format == "gguf":
+        return bool(config.get(f"{config.get('general.architecture')}.pooling_type") == PoolingType.RANK)
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in _HEADS
+
+
+def head_of(checkpoint: Checkpoint) -> Head | None:
+    """None of a model that does not rank. UnsupportedError for one that does so otherwise, CheckpointError for a broken one."""
+    if not classifies(checkpoint):
+        return None
+    return _of_gguf(checkpoint) if checkpoint.format == "gguf" else _of_folder(checkpoint)
+
+
+def head_tensors(checkpoint: Checkpoint) -> set[str]:
+    """Names that belong to its head, if they are there."""
+    if not classifies(checkpoint):
+        return set()
+    if checkpoint.format == "gguf":
+        encodes = checkpoint.config["general.architecture"] in _GGUF_ENCODERS
+        return {RANKS} | ({f"cls.{name}" for name in ("weight", "bias", "norm.weight", "output.bias")} if encodes else set())
+    parts = _HEADS[checkpoint.config["architectures"][0]]
+    prefixes = [prefix for part in parts for prefix in (part.name, part.norm) if prefix is not None]
+    return {f"{prefix}.{name}" for prefix in prefixes for name in ("weight", "bias")}
+
+
+def _of_folder(checkpoint: Checkpoint) -> Head:
+    config, architecture = checkpoint.config, checkpoint.config["architectures"][0]
+    parts = _HEADS[architecture]
+    last = f"{parts[-1].name}.weight"
+    rows = shapes_of(checkpoint, [last]).get(last, (0,))[0]
+    labels = config.get("id2label")
+    if rows > 1:
+        raise UnsupportedError(f"{checkpoint.path}: a classifier of {rows} labels, which ranks nothing", _ONE)
+    if rows and isinstance(labels, Mapping) and len(labels) != rows:
+        raise CheckpointError(f"{checkpoint.path}: config.json has {len(labels)} labels, {last} one row", _BROKEN)
+    width, layers = config.get("hidden_size"), []
+    if type(width) is not int:
+        raise CheckpointError(f"{checkpoint.path}: config.json has no 'hidden_size'", _BROKEN)
+    for part in parts:
+        layer = _layer(part, config, 1 if part is parts[-1] else width, width, checkpoint.path)
+        check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
+        layers.append(layer)
+    return Head(_pooling(config, parts, checkpoint.path), tuple(layers), _outcome(checkpoint), parts is not _ROW)
+
+
+def _layer(part: _Part, config: Mapping[str, Any], rows: int, width: int, path: Path) -> Layer:
+    activation, norm = part.activation, None
+    if activation is None:
+        activation = config.get("classifier_activation", "gelu")
+        if activation not in ACTIVATIONS:
+            raise UnsupportedError(f"{path}: classifier_activation {str(activation)[:80]!r} is not supported",
+                                   f"known: {', '.join(ACTIVATIONS)}")  # fmt: skip
+    if part.norm is not None:
+        shift = f"{part.norm}.bias" if config.get("norm_bias", False) is True else None
+        norm = Norm(f"{part.norm}.weight", shift, _eps(config, "norm_eps", path))
+    bias = part.bias if isinstance(part.bias, bool) else config.get(part.bias, False) is True
+    return Layer(f"{part.name}.weight", f"{part.name}.bias" if bias else None, (rows, width), activation, norm)
+
+
+def _eps(config: Mapping[str, Any], key: str, path: Path) -> float:
+    eps = config.get(key, 1e-5)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise CheckpointError(f"{path}: {key} is {eps!r}", _BROKEN)
+    return eps
+
+
+def _pooling(config: Mapping[str, Any], parts: tuple[_Part, ...], path: Path) -> Pooling:
+    if parts is _ROW:
+        return "last"
+    said: Any = config.get("classifier_pooling", "cls")
+    if said not in ("cls", "mean"):
+        raise UnsupportedError(f"{path}: classifier_pooling {str(said)[:80]!r} is not supported", "known: cls, mean")
+    pooling: Pooling = said
+    return pooling
+
+
+def _outcome(checkpoint: Checkpoint) -> Outcome:
+    """What the files say of sentence-transformers' `activation_fn`, whose default is the sigmoid of one label."""
+    path = folder_of(checkpoint.path) / PROMPTS
+    newer = read_json_file(path, MAX_CONFIG_BYTES) if path.is_file() else {}
+    inner = checkpoint.config.get("sentence_transformers")
+    said = [
+        newer.get("activation_fn"),
+        inner.get("activation_fn") if isinstance(inner, Mapping) else None,
+        checkpoint.config.get("sbert_ce_default_activation_function"),
+    ]
+    name = next((each for each in said if each is not None), None)
+    found = "sigmoid" if name is None else activation_of(name, checkpoint.path)
+    if found not in ("sigmoid", "identity"):
+        raise UnsupportedError(f"{checkpoint.path}: scores by {found} are not supported", "known: Sigmoid, Identity")
+    return "identity" if found == "identity" else "sigmoid"
+
+
+def _of_gguf(checkpoint: Checkpoint) -> Head:
+    config, arch = checkpoint.config, checkpoint.config["general.architecture"]
+    hidden, names = config.get(f"{arch}.embedding_length"), set(checkpoint.names())
+    shape = checkpoint.info(RANKS).shape if RANKS in names else ()
+    if type(hidden) is not int:
+        raise CheckpointError(f"{checkpoint.path}: {arch}.embedding_length is {hidden!r}", _BROKEN)
+    if (activation := _GGUF_ENCODERS.get(arch)) is None:
+        template, labels = config.get(_TEMPLATE), config.get(f"{arch}.classifier.output_labels")
+        fits = isinstance(template, str) and template.count(QUERY) == template.count(DOCUMENT) == 1
+        if not fits or not isinstance(labels, Sequence) or list(labels) != _LABELS or shape != (2, hidden):
+            raise UnsupportedError(
+                f"{checkpoint.path}: a reranker that does not answer yes or no, in a prompt of its own, is not supported", _OTHERS
+            )
+        return Head("last", (Layer(RANKS, None, (2, hidden)),), "yes", template=template)
+    if shape != (1, hidden):
+        raise UnsupportedError(f"{checkpoint.path}: a head of the shape {list(shape)}, which ranks nothing", _ONE)
+    layers = []
+    if "cls.weight" in names:
+        norm = None
+        if "cls.norm.weight" in names:
+            norm = Norm("cls.norm.weight", None, _eps(config, f"{arch}.attention.layer_norm_epsilon", checkpoint.path))
+        layers.append(Layer("cls.weight", "cls.bias" if "cls.bias" in names else None, (hidden, hidden), activation, norm))
+    layers.append(Layer(RANKS, "cls.output.bias" if "cls.output.bias" in names else None, (1, hidden)))
+    for layer in layers:
+        check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
+    return Head("mean" if arch == "modern-bert" else "cls", tuple(layers), "sigmoid", pairs=True)
