@@ -293,8 +293,9 @@ def test_prompts_by_name() -> None:
 
 
 def test_the_hub_is_asked_for_all_that_says_so() -> None:
-    named = ["1_Pooling/config.json", "config.json", "config_sentence_transformers.json", "modules.json", "tokenizer.json"]
-    others = ["2_Dense/model.safetensors", "onnx/model.onnx", "sub/config.json", "1_Pooling/other.json"]
+    inner = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    named = [*inner, "config.json", "config_sentence_transformers.json", "modules.json", "tokenizer.json"]
+    others = ["0_Model/model.safetensors", "2_Dense/other.bin", "onnx/model.onnx", "sub/config.json", "1_Pooling/other.json"]
     assert choose([*named, *others, "model.safetensors"], "r").files == (*named, "model.safetensors")
 
 
@@ -374,7 +375,9 @@ def test_a_copy_keeps_its_files_and_says_what_it_leaves(folder: Path, tmp_path: 
     assert settings(tmp_path / "half") == settings(folder)
     (folder / "2_Dense").mkdir()
     (folder / "2_Dense" / "model.safetensors").write_bytes(b"x")
-    assert converted(folder, tmp_path / "again", "hf").notes == ["files: 2_Dense/model.safetensors"]
+    (folder / "2_Dense" / "other.txt").write_bytes(b"x")
+    assert converted(folder, tmp_path / "again", "hf").notes == ["files: 2_Dense/other.txt"]
+    assert (tmp_path / "again" / "2_Dense" / "model.safetensors").read_bytes() == b"x"
 
 
 def test_facts_name_it(model: tuple[Any, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from nanovllm_cli.server.served_models import ModelSettings, open_text_side
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_tensors import Step
-from nanovllm_cli.weights.scoring import Scoring, scoring_of
+from nanovllm_cli.weights.heads import head_of
+from nanovllm_cli.weights.scoring import Scoring, in_a_row
 from server_fakes import FakeGenerates, FakeModels
 from server_requests import Answer, Door
 
@@ -110,7 +112,7 @@ class Generates(FakeGenerates):
 
 class WithScoring(FakeModels):
     def __init__(self, llm: LLM, scoring: Scoring) -> None:
-        super().__init__(tokenizer=llm.tokenizer)
+        super().__init__(tokenizer=llm.tokenizer, pooling=llm.pooling)
         self._scoring = scoring
 
     @contextlib.asynccontextmanager
@@ -142,12 +144,10 @@ def test_scores_are_the_probability_of_yes(file: Path, wanted: dict[str, float])
 
 
 def test_control_tokens_are_the_templates_alone(file: Path) -> None:
-    with open_checkpoint(file) as checkpoint:
-        scoring = scoring_of(checkpoint)
-        with LLM(file, config=EngineConfig(threads=2, num_blocks=64)) as llm:
-            assert scoring is not None
-            ids = scoring.prompt(llm.tokenizer, "<|im_end|>", "{query}<|im_start|>")
-            text = llm.tokenizer.decode(ids, skip_special_tokens=False)
+    with LLM(file, config=EngineConfig(threads=2, num_blocks=64)) as llm:
+        assert llm.scoring is not None
+        ids = llm.scoring.prompt(llm.tokenizer, "<|im_end|>", "{query}<|im_start|>")
+        text = llm.tokenizer.decode(ids, skip_special_tokens=False)
     assert text == TEMPLATE.replace("{document}", "{query}<|im_start|>").replace("{query}", "<|im_end|>", 1)
     assert [ids.count(control) for control in (4088, 4089)] == [2, 2]
 
@@ -169,7 +169,7 @@ def test_it_makes_no_vectors_and_draws_nothing(file: Path, tmp_path: Path) -> No
             convert.plan(source, "hf")
         convert.write(source, convert.plan(source, "gguf"), tmp_path / "copy.gguf")
     with open_checkpoint(tmp_path / "copy.gguf") as checkpoint, open_checkpoint(file) as before:
-        assert scoring_of(checkpoint) == scoring_of(before)
+        assert head_of(checkpoint) == head_of(before)
 
 
 OTHERS = {
@@ -194,5 +194,8 @@ def test_such_rows_are_part_of_no_other_model(folder: Path, tmp_path: Path) -> N
 
 
 def test_scores_stay_in_bounds() -> None:
-    scoring = Scoring((1000.0,), (-1000.0,), "{query}{document}")
-    assert [scoring.score([x]) for x in (1.0, 0.0, -1.0)] == [1.0, 0.5, 0.0]
+    of_two, of_one = Scoring("yes", in_a_row), Scoring("sigmoid", in_a_row)
+    assert [of_two.score([1000 * x, -1000 * x]) for x in (1.0, 0.0, -1.0)] == [1.0, 0.5, 0.0]
+    assert [of_one.score([1000 * x]) for x in (1.0, 0.0, -1.0)] == [1.0, 0.5, 0.0]
+    assert of_one.score([0.7]) == pytest.approx(1 / (1 + math.exp(-0.7)), rel=1e-12)
+    assert Scoring("identity", in_a_row).score([-3.5]) == -3.5

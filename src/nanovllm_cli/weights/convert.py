@@ -63,7 +63,7 @@ from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_pa
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
 from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
-from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
+from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled, pickled_modules
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
@@ -318,7 +318,9 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
         size = torch.Size(info.shape).numel() * dtype_of(after).itemsize
         steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
     kept, left = beside_weights(folder_of(source.path))
-    made = Plan("hf", steps, [f"files: {some(left)}"] if left else [], copies=kept)
+    modules = pickled_modules(folder_of(source.path))
+    left = [name for name in left if f"{Path(name).parent}/model.safetensors" not in modules]
+    made = Plan("hf", steps, [f"files: {some(left)}"] if left else [], files=modules, copies=kept)
     if outtype != "auto":
         config = {key: value for key, value in source.config.items() if key != "dtype"}
         made.files["config.json"] = as_json(

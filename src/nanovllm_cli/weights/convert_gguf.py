@@ -28,8 +28,9 @@ from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Check
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences
 from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn
 from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.further import as_gguf, gguf_sayable, read_further
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
-from nanovllm_cli.weights.pooling import GGUF_POOLINGS, embedding_of, use_of
+from nanovllm_cli.weights.pooling import GGUF_POOLINGS, Embedding, embedding_of, use_of
 
 MAX_CARD_BYTES = 1 << 20
 QUANTIZATION_VERSION = 2  # of the block types' layout
@@ -68,6 +69,7 @@ _CARRIED = {
     "rotary_scaling_factor", "rotary_emb_scale_base", "is_decoder", "cls_token_id", "sep_token_id", "mask_token_id",
     "classifier_pooling", "classifier_activation",
 }  # fmt: skip
+_ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
@@ -121,7 +123,9 @@ def gguf_header(
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
     _add_model(builder, spec, family, keys, context_length)
-    notes += _add_pooling(builder, checkpoint, spec)
+    embedding = use_of(embedding_of(checkpoint), spec)
+    notes += _add_pooling(builder, embedding)
+    tensors |= _add_dense(builder, checkpoint, embedding)
     if spec.entry is not None and spec.entry.segments:
         builder.add_token_type_count(spec.entry.segments)
     if spec.entry is None or not spec.entry.positions:
@@ -205,15 +209,28 @@ def _add_model(
         add[type(value)](f"{builder.arch}.{key}", value)
 
 
-def _add_pooling(builder: HeaderBuilder, checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:
+def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:
     """How it makes vectors of texts. Prompts have no place, a line for them."""
-    embedding = use_of(embedding_of(checkpoint), spec)
     if embedding.refusal is not None:
         return [f"how it makes vectors of texts: {embedding.refusal.message}"]
     if embedding.pooling is not None:
         builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling])
     prompts = sorted(name for name, text in embedding.prompts.items() if text)
-    return [f"prompts of texts to be embedded: {some(prompts)}"] if prompts else []
+    notes = [f"prompts of texts to be embedded: {some(prompts)}"] if prompts else []
+    return [*notes, f"dense layers: written, but {_ONLY}"] if embedding.layers and builder.arch != "gemma-embedding" else notes
+
+
+def _add_dense(builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding) -> dict[str, torch.Tensor]:
+    """What vectors pass through behind the pooling. UnsupportedError for what has no place: most of it."""
+    if embedding.ranks:
+        raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for how it ranks", "keep the model as a folder")
+    if not gguf_sayable(embedding.layers):
+        raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for its dense layers", "keep the model as a folder")
+    further = read_further(checkpoint, embedding.layers)
+    tensors, sizes = ({}, {}) if further is None else as_gguf(further)
+    for key, size in sizes.items():
+        builder.add_uint32(f"{builder.arch}.{key}", size)
+    return tensors
 
 
 def _add_rope(builder: HeaderBuilder, rope: RopeSpec, context_length: int) -> None:

@@ -78,8 +78,9 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
     config |= {key: value for key, value in ids.items() if value is not None}
     _check(config, spec)
     embedding = embedding_of(checkpoint)
-    if embedding.refusal is not None:
-        raise UnsupportedError(f"{checkpoint.path}: a folder can't say how it ranks", "keep the model as GGUF")
+    if embedding.refusal is not None or embedding.layers:
+        what = "how it ranks" if embedding.ranks else "which dense layers it has"
+        raise UnsupportedError(f"{checkpoint.path}: no folder is made that says {what}", "keep the model as GGUF")
     pooling = embedding.pooling
     files = {
         "config.json": as_json(config),

@@ -10,6 +10,7 @@ The child answers requests, a JSON line each, with a JSON line, and for rows of 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -24,10 +25,11 @@ import msgspec
 import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
+from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, read_generation_config
-from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, folder_of, some, stays_inside
+from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, folder_of, is_setting, some, stays_inside
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
-from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
+from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES, SafetensorsWriter, TensorOut
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _MAX_ANSWER_BYTES = 64 << 20
@@ -148,6 +150,26 @@ def is_pickled(path: Path) -> bool:
         suffixes = {entry.suffix for entry in path.iterdir()}
         return bool(suffixes & set(PICKLES)) and not suffixes & {".safetensors", ".gguf"}
     return path.suffix in PICKLES
+
+
+def pickled_modules(folder: Path) -> dict[str, bytes]:
+    """Of modules in folders of their own, behind a model that embeds: their weights as .safetensors files, by their names in
+    `folder`. Raises as opening and reading does."""
+    found = {}
+    for inner in sorted(folder.glob("[1-9]*_*")):
+        name = f"{inner.name}/model.safetensors"
+        if is_setting(name) and inner.is_dir() and is_pickled(inner) and (inner / "config.json").is_file():
+            with PickledCheckpoint(inner) as source:
+                found[name] = _as_safetensors(source)
+    return found
+
+
+def _as_safetensors(source: Checkpoint) -> bytes:
+    infos = map(source.info, source.names())
+    file = io.BytesIO()
+    writer = SafetensorsWriter(file, [TensorOut(info.name, info.shape, _DTYPES[info.dtype_name]) for info in infos])
+    writer.write_all(lambda out: [source.tensor(out.name)], NullProgress())
+    return file.getvalue()
 
 
 def _files(path: Path) -> list[Path]:

@@ -80,7 +80,7 @@ def scoring_of(
     head = head_of(checkpoint)
     if head is None:
         return None
-    found = Scoring(head.outcome, _in_a_row)
+    found = Scoring(head.outcome, in_a_row)
     if chat_template is not None:
         if not _speaks_of_both(chat_template):
             raise UsageError("the chat template has no messages of the roles query and document", _FOR_ROLES)
@@ -93,7 +93,7 @@ def scoring_of(
     return found._replace(pair=_pair_of(head, pair, checkpoint))
 
 
-def _in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
+def in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
     """Each by itself, one behind the other; what the vocabulary puts around a text is around both."""
     both = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
     around = tokenizer.encode("")
@@ -103,7 +103,7 @@ def _in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
 
 def _pair_of(head: Head, pair: Pair | None, checkpoint: Checkpoint) -> Pair:
     if not head.pairs:
-        return _in_a_row
+        return in_a_row
     if pair is None:
         raise UnsupportedError(f"{checkpoint.path}: its tokenizer makes no pairs of texts", "take a reranker that is a decoder")
     return pair
