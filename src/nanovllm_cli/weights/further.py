@@ -92,7 +92,7 @@ class DenseLayer(NamedTuple):
     def __call__(self, vector: torch.Tensor) -> torch.Tensor:
         """[in] -> [out]."""
         if self.unit:
-            vector = functional.normalize(vector, dim=0, eps=0.0) if vector.any() else vector
+            vector = functional.normalize(vector, dim=0)
         out = ACTIVATIONS[self.activation](functional.linear(vector, self.weight, self.bias))
         return out if self.gain is None else functional.layer_norm(out, out.shape, self.gain, self.shift, self.eps)
 
