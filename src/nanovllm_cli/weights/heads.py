@@ -49,8 +49,8 @@ class Head(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A layer by the prefix of its tensors. activation: None is what the config says. bias, norm's bias: True, or the key of the
-    config that says whether there is one."""
+    """A layer by the prefix of its tensors. bias: whether it has one, or the key of the config that says so. activation: None is
+    what the config says."""
 
     name: str
     bias: bool | str
@@ -100,9 +100,20 @@ def head_tensors(checkpoint: Checkpoint) -> set[str]:
     if checkpoint.format == "gguf":
         encodes = checkpoint.config["general.architecture"] in _GGUF_ENCODERS
         return {RANKS} | ({f"cls.{name}" for name in ("weight", "bias", "norm.weight", "output.bias")} if encodes else set())
-    parts = _HEADS[checkpoint.config["architectures"][0]]
-    prefixes = [prefix for part in parts for prefix in (part.name, part.norm) if prefix is not None]
-    return {f"{prefix}.{name}" for prefix in prefixes for name in ("weight", "bias")}
+    config = checkpoint.config
+    found = set()
+    for part in _HEADS[config["architectures"][0]]:
+        found |= _names(part.name, part.bias, config)
+        found |= set() if part.norm is None else _names(part.norm, "norm_bias", config)
+    return found
+
+
+def _names(prefix: str, bias: bool | str, config: Mapping[str, Any]) -> set[str]:
+    return {f"{prefix}.weight"} | ({f"{prefix}.bias"} if _said(bias, config) else set())
+
+
+def _said(flag: bool | str, config: Mapping[str, Any]) -> bool:
+    return flag if isinstance(flag, bool) else config.get(flag, False) is True
 
 
 def _of_folder(checkpoint: Checkpoint) -> Head:
@@ -133,10 +144,10 @@ def _layer(part: _Part, config: Mapping[str, Any], rows: int, width: int, path: 
             raise UnsupportedError(f"{path}: classifier_activation {str(activation)[:80]!r} is not supported",
                                    f"known: {', '.join(ACTIVATIONS)}")  # fmt: skip
     if part.norm is not None:
-        shift = f"{part.norm}.bias" if config.get("norm_bias", False) is True else None
+        shift = f"{part.norm}.bias" if _said("norm_bias", config) else None
         norm = Norm(f"{part.norm}.weight", shift, _eps(config, "norm_eps", path))
-    bias = part.bias if isinstance(part.bias, bool) else config.get(part.bias, False) is True
-    return Layer(f"{part.name}.weight", f"{part.name}.bias" if bias else None, (rows, width), activation, norm)
+    bias = f"{part.name}.bias" if _said(part.bias, config) else None
+    return Layer(f"{part.name}.weight", bias, (rows, width), activation, norm)
 
 
 def _eps(config: Mapping[str, Any], key: str, path: Path) -> float:
