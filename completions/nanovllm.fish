@@ -238,6 +238,7 @@ complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l quant -x -a 'int8 int8-
 complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l activations -x -a 'auto rounded exact' -d 'What meets a quantized weight: rounded to 8 bits where its format says so, or exact'
 complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l lora -r -F -d 'An adapter that is added to the weights: PEFT'\''s folder, a .gguf file, or a name on the hub'
 complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l lora-scaled -r -F -d 'The same, of another strength: PATH:0.5'
+complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l chat-template -r -F -a 'alpaca chatml gemma llama2 llama3 mistral phi3 plain vicuna zephyr' -d 'A built-in template'\''s name, or a Jinja file, instead of the model'\''s own'
 complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -s f -l file -r -F -d 'A text a line from a file'
 complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l whole -d 'Each file, and standard input, is one text'
 complete -c nanovllm -n '__nanovllm_at '\''embed'\''' -l prompt-name -x -d 'Put this prompt of the model'\''s before each text'
