@@ -70,7 +70,11 @@ def file(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[str, float]:
-    """The probability of yes against no behind each prompt; a control token in a document is text."""
+    return probabilities(folder)
+
+
+def probabilities(folder: Path) -> dict[str, float]:
+    """Of yes against no behind each prompt, of the documents without control tokens, which are text there."""
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
