@@ -171,6 +171,7 @@ def test_the_server_says_the_same(model: tuple[Any, Path]) -> None:
     results = answer.json["results"]
     assert {each["document"]["text"]: each["relevance_score"] for each in results} == pytest.approx(wanted, rel=1e-5)
     assert [each["document"]["text"] for each in results] == sorted(wanted, key=lambda text: -wanted[text])
+    assert post(model[1], "/v1/rerank", query="animals", documents=["a"], pooling="last").json["error"]["param"] == "pooling"
     of_pairs = post(model[1], "/v1/score", text_1="animals", text_2=DOCUMENTS).json["data"]
     assert [each["score"] for each in of_pairs] == pytest.approx(list(wanted.values()), rel=1e-5)
 
@@ -209,6 +210,17 @@ def test_a_template_with_both_roles_is_what_it_reads(model: tuple[Any, Path], fo
         assert llm.tokenizer.decode(guarded, skip_special_tokens=False).count("<|im_end|>") == 2
     with opened(model[1], chat_template=ROLES) as llm:
         near(llm.rank("animals", DOCUMENTS), wanted)
+
+
+def test_a_template_may_refuse_texts(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(ROLES + "{{ raise_exception('no such thing') }}")
+    for path, fields, param in (
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}, "documents"),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}, "text_2"),
+    ):
+        answer = post(folder, path, **fields)
+        assert (answer.status, answer.json["error"]["param"]) == (400, param)
+        assert "no such thing" in answer.json["error"]["message"]
 
 
 def test_without_one_the_texts_are_the_prompt(model: tuple[Any, Path]) -> None:

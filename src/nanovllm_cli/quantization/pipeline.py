@@ -30,6 +30,7 @@ from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.texts import NamedText, windows
 from nanovllm_cli.quantization.walk import Walk
+from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import split_parts
 from nanovllm_cli.weights.imatrix import ImportanceFile
@@ -91,6 +92,8 @@ def quantize_model(
         verification = None
     if verification is not None:
         verification.windows(original)  # not after hours
+    if plan.kind == "gguf":
+        convert.plan(original.checkpoint, "gguf")  # refuses what such a file can't say of the model
     write = _write_folder if plan.kind == "hf" else _write_file
     card = write(_Run(original, plan, method, output, verification, progress), replace)
     progress.done()

@@ -20,6 +20,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.vectors import by_score, nearness, unit
+from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
@@ -188,7 +189,10 @@ async def _scores(
     if body.pooling is not None:
         raise invalid_value("this model ranks, and pools as its head wants it", "pooling")
     together = list(zip(_each(queries, documents), documents, strict=True))
-    prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, *pair) for pair in together])
+    try:
+        prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, *pair) for pair in together])
+    except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
+        raise ApiError.of(error, "documents" if isinstance(body, RerankRequest) else "text_2") from error
     rows, count = await embed(body.model, prompts, model.facts.pooling, priority=priority, normalize=False)
     return [scoring.score(row) for row in rows], count
 
