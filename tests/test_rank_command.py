@@ -182,6 +182,7 @@ def test_it_is_shown_for_what_it_is(doors: Doors, ranker: Ranker, tmp_path: Path
 def test_a_quantized_one_still_ranks(doors: Doors, rank: Rank, ranker: Ranker, tmp_path: Path) -> None:
     code, out, err = doors.command("quantize", str(ranker.folder), "--to", "int8", "-o", str(tmp_path / "q"))
     assert (code, out) == (0, f"{tmp_path}/q\n"), err
+    assert f'nanovllm embed {tmp_path}/q "Once upon a time" --query "a story"' in err
     ((score, _),) = rank.found("--query", "animals", "a cat", model=tmp_path / "q")
     assert score == pytest.approx(ranker.scores("animals", ["a cat"])["a cat"], abs=0.02)
 

@@ -233,6 +233,22 @@ def test_without_one_the_texts_are_the_prompt(model: tuple[Any, Path]) -> None:
             opened(model[1], chat_template="{{ messages[0].content }}")
 
 
+def test_what_is_put_around_a_text_is_around_both(model: tuple[Any, Path], folder: Path) -> None:
+    state = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    for template in ("single", "pair"):
+        state["post_processor"][template].insert(0, begin)
+    named = {"id": "<|im_start|>", "ids": [4088], "tokens": ["<|im_start|>"]}
+    state["post_processor"]["special_tokens"]["<|im_start|>"] = named
+    write_json(folder / "tokenizer.json", state)
+    ids = AutoTokenizer.from_pretrained(folder)("animals", "a cat").input_ids
+    with opened(folder) as llm:
+        assert llm.scoring is not None
+        assert llm.scoring.prompt(llm.tokenizer, "animals", "a cat") == ids
+        assert (ids[0], ids[-1]) == (4088, END)
+        near(llm.rank("animals", ["a cat"]), sigmoid(logits(model[0], [ids])))
+
+
 def test_a_chat_template_of_another_kind_is_none(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
     with opened(folder) as llm:

@@ -187,7 +187,10 @@ def quantize(
     else:
         screen.say(f"done in {duration(time.monotonic() - began)}", "dim")
         verb = "run" if original.spec.has_head else "embed"
-        screen.say(f'nanovllm {verb} {shlex.quote(str(output))} "Once upon a time"', "dim")
+        from nanovllm_cli.weights.heads import classifies
+
+        query = ' --query "a story"' if classifies(original.checkpoint) else ""
+        screen.say(f'nanovllm {verb} {shlex.quote(str(output))} "Once upon a time"{query}', "dim")
         screen.answer(f"{output}\n")
 
 
