@@ -144,6 +144,7 @@ def quantize(
         from nanovllm_cli.quantization import pipeline
         from nanovllm_cli.quantization.original import open_original
         from nanovllm_cli.quantization.plan import Choices, make_plan
+        from nanovllm_cli.weights.heads import classifies
         from nanovllm_cli.weights.source import resolve
     tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
@@ -187,8 +188,6 @@ def quantize(
     else:
         screen.say(f"done in {duration(time.monotonic() - began)}", "dim")
         verb = "run" if original.spec.has_head else "embed"
-        from nanovllm_cli.weights.heads import classifies
-
         query = ' --query "a story"' if classifies(original.checkpoint) else ""
         screen.say(f'nanovllm {verb} {shlex.quote(str(output))} "Once upon a time"{query}', "dim")
         screen.answer(f"{output}\n")

@@ -209,4 +209,5 @@ def _of_gguf(checkpoint: Checkpoint) -> Head:
     layers.append(Layer(RANKS, "cls.output.bias" if "cls.output.bias" in names else None, (1, hidden)))
     for layer in layers:
         check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
-    return Head("mean" if arch == "modern-bert" else "cls", tuple(layers), "sigmoid", pairs=True)
+    pooling: Pooling = "mean" if arch == "modern-bert" else "cls"  # files don't say; so llama.cpp has it
+    return Head(pooling, tuple(layers), "sigmoid", pairs=True)
