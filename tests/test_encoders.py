@@ -146,8 +146,7 @@ def changed(folder: Path, target: Path, prefix: str, architecture: str, others: 
     ("name", "prefix", "architecture", "others"),
     [
         ("bert", "bert.", "BertForMaskedLM", ("cls.predictions.bias", "bert.pooler.dense.bias", "bert.embeddings.position_ids")),
-        ("bert", "bert.", "BertForSequenceClassification", ("classifier.weight", "classifier.bias")),
-        ("xlm-roberta", "roberta.", "XLMRobertaForSequenceClassification", ("classifier.dense.bias", "classifier.out_proj.bias")),
+        ("xlm-roberta", "roberta.", "XLMRobertaForMaskedLM", ("lm_head.dense.weight", "lm_head.bias")),
         ("distilbert", "distilbert.", "DistilBertForMaskedLM", ("vocab_transform.weight", "vocab_projector.bias")),
         ("modernbert", "model.", "ModernBertForMaskedLM", ("head.dense.weight", "decoder.bias")),
     ],

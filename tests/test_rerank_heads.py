@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from nanovllm_cli.weights.heads import Head, head_of
 from nanovllm_cli.weights.scoring import scoring_of
 from test_convert import converted
 from test_reranking import post
+from test_tokenizer_encoders import bert, xlm_roberta
 
 ONE = {"num_labels": 1, "pad_token_id": 0}
 DECODERS: dict[str, Any] = {
@@ -382,12 +383,43 @@ def test_an_encoder_needs_pairs_of_its_tokenizer(tmp_path: Path) -> None:
     classifier(ENCODERS["BertForSequenceClassification"], tmp_path)
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
-    with open_checkpoint(tmp_path) as checkpoint:
-        with pytest.raises(UnsupportedError, match="its tokenizer makes no pairs"):
-            scoring_of(checkpoint, tokenizer)
-        scoring = scoring_of(checkpoint, tokenizer, pair=lambda _, query, document: [len(query), len(document)])
-    assert scoring is not None
-    assert scoring.prompt(tokenizer, "abc", "de") == [3, 2]
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match="its tokenizer makes no pairs"):
+        scoring_of(checkpoint, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "own"),
+    [
+        ("BertForSequenceClassification", bert, {}),
+        ("BertForSequenceClassification", bert, {"type_vocab_size": 1}),
+        ("XLMRobertaForSequenceClassification", xlm_roberta, {"type_vocab_size": 1, "pad_token_id": 1}),
+        ("ModernBertForSequenceClassification", bert, {"local_attention": 8}),
+    ],
+    ids=["bert", "bert without types", "xlm-roberta", "modernbert"],
+)
+def test_an_encoder_ranks_as_transformers_does(
+    name: str, vocabulary: Callable[[Path], Any], own: dict[str, Any], tmp_path: Path
+) -> None:
+    """Both texts in one go, those of BERT told apart by token types."""
+    theirs = vocabulary(tmp_path)
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    config = type(ENCODERS[name])(**SMALL | {"vocab_size": len(theirs), "max_position_embeddings": 200} | own)
+    model = classifier(config, tmp_path)
+    for file, content in kept.items():
+        tmp_path.joinpath(file).write_bytes(content)
+    documents = ["the quick brown fox", "a dog", "jumps over the lazy dog, again and again", "[SEP] </s> as text"]
+    query = "what jumps over a dog?"
+    wanted = []
+    for document in documents[:3]:
+        pair = theirs(query, document, return_tensors="pt")
+        given = {key: pair[key] for key in ("input_ids", "token_type_ids") if key in pair and "Modern" not in name}
+        if own.get("type_vocab_size") == 1 and "token_type_ids" in given:
+            given["token_type_ids"] = torch.zeros_like(given["token_type_ids"])
+        with torch.no_grad():
+            wanted.append(float(torch.sigmoid(model(**(given or {"input_ids": pair["input_ids"]})).logits[0, 0])))
+    llm = LLM(tmp_path, config=EngineConfig(threads=2, num_blocks=64, dtype="float32"))
+    near(llm.rank(query, documents)[:3], wanted)
+    assert len(set(llm.rank(query, documents))) == 4
 
 
 def test_an_encoders_head_that_is_broken_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class Batch:
     logit_rows   [R] int64, rows of T whose logits are wanted
     states       [B] int32, the state of each sequence, of a model that keeps some
     token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
+    segments     [T] int64 or None; which of two texts that are read together each token is of, 0 or 1; None: all are of the first
     hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
     """
 
@@ -41,6 +42,7 @@ class Batch:
     logit_rows: torch.Tensor
     states: torch.Tensor
     token_table: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -48,9 +50,10 @@ class Batch:
         if self.token_ids.device == device:
             return self
         assert self.token_table is None
-        mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
+        mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-3]}
         there = {name: tensor.to(device, non_blocking=True) for name, tensor in mine.items()}
-        return Batch(**there, hidden=self.hidden)
+        segments = None if self.segments is None else self.segments.to(device, non_blocking=True)
+        return Batch(**there, segments=segments, hidden=self.hidden)
 
     def asked(self) -> Batch:
         """The rows whose logits are wanted, alone: as runs of tokens that follow each other, each like a sequence."""

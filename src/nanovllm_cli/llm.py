@@ -140,9 +140,7 @@ class LLM:
         self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
         if self.answer_format is None and (tool_format or reasoning_format):
             progress.note("the parsers of tool calls and reasoning change nothing: this model has no chat template")
-        self.default_params = SamplingParams.from_generation_config(
-            generation_config, vocab_size=self.spec.vocab_size
-        )
+        self.default_params = SamplingParams.from_generation_config(generation_config, vocab_size=self.spec.vocab_size)
         visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
         self.engine = Engine(
             worker,
@@ -157,6 +155,7 @@ class LLM:
             embeds_whole=self.spec.reads_both_ways,
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             further=further,
+            second_text=self.tokenizer.second_text if self.spec.tells_texts_apart else None,
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len

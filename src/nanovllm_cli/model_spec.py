@@ -157,7 +157,8 @@ class BlockSpec:
 @dataclass(frozen=True, slots=True)
 class EntrySpec:
     """What is added to an embedding before the first layer reads it, and a norm of the sum: a row of a table of `positions` for
-    the token's position, the first token's being `first_position`, and the first row of a table of `segments`. 0: no such table.
+    the token's position, the first token's being `first_position`, and that of a table of `segments`, whose first row is for all
+    but the second of two texts that are read together. 0: no such table.
     norm: see `NormSpec`."""
 
     norm: NormSpec
@@ -229,6 +230,11 @@ class ModelSpec:
     def reads_both_ways(self) -> bool:
         """Whether tokens see those behind them, so that a text is computed as a whole, and nothing can be drawn."""
         return any(attention.both_ways for attention in self.attentions)
+
+    @property
+    def tells_texts_apart(self) -> bool:
+        """Whether tokens of the second of two texts that are read together are marked."""
+        return self.entry is not None and self.entry.segments > 1
 
     @property
     def has_states(self) -> bool:

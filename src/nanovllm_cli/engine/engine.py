@@ -85,7 +85,8 @@ class Engine:
     `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
     prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
     texts are embedded, and nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't
-    be embedded, where they can't. further: gives what a pooled vector becomes.
+    be embedded, where they can't. further: gives what a pooled vector becomes. second_text: where a
+    prompt's second text begins, or 0, of a model that tells two texts apart.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Engine:
         embeds_whole: bool = False,
         embedding_refusal: UnsupportedError | None = None,
         further: Further | None = None,
+        second_text: Callable[[tuple[int, ...]], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -131,6 +133,7 @@ class Engine:
         self._embeds_whole = embeds_whole
         self._embedding_refusal = embedding_refusal
         self._further = further
+        self._second_text = second_text or (lambda ids: 0)
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -189,7 +192,7 @@ class Engine:
         prompt = self._checked_prompt(prompt_ids, room=0)
         request = Request(
             request_id, prompt, SamplingParams(max_tokens=1), len(prompt) + 1, (), self._clock(), priority=priority,
-            whole=self._embeds_whole, pooling=pooling,
+            whole=self._embeds_whole, pooling=pooling, second=self._second_text(prompt),
         )  # fmt: skip
         self._begin(request, None)
 

@@ -50,7 +50,7 @@ class Scheduled(NamedTuple):
         as they turn out right.
     drafted: token_ids are guesses of a model that drafts, which a state is to take back as well, though nobody draws behind them.
     every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
-    state: the sequence's, of a model that keeps some.
+    state: the sequence's, of a model that keeps some. second: see `Request`.
     keeps_hidden: the runner keeps the rows of all tokens behind the last norm, for what guesses by them (`engine/mtp.py`).
     """
 
@@ -67,6 +67,7 @@ class Scheduled(NamedTuple):
     drafted: bool = False
     every_row: bool = False
     state: int = 0
+    second: int = 0
     keeps_hidden: bool = False
 
     @property

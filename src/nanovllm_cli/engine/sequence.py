@@ -36,7 +36,7 @@ class Request:
     last; lower is more urgent. It never changes.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
-    draws nothing. pooled: what its chunks gave so far.
+    draws nothing. second: where the second of two texts begins that are read together, or 0. pooled: what its chunks gave so far.
     runs_ahead: its tokens can be fed to the next step before they are read. prepared: what had to be made for it, kept alive.
     The last six fields feed `RequestMetrics`.
     """
@@ -54,6 +54,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     whole: bool = False
     pooling: Pooling | None = None
+    second: int = 0
     pooled: list[float] | None = None
     runs_ahead: bool = False
     prepared: Future[Any] | None = None

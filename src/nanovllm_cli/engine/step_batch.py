@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -50,4 +51,12 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         block_tables=torch.from_numpy(tables),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
+        segments=_segments(scheduled),
     ), owners
+
+
+def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:
+    if not any(share.second for share in scheduled):
+        return None
+    return torch.cat([torch.arange(share.start, share.start + len(share.token_ids)) >= (share.second or math.inf)
+                      for share in scheduled]).long()  # fmt: skip

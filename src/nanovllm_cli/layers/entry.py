@@ -19,13 +19,14 @@ class Entry:
         self.segments = kit.zeros(spec.segments, width) if spec.segments else None
         self.norm = StreamNorm(spec.norm, width, kit)
 
-    def __call__(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """rows [T, width] of the embedding, positions [T] int64: what the first layer reads."""
+    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+        """rows [T, width] of the embedding, positions [T] int64, segments [T] int64 or None for zeros: what the first layer
+        reads."""
         total = rows.float()
         if self.positions is not None:
             total = total + self.positions[positions + self.first_position]
         if self.segments is not None:
-            total = total + self.segments[0]
+            total = total + (self.segments[0] if segments is None else self.segments[segments])
         stream = total.to(rows.dtype)
         self.norm(None, stream)
         return stream

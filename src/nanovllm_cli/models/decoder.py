@@ -275,7 +275,7 @@ class Decoder:
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
         if self.entry is not None:
-            residual = self.entry(residual, batch.positions)
+            residual = self.entry(residual, batch.positions, batch.segments)
         return residual, None
 
     def no_rows(self, count: int) -> torch.Tensor:

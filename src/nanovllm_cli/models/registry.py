@@ -119,14 +119,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "BertForMaskedLM": BERT,
     "BertForPreTraining": BERT,
-    "BertForSequenceClassification": BERT,
     "DistilBertForMaskedLM": DISTILBERT,
     "ModernBertForMaskedLM": MODERNBERT,
-    "ModernBertForSequenceClassification": MODERNBERT,
     "RobertaForMaskedLM": ROBERTA,
-    "RobertaForSequenceClassification": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
-    "XLMRobertaForSequenceClassification": ROBERTA,
     "YoutuForCausalLM": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {
@@ -152,11 +148,15 @@ HF_BODIES: dict[str, Family] = {
 }
 """Models without their head, as those that embed texts are published."""
 HF_CLASSIFIERS: dict[str, Family] = {
+    "BertForSequenceClassification": BERT,
     "GemmaForSequenceClassification": GEMMA,
     "LlamaForSequenceClassification": LLAMA,
     "MistralForSequenceClassification": MISTRAL,
+    "ModernBertForSequenceClassification": MODERNBERT,
     "Qwen2ForSequenceClassification": QWEN2,
     "Qwen3ForSequenceClassification": QWEN3,
+    "RobertaForSequenceClassification": ROBERTA,
+    "XLMRobertaForSequenceClassification": ROBERTA,
 }
 """Models with a head for labels in place of tokens, as rerankers are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3}

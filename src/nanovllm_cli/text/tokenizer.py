@@ -121,6 +121,12 @@ class Tokenizer:
         before = [*self._prefix_ids, *one, *self._between_ids]
         return Pair([*before, *other, *self._suffix_ids], len(before))
 
+    def second_text(self, ids: Sequence[int]) -> int:
+        """Where the second text's own ids begin, of a pair's; 0 of a text alone."""
+        size = len(self._between_ids)
+        parted = (i + size for i in range(len(ids) - size) if [*ids[i : i + size]] == self._between_ids)
+        return next(parted, 0) if size else 0
+
     def truncated(self, ids: Sequence[int], limit: int) -> list[int]:
         """The first `limit` of a text's ids, what the vocabulary puts behind a text still behind them."""
         ends = self._suffix_ids[:limit] if len(ids) > limit else []

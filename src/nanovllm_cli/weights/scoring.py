@@ -21,7 +21,7 @@ from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Head, Outcome, head_of
+from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Outcome, head_of
 
 Pair = Callable[[Tokenizer, str, str], list[int]]
 """Token ids of a query and a document that no template is around."""
@@ -70,10 +70,8 @@ class Scoring(NamedTuple):
         return 1 / (1 + math.exp(-better)) if better >= 0 else math.exp(better) / (1 + math.exp(better))
 
 
-def scoring_of(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None = None, pair: Pair | None = None
-) -> Scoring | None:
-    """None of a model that does not rank. chat_template: in place of its own. pair: of an encoder.
+def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None = None) -> Scoring | None:
+    """None of a model that does not rank. chat_template: in place of its own.
 
     UnsupportedError for one that does so otherwise, UsageError for a template without the two roles.
     """
@@ -90,7 +88,9 @@ def scoring_of(
     own = tokenizer.chat_templates.get("default", "")
     if _speaks_of_both(own):
         return found._replace(chat=ChatTemplate.of(tokenizer, own))
-    return found._replace(pair=_pair_of(head, pair, checkpoint))
+    if head.pairs and not tokenizer.reads_pairs:
+        raise UnsupportedError(f"{checkpoint.path}: its tokenizer makes no pairs of texts", "take a reranker that is a decoder")
+    return found._replace(pair=_as_pair) if head.pairs else found
 
 
 def in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
@@ -101,12 +101,8 @@ def in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
     return [*around[:before], *(token_id for ids in both for token_id in ids), *around[before:]]
 
 
-def _pair_of(head: Head, pair: Pair | None, checkpoint: Checkpoint) -> Pair:
-    if not head.pairs:
-        return in_a_row
-    if pair is None:
-        raise UnsupportedError(f"{checkpoint.path}: its tokenizer makes no pairs of texts", "take a reranker that is a decoder")
-    return pair
+def _as_pair(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
+    return tokenizer.encode_pair(query, document).ids
 
 
 def _speaks_of_both(template: str) -> bool:
