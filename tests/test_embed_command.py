@@ -231,7 +231,7 @@ def test_a_text_that_is_too_long_is_named_before_anything_is_computed(embed: Emb
     long = "word " * CONTEXT
     err = embed.refused(5, stdin=f"short\n\n{long}\n".encode())
     assert "line 3 of standard input has " in err
-    assert "63 fit into the context" in err
+    assert "64 fit into the context" in err
     assert "--truncate" in err
     (tmp_path / "a.txt").write_text(long)
     assert f"{tmp_path}/a.txt has " in embed.refused(5, "--whole", "-f", str(tmp_path / "a.txt"))
@@ -242,10 +242,10 @@ def test_a_text_that_is_too_long_is_named_before_anything_is_computed(embed: Emb
 def test_or_cut_with_its_end_behind_it(embed: Embed, model: Model) -> None:
     long = "word " * CONTEXT
     code, out, err = embed("--truncate", "short", long)
-    assert (code, "1 of 2 texts are cut to 63 tokens" in err) == (0, True)
+    assert (code, "1 of 2 texts are cut to 64 tokens" in err) == (0, True)
     first, second = (json.loads(line)["embedding"] for line in out.splitlines())
     assert first == near(model.unit("short"))
-    assert second == near(model.unit(long, limit=63))
+    assert second == near(model.unit(long, limit=64))
 
 
 # ---- what is nearest ----

@@ -14,7 +14,7 @@ from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.answering import Settled
 from nanovllm_cli.cli.local import LocalAnswering
 from nanovllm_cli.cli.model import Prompting
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.system import peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -175,6 +175,8 @@ class LocalModel(Model):
 
     def _prompts_for(self, llm: LLM, think: Choice | None) -> Prompts:
         prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs)
+        if not llm.spec.has_head:
+            raise UnsupportedError(f"{llm.name} embeds or ranks texts: it answers nothing", "nanovllm embed MODEL")
         if not prompting.chats:
             hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
             raise UsageError(f"{llm.name} has no chat template", hint)

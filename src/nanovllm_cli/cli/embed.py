@@ -191,14 +191,14 @@ class _Run:
 
     def _encoded(self, texts: list[Text], before: str) -> list[list[int]]:
         """Token ids of each, with what stands before it."""
-        limit = self.llm.context_len - 1
+        limit = self.llm.context_len
         encoded = self.llm.tokenizer.encode_batch([before + each.text for each in texts])
         self._check(texts, encoded, limit, self.texts.truncate)
         return [self.llm.tokenizer.truncated(ids, limit) for ids in encoded]
 
     def _pairs(self, texts: list[Text], query: str, scoring: Scoring) -> list[list[int]]:
         """What a reranker reads: each text beside the query. Of one that is too long the end is cut, if that is wanted."""
-        limit, tokenizer = self.llm.context_len - 1, self.llm.tokenizer
+        limit, tokenizer = self.llm.context_len, self.llm.tokenizer
         before = "" if self.texts.prefix is None else checked(self.texts.prefix, "--prefix")
         encoded = [scoring.prompt(tokenizer, query, before + each.text) for each in texts]
         self._check(texts, encoded, limit, self.texts.truncate)

@@ -114,7 +114,7 @@ class Generator:
         async with self._using(model) as work:
             each = await self._in_thread(lambda: [_text_ids(work.model, text, "input") for text in texts])
             for ids in each:
-                _check_fits(ids, work.model, "input")
+                _check_fits(ids, work.model, "input", room=0)
             watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
             told: ApiError | None = None
             try:
@@ -413,7 +413,8 @@ def check_length(num_chars: int, model: ServedModel, param: str) -> None:
         raise too_long(least, limit, param, at_least=True)
 
 
-def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
+def _check_fits(ids: Sequence[int], model: ServedModel, param: str, room: int = 1) -> None:
+    """room: tokens that are to fit behind them."""
     limit = model.facts.context_len
-    if len(ids) >= limit:
+    if len(ids) + room > limit:
         raise too_long(len(ids), limit, param)

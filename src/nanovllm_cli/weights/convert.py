@@ -61,13 +61,22 @@ from nanovllm_cli.weights.convert_tensors import (
 )
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
+from nanovllm_cli.weights.heads import head_tensors
 from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled, pickled_modules
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
-from nanovllm_cli.weights.tensor_names import bare_names, left_aside, mtp_gguf_names, mtp_names_of, names_of, that_guess
+from nanovllm_cli.weights.tensor_names import (
+    bare_names,
+    family_of,
+    left_aside,
+    mtp_gguf_names,
+    mtp_names_of,
+    names_of,
+    that_guess,
+)
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
     SHARD_BYTES,
@@ -338,7 +347,8 @@ def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
     check_tensors(source.path, spec, wanted, there, head | others, misshapen="misshapen")
     notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
     guess = that_guess(source, others) - wanted.keys()
-    apart = {"of what sees or hears": others - guess - wanted.keys(), "that guess further tokens": guess}
+    rest = "for other tasks" if family_of(source).aside else "of what sees or hears"
+    apart = {rest: others - guess - wanted.keys() - head_tensors(source), "that guess further tokens": guess}
     return notes + [f"{len(own)} tensors {what}: {some(sorted(own))}" for what, own in apart.items() if own]
 
 

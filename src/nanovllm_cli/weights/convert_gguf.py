@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gguf import RopeScalingType
-from gguf.constants import GGUFValueType, LlamaFileType
+from gguf.constants import GGUFValueType, LlamaFileType, PoolingType
 from gguf.gguf_writer import GGUFValue
 from gguf.metadata import Metadata
 from gguf.utility import size_label
@@ -30,6 +30,7 @@ from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, saya
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.further import as_gguf, gguf_sayable, read_further
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
+from nanovllm_cli.weights.heads import gguf_head
 from nanovllm_cli.weights.pooling import GGUF_POOLINGS, Embedding, embedding_of, use_of
 
 MAX_CARD_BYTES = 1 << 20
@@ -223,7 +224,10 @@ def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:
 def _add_dense(builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding) -> dict[str, torch.Tensor]:
     """What vectors pass through behind the pooling. UnsupportedError for what has no place: most of it."""
     if embedding.ranks:
-        raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for how it ranks", "keep the model as a folder")
+        head = read_further(checkpoint, embedding.layers)
+        assert head is not None
+        builder.add_pooling_type(PoolingType.RANK)
+        return gguf_head(checkpoint, head.layers, builder.arch)
     if not gguf_sayable(embedding.layers):
         raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for its dense layers", "keep the model as a folder")
     further = read_further(checkpoint, embedding.layers)

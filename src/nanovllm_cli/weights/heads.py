@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from gguf.constants import PoolingType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import PROMPTS, folder_of
-from nanovllm_cli.weights.further import ACTIVATIONS, Layer, Norm, activation_of, check_shapes, shapes_of
+from nanovllm_cli.weights.further import ACTIVATIONS, DenseLayer, Layer, Norm, activation_of, check_shapes, shapes_of
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 
 Outcome = Literal["yes", "sigmoid", "identity"]
@@ -106,6 +107,26 @@ def head_tensors(checkpoint: Checkpoint) -> set[str]:
         found |= _names(part.name, part.bias, config)
         found |= set() if part.norm is None else _names(part.norm, "norm_bias", config)
     return found
+
+
+def gguf_head(checkpoint: Checkpoint, layers: Sequence[DenseLayer], arch: str) -> dict[str, torch.Tensor]:
+    """A folder's head as the tensors of a GGUF file of this architecture. UnsupportedError where that would say another."""
+    head = head_of(checkpoint)
+    assert head is not None
+    *inner, last = layers
+    activation, pooling = _GGUF_ENCODERS.get(arch), _gguf_pooling(arch)
+    alike = all(layer.activation == activation and layer.shift is None and not layer.unit for layer in inner)
+    if not head.pairs or activation is None or not alike or head.pooling != pooling or head.outcome != "sigmoid":
+        raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for how it ranks", "keep the model as a folder")
+    named = {RANKS: last.weight, "cls.output.bias": last.bias}
+    for layer in inner:
+        named |= {"cls.weight": layer.weight, "cls.bias": layer.bias, "cls.norm.weight": layer.gain}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _gguf_pooling(arch: str) -> Pooling:
+    """Files don't say; so llama.cpp has it."""
+    return "mean" if arch == "modern-bert" else "cls"
 
 
 def _names(prefix: str, bias: bool | str, config: Mapping[str, Any]) -> set[str]:
@@ -209,5 +230,4 @@ def _of_gguf(checkpoint: Checkpoint) -> Head:
     layers.append(Layer(RANKS, "cls.output.bias" if "cls.output.bias" in names else None, (1, hidden)))
     for layer in layers:
         check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
-    pooling: Pooling = "mean" if arch == "modern-bert" else "cls"  # files don't say; so llama.cpp has it
-    return Head(pooling, tuple(layers), "sigmoid", pairs=True)
+    return Head(_gguf_pooling(arch), tuple(layers), "sigmoid", pairs=True)
