@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -21,10 +22,10 @@ from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, Record, read_results
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial, numbers, pair
-from nanovllm_cli.bench.table import Loaded, Procedure, check_room, run_sweep
+from nanovllm_cli.bench.table import Loaded, Procedure, check_room, greedy, run_sweep
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm_cli.errors import DoesNotFitError, RequestError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError, UsageError
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.quant.format import Integer
@@ -97,6 +98,8 @@ def test_a_step_has_the_smaller_of_both_sizes() -> None:
         ({"threads": (0,)}, "-t takes"),
         ({"parallel": (2,), "num_gens": (0,)}, "-npl is about generating"),
         ({"num_prompts": tuple(range(1, 1002))}, "more than 1000"),
+        ({"embeds": True, "depths": (16,)}, "-embd is about texts alone"),
+        ({"embeds": True, "num_prompts": (0,)}, "nothing to measure"),
     ],
 )
 def test_sweeps_without_sense_are_refused(given: dict[str, Any], says: str) -> None:
@@ -140,6 +143,10 @@ class FakeLLM:
         assert params.max_tokens is not None
         return [self._answer(prompt, params.max_tokens) for prompt in prompts]
 
+    def embed(self, prompts: list[list[int]]) -> None:
+        self.calls.append((prompts, greedy(1)))
+        self.now += sum(1000 * len(prompt) for prompt in prompts)
+
     def _answer(self, prompt: list[int], count: int) -> RequestOutput:
         blocks = [tuple(prompt[:end]) for end in range(16, len(prompt), 16)]
         cached = 0 if self.forgets else max((len(block) for block in blocks if block in self.seen), default=0)
@@ -176,6 +183,29 @@ def test_trials_are_the_work_that_llama_bench_does() -> None:
     assert all(params.is_greedy and params.ignore_eos for _, params in timed)
     beginnings = [tuple(prompt[:16]) for prompts, _ in timed for prompt in prompts if len(prompt) >= 16]
     assert len(set(beginnings)) == len(beginnings)  # no prompt is known from before, none shares its blocks
+
+
+def test_texts_are_embedded_alone_and_together() -> None:
+    llm = FakeLLM()
+    llm.spec = dataclasses.replace(llm.spec, has_head=False)
+    records = run(llm, Sweep(("m",), (17, 64), parallel=(1, 3), embeds=True), repetitions=2)
+    assert [record.test for record in records] == ["pp17", "pp17 x3", "pp64", "pp64 x3"]
+    for record in records:
+        assert record.samples_ts == pytest.approx([1e6] * 2)
+    with pytest.raises(UnsupportedError, match="no head to draw tokens from") as refused:
+        run(llm, Sweep(("m",)))
+    assert "-embd 1" in str(refused.value.hint)
+
+
+def test_work_of_a_text_that_is_embedded_is_counted_by_hand() -> None:
+    """Each token looks at all, of an encoder, and no row is left out of the last layer."""
+    spec = FakeLLM().spec
+    for both_ways, looks in ((False, (48 + 1) / 2), (True, 48)):
+        work = ModelWork.of(spec.with_attention(both_ways=both_ways), 4e6, (torch.bfloat16, torch.bfloat16))
+        found = work.of_token(Trial(48, 0, 0, 2, embeds=True), 512)
+        matrices = 3 * (64 * (32 + 16 + 16) + 32 * 64 + 3 * 64 * 96)
+        assert found.flops == 2 * matrices + 2 * 3 * 2 * 32 * looks
+        assert found.num_bytes == 4e6 / 96 + 3 * 2 * 16 * 2
 
 
 def test_the_first_repetition_warms_up() -> None:

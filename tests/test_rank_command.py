@@ -160,7 +160,7 @@ def test_what_is_too_long_is_named_or_cut(rank: Rank, ranker: Ranker) -> None:
     assert "line 2 of standard input has " in err
     assert "--truncate cuts what is too long" in err
     code, out, err = rank("--query", "animals", "--truncate", "short", long)
-    assert (code, "1 of 2 texts are cut to 63 tokens" in err) == (0, True)
+    assert (code, "1 of 2 texts are cut to 64 tokens" in err) == (0, True)
     assert len(out.splitlines()) == 2
     err = rank.refused(5, "--query", long, "--truncate", "short")
     assert "the query alone takes too many" in err

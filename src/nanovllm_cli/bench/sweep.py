@@ -37,17 +37,19 @@ class Setup(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """num_parallel sequences at once: each reads num_prompt tokens behind `depth` known ones, then draws num_gen."""
+    """num_parallel sequences at once: each reads num_prompt tokens behind `depth` known ones, then draws num_gen. embeds: what it
+    reads becomes a vector, and nothing is drawn."""
 
     num_prompt: int
     num_gen: int
     depth: int = 0
     num_parallel: int = 1
+    embeds: bool = False
 
     @property
     def context_len(self) -> int:
         """Tokens of one sequence at the end, the one that opens a test without a prompt and the last drawn included."""
-        return self.depth + max(self.num_prompt, 1) + self.num_gen + 1
+        return self.num_prompt if self.embeds else self.depth + max(self.num_prompt, 1) + self.num_gen + 1
 
     @property
     def num_blocks(self) -> int:
@@ -57,8 +59,8 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Values of each setting. num_prompts, num_gens: 0 is no test; pairs: (prompt, answer). Raises UsageError where there is
-    nothing to do, or what cannot be done."""
+    """Values of each setting. num_prompts, num_gens: 0 is no test; pairs: (prompt, answer). embeds: prompts are embedded, and
+    there are no other tests. Raises UsageError where there is nothing to do, or what cannot be done."""
 
     models: tuple[str, ...]
     num_prompts: tuple[int, ...] = (512,)
@@ -73,6 +75,7 @@ class Sweep:
     cache_types_v: tuple[str, ...] = ("auto",)
     threads: tuple[int | None, ...] = (None,)
     tensor_parallel_sizes: tuple[int, ...] = (1,)
+    embeds: bool = False
 
     def __post_init__(self) -> None:
         for flag, values in (
@@ -93,7 +96,9 @@ class Sweep:
         trials = self.trials()
         if not trials:
             raise UsageError("there is nothing to measure", "give -p, -n or -pg a number above 0")
-        if self.parallel != (1,) and not any(test.num_gen for test in trials):
+        if self.embeds and (self.pairs or self.depths != (0,)):
+            raise UsageError("-embd is about texts alone, without known tokens and answers", "leave -pg and -d away")
+        if self.parallel != (1,) and not any(test.num_gen or test.embeds for test in trials):
             raise UsageError("-npl is about generating, and no test does", "give -n or -pg a number above 0")
         if len(trials) > MAX_VALUES or len(self.models) > MAX_VALUES:
             raise UsageError(f"more than {MAX_VALUES} tests", "sweep fewer values")
@@ -117,6 +122,8 @@ class Sweep:
     def trials(self) -> list[Trial]:
         """Of every setup: by depth the prompts, the answers and both together. Several sequences at once are for tests that
         generate: a prompt's steps are full with one."""
+        if self.embeds:
+            return [Trial(count, 0, 0, many, embeds=True) for count in self.num_prompts if count for many in self.parallel]
         found = []
         for depth in self.depths:
             found += [Trial(count, 0, depth) for count in self.num_prompts if count]

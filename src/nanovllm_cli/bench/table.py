@@ -23,7 +23,7 @@ from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import BLOCK_SIZE
-from nanovllm_cli.errors import DoesNotFitError, RequestError
+from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.system import peak_memory_bytes
@@ -76,6 +76,8 @@ def run_sweep(
         loaded = open_model(setup, trials)
         draw = random.Random(0)  # one for all trials: what one has read, the next must not find in the prefix cache
         try:
+            if not (sweep.embeds or loaded.llm.spec.has_head):
+                raise UnsupportedError(f"{setup.model} has no head to draw tokens from", "-embd 1 measures how fast it embeds")
             for place, trial in enumerate(trials, number * len(trials) + 1):
                 announce(f"test {place} of {len(setups) * len(trials)}: {setup.model}, {name_of(trial)}")
                 if procedure.delay:
@@ -113,7 +115,9 @@ def run_trial(
         prompts = [[*before, *_tokens(draw, vocab_size, max(trial.num_prompt, 1))] for before in known]
         params = greedy(trial.num_gen + 1 if trial.num_prompt else trial.num_gen)
         began = procedure.clock()
-        outputs = llm.generate(prompts, params)
+        outputs = [] if trial.embeds else llm.generate(prompts, params)
+        if trial.embeds:
+            llm.embed(prompts)
         samples.append(procedure.clock() - began)
         _check(outputs, trial, params)
         progress.advance(total)

@@ -30,7 +30,7 @@ class ModelWork(NamedTuple):
     takes expert_share. kv_bytes: K and V of one token. state_bytes: read and written of a sequence's states, each step.
     linear_flops: of the layers' matrices and states, a token; head_flops: of the head, a row of logits; attention_flops: of a
     token, for each token that it looks at. prompt_share, prompt_look_share: of linear and attention_flops, what a prompt's token
-    needs that is not drawn from (see ModelSpec.for_prompts)."""
+    needs that is not drawn from (see ModelSpec.for_prompts). sees_all: a token looks at those behind it, too."""
 
     read_bytes: float
     kv_bytes: float
@@ -42,6 +42,7 @@ class ModelWork(NamedTuple):
     state_bytes: float = 0.0
     prompt_share: float = 1.0
     prompt_look_share: float = 1.0
+    sees_all: bool = False
 
     @classmethod
     def of(
@@ -59,7 +60,10 @@ class ModelWork(NamedTuple):
         linear, looks = _multiplied(spec)
         of_prompts, looks_of_prompts = _multiplied(spec.for_prompts)
         shares = of_prompts / linear, looks_of_prompts / looks if looks else 1.0
-        return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * looks, expert_bytes, spec.expert_share, state_bytes, *shares)
+        return cls(
+            read_bytes, kv_bytes, 2 * linear, head, 2 * looks, expert_bytes, spec.expert_share, state_bytes, *shares,
+            spec.reads_both_ways,
+        )  # fmt: skip
 
     def step_bytes(self, num_tokens: int) -> float:
         """Of weights that a step of so many tokens reads. Of experts that none of them takes, by the mean of tokens that choose
@@ -71,6 +75,10 @@ class ModelWork(NamedTuple):
         prompts, answers = trial.num_prompt * trial.num_parallel, trial.num_gen * trial.num_parallel
         before, many = trial.depth + trial.num_prompt, trial.num_parallel
         prefill_steps = -(-prompts // step_size)
+        if trial.embeds:  # the mean of all rows is a vector, so none is left out
+            looked_at = prompts * (trial.num_prompt if self.sees_all else (trial.num_prompt + 1) / 2)
+            num_bytes = prefill_steps * self.step_bytes(min(step_size, prompts)) + self.kv_bytes * prompts
+            return Work(num_bytes / prompts, self.linear_flops + self.attention_flops * looked_at / prompts)
         chunk = min(step_size, trial.num_prompt)
         chunk_ends = [trial.depth + min(end, trial.num_prompt) for end in range(chunk, trial.num_prompt + chunk, chunk or 1)]
         generated = _sum_to(before + trial.num_gen) - _sum_to(before)  # each drawn token looks at all before it, and itself

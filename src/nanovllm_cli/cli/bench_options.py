@@ -36,6 +36,12 @@ def _cache_types(text: str) -> list[str]:
     return [parsers.cache_type(part.strip()) for part in text.split(",")]
 
 
+def _switch(text: str) -> int:
+    if text.strip() not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return int(text)
+
+
 def _several(*flags: str, help: str, panel: str, **more: Any) -> Any:
     return option(*flags, help=help, panel=panel, **({"metavar": "N,…", "parser": sweep.numbers} | more))
 
@@ -81,6 +87,10 @@ class TestOptions:
     )
     parallel: list[Any] | None = _several(
         "-npl", "--parallel", help="So many sequences generate at once, in tests that do. [1]", panel=TESTS
+    )
+    embeddings: Any = option(
+        "-embd", "--embeddings", help="1: make a vector of each prompt, of a model that embeds; -npl texts at once. [0]",
+        default="0", panel=TESTS, metavar="0|1", parser=_switch,
     )
     repetitions: int = option(
         "-r", "--repetitions", help="How often each test is repeated. [5]", default=5, panel=TESTS, metavar="N"
@@ -158,7 +168,10 @@ def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, en
         "cache_types_v": _flat(engine.cache_type_v),
         "threads": _flat(engine.threads),
         "tensor_parallel_sizes": _flat(engine.tensor_parallel_size),
+        "embeds": bool(tests.embeddings),
     }
+    if tests.embeddings and any(given["num_gens"]):
+        raise UsageError("-embd 1 and -n contradict each other: a model that embeds generates nothing", "leave one of them away")
     return sweep.Sweep(tuple(models), **{name: values for name, values in given.items() if values})
 
 

@@ -40,8 +40,9 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     Speeds are the best of a few prompts and answers. Prompts are random, so that nothing of them is cached.
     """
     row = plan.formats[0]
-    answer_len = min(ANSWER_LEN, llm.max_model_len // 4)
-    prompt_len = min(estimate.PROMPT_LEN, llm.max_model_len - answer_len - 1)
+    answers = llm.spec.has_head
+    answer_len = min(ANSWER_LEN, llm.max_model_len // 4) if answers else 0
+    prompt_len = min(estimate.PROMPT_LEN, llm.max_model_len - answer_len - answers)
     prefill, decode = _rates(llm, prompt_len, answer_len)
     cache, process = None, None
     if plan.processor == "cpu":
@@ -54,21 +55,26 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
         Comparison("weights", "B", row.weight_bytes, llm.weight_bytes),
         Comparison("KV cache", "B", cache, llm.kv_bytes),
         Comparison(f"prompt of {prompt_len}", "tokens/s", row.prefill, prefill),
-        Comparison(f"answer of {answer_len}", "tokens/s", row.decode, decode),
     ]
+    if answers:
+        found.append(Comparison(f"answer of {answer_len}", "tokens/s", row.decode, decode))
     if process is not None:
         found.insert(2, Comparison("whole process", "B", process, peak_memory()))
     return found
 
 
 def _rates(llm: LLM, prompt_len: int, answer_len: int) -> tuple[float, float]:
-    """Tokens a second of a prompt and of an answer. The first run is for what is made on first use."""
+    """Tokens a second of a prompt and of an answer, 0 without a head. The first run is for what is made on first use."""
     generator = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=answer_len, ignore_eos=True)
     prefill, decode = 0.0, 0.0
     for _ in range(REPEATS):
         ids = [generator.randrange(llm.spec.vocab_size) for _ in range(prompt_len)]
         began = time.perf_counter()
+        if not llm.spec.has_head:
+            llm.score([ids]) if llm.embedding.ranks else llm.embed([ids])
+            prefill = max(prefill, prompt_len / (time.perf_counter() - began))
+            continue
         times = [time.perf_counter() for output in llm.stream(ids, params) if output.outputs[0].delta_ids]
         prefill = max(prefill, prompt_len / (times[0] - began))
         decode = max(decode, (len(times) - 1) / (times[-1] - times[0]))

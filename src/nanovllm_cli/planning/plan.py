@@ -157,7 +157,7 @@ def make_plan(
         total = estimate.total_bytes(weights.num_bytes, cache_bytes, processes)
         room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
         context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
-        decode = None if speed is None else estimate.decode_rate(facts, weights, cache_read, speed)
+        decode = None if speed is None or not facts.spec.has_head else estimate.decode_rate(facts, weights, cache_read, speed)
         prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed, config.max_num_batched_tokens)
         rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, cache_bytes <= room, context_len, decode, prefill))
         rooms.append(room)
