@@ -6,8 +6,11 @@ the second for both: a token's K and V must have the same bits whether it was de
 chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`). Latent attention has
 kernels of its own, and one tensor a layer (cuda_latent.py).
 
+An encoder's texts are computed whole, and their tokens see those behind them, too: prefill_attention's, but for texts of a single
+token, which see themselves alone, as a decoded token would.
+
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
-cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
+cached before, so attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
 cuDNN's there, which is compiled anew for every length of a prompt.
 
 Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
@@ -27,7 +30,7 @@ from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, Late
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
@@ -43,8 +46,16 @@ MAX_FLASH_DIM = 256
 LATENT_ROWS = 128
 """Tokens that a launch has at the least where each is a row of its own, if they are cut into splits: enough to fill a GPU."""
 GIB = 1 << 30
-Shape = tuple[int, int, int, int]
-"""Query heads, kv heads, head dim, window (0 for none): layers that agree in these share what is prepared."""
+
+
+class Shape(NamedTuple):
+    """Layers that agree in these share what is prepared. window: 0 for none."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    both_ways: bool
 
 
 class TokenRows(NamedTuple):
@@ -118,10 +129,11 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
+        _check_directions(specs)
         latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
         self.shapes = list(dict.fromkeys(map(_shape, specs)))
-        for _, _, dim, _ in self.shapes:
-            tiling(launcher.capability, dim, dtype, cache_dtype)  # refuses now what it would refuse in a step
+        for shape in self.shapes:
+            tiling(launcher.capability, shape.head_dim, dtype, cache_dtype)  # refuses now what it would refuse in a step
         self._needs_rows = bool(latent)
         shapes = () if deterministic else {shape[:3] for shape in self.shapes}
         self._scratch = {shape: DecodeScratch(launcher, max_batch, *shape, max_tokens) for shape in shapes}
@@ -156,7 +168,7 @@ class CudaAttention:
         return CudaBlocks(self.launcher, layers)
 
     def prepare(self, host: Batch, batch: Batch) -> CudaStep:
-        if host.num_tokens == host.num_seqs and not self.deterministic:
+        if host.num_tokens == host.num_seqs and not self.deterministic:  # of texts that are computed whole: a token each
             return self.decode_step(batch)
         starts, lens = host.query_starts.numpy(), host.kv_lens.numpy()
         if self._takes_flash_attention and (lens == np.diff(starts)).all() and lens.min() >= self.long_prompt:
@@ -173,7 +185,7 @@ class CudaAttention:
         return {
             shape: prefill_tiles(
                 self.launcher, query_starts, kv_lens, *shape[:3], self.dtype, self.cache_dtype,
-                window=shape[3], deterministic=self.deterministic,
+                window=shape.window, both_ways=shape.both_ways, deterministic=self.deterministic,
             )
             for shape in self.shapes
         }  # fmt: skip
@@ -196,7 +208,7 @@ class CudaAttention:
         step: CudaStep,
     ) -> torch.Tensor:
         shape = _shape(spec)
-        heads, kv_heads, dim, window = shape
+        heads, kv_heads, dim, window, both_ways = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
         order = spec.interleaved, spec.reads is not None, spec.qk_norm_of == "turned head"
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, *order)
@@ -209,7 +221,7 @@ class CudaAttention:
             )  # fmt: skip
         q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
         if step.prompts is not None:
-            return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
+            return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale, causal=not both_ways)
         assert step.work is not None
         return prefill_attention(
             self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
@@ -271,7 +283,7 @@ class CudaAttention:
         return TokenRows(lengths, numbers)
 
     def _whole_prompts(
-        self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float
+        self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float, causal: bool
     ) -> torch.Tensor:
         """q [T, H, D] -> [T, H * D], a sequence at a time."""
         out = torch.empty_like(q)
@@ -280,11 +292,19 @@ class CudaAttention:
             k, v = (side[blocks_used].transpose(0, 1).flatten(1, 2)[:, : end - start] for side in cache)
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 found = scaled_dot_product_attention(
-                    q[start:end].transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+                    q[start:end].transpose(0, 1)[None], k[None], v[None], is_causal=causal, scale=scale, enable_gqa=True
                 )
             out[start:end] = found[0].transpose(0, 1)
         return out.flatten(1)
 
 
 def _shape(spec: AttentionSpec) -> Shape:
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window or 0
+    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window or 0, spec.both_ways)
+
+
+def _check_directions(specs: list[AttentionSpec]) -> None:
+    """Of these, some tokens are computed apart from the rest of their text, as decoded ones are."""
+    for spec in specs:
+        if spec.both_ways and (spec.latent or spec.reads is not None):
+            kind = "latent attention" if spec.latent else "attention to another layer's keys"
+            raise UnsupportedError(f"{kind} in both directions on a GPU", "add --device cpu")

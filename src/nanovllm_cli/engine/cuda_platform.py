@@ -15,6 +15,7 @@ from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.memory import GIB
 from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.runner import pooled_sums
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.engine.strategy import MOST_ROWS, most_guesses
@@ -129,7 +130,8 @@ class CudaPlatform:
         try:
             step = max(map(self._profile, models))
         except torch.OutOfMemoryError:
-            raise self._too_large(f"a step of {self.config.max_num_batched_tokens} tokens does not fit") from None
+            tokens = max(self._step_tokens(model.spec) for model in models)
+            raise self._too_large(f"a step of {tokens} tokens does not fit") from None
         finally:
             self.progress.done()
         memory = self.device.memory()
@@ -160,41 +162,58 @@ class CudaPlatform:
 
     def _table_width(self, max_position: int) -> int:
         """Blocks of the longest sequence, and as many more as make a power of two; no fewer than `build_batch` gives a table."""
-        longest = min(max_position, self.config.max_model_len or max_position)
-        return max(MIN_TABLE, 1 << (-(-longest // self.config.block_size) - 1).bit_length())
+        return max(MIN_TABLE, 1 << (-(-self._longest(max_position) // self.config.block_size) - 1).bit_length())
+
+    def _longest(self, max_position: int) -> int:
+        """Tokens of the longest sequence."""
+        return min(max_position, self.config.max_model_len or max_position)
+
+    def _step_tokens(self, spec: ModelSpec) -> int:
+        """Most tokens of a step. A text that is computed whole has one of its own where it is longer than others may be."""
+        longest, most = self._longest(spec.max_position), self.config.max_num_batched_tokens
+        return min(max(longest, most) if spec.reads_both_ways else most, self.config.max_num_seqs * longest)
 
     def _profile(self, model: Decoder) -> int:
         """Bytes that the largest prefill of a step takes beside weights and cache, by running it."""
-        size = self.config.block_size
-        tokens = min(self.config.max_num_batched_tokens, model.spec.max_position)
-        blocks = -(-tokens // size)
-        cache = KVCache(blocks, model.spec.mixers, model.backend)
-        prompt = Scheduled(0, [0] * tokens, 0, list(range(blocks)), (0,), prompt_len=tokens)
-        # Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own.
-        chunks = [
-            Scheduled(0, [0] * length, 1, list(range(blocks)), (0,), prompt_len=tokens)
-            for length in (1 << i for i in range(1, (tokens - 1).bit_length()))
-        ]
+        size, tokens = self.config.block_size, self._step_tokens(model.spec)
+        longest = min(tokens, self._longest(model.spec.max_position))
+        blocks = list(range(-(-longest // size)))  # all have the same: nobody reads what they compute
+        cache = KVCache(len(blocks), model.spec.mixers, model.backend)
 
-        def run(shares: list[Scheduled]) -> None:
-            for share in shares:
-                batch, _ = build_batch([share], size)
+        def step(num_tokens: int, start: int = 0) -> list[Scheduled]:
+            """As few sequences as have so many tokens from `start` on, embedded where the model does nothing else."""
+            most = max(1, longest - start)
+            whole = Scheduled(0, [0] * most, start, blocks, (0,), prompt_len=longest)
+            whole = whole if model.spec.has_head else whole._replace(draws=(), pooling="mean")
+            return [whole._replace(token_ids=[0] * min(most, num_tokens - first)) for first in range(0, num_tokens, most)]
+
+        prompts = step(tokens)
+        # Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own.
+        chunks = [step(1 << i, start=1) for i in range(1, (tokens - 1).bit_length())]
+
+        def run(steps: list[list[Scheduled]]) -> None:
+            for shares in steps:
+                batch, owners = build_batch(shares, size)
                 if model.reads_hidden:
                     batch = replace(batch, hidden=model.no_rows(batch.num_tokens))
                 with torch.inference_mode():
-                    model.logits(model.run(model.prepare(batch), cache))
+                    hidden = model.run(model.prepare(batch), cache)
+                    if model.spec.has_head:
+                        model.logits(hidden)
+                    for _ in pooled_sums(model, hidden, owners):
+                        pass
 
         def rehearse() -> None:
-            run([*chunks, prompt])
+            run([*chunks, prompts])
             with torch.inference_mode():
                 model.rehearse_experts(tokens)
 
         self.launcher.rehearse(rehearse)
         self.device.forget_peak()
         before = self.device.memory().allocated
-        run([*chunks[:1], prompt])
+        run([*chunks[:1], prompts])
         if 0 < model.most_unread < tokens:  # of no more, all experts' rows are there at once; of more, an expert's at a time
-            run([prompt._replace(token_ids=[0] * int(model.most_unread))])
+            run([step(int(model.most_unread))])
         return max(0, self.device.memory().peak - before)
 
     def _too_large(self, what: str) -> DoesNotFitError:

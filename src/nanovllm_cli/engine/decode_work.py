@@ -62,10 +62,8 @@ class DecodeWork:
 
 def _pieces(shape: Shape, num_tokens: int) -> int:
     """Of an item with so many tokens."""
-    heads, kv_heads, dim, _ = shape
-    return most_pieces(num_tokens * heads // kv_heads, dim)
+    return most_pieces(num_tokens * shape.heads // shape.kv_heads, shape.head_dim)
 
 
 def _scratch_bytes(shape: Shape, num_tokens: int) -> int:
-    _, kv_heads, dim, _ = shape
-    return _pieces(shape, num_tokens) * kv_heads * piece_bytes(dim)
+    return _pieces(shape, num_tokens) * shape.kv_heads * piece_bytes(shape.head_dim)

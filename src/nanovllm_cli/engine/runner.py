@@ -5,7 +5,7 @@ Not covered: what to run (scheduler), where memory comes from (worker).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -153,13 +153,18 @@ def _joined(drawn: Drawn, more: Drawn) -> Drawn:
 
 
 def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, list[float]]:
-    """What the shares that are embedded make of their hidden rows; sums in float64, so that chunks hardly matter."""
-    pooled: dict[int, list[float]] = {}
+    """What the shares that are embedded make of their hidden rows."""
+    return {seq_id: total.tolist() for seq_id, total in pooled_sums(model, hidden, owners)}
+
+
+def pooled_sums(
+    model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each such share's sequence, and the sum of its rows, in float64, so that chunks hardly matter."""
     for share, first in owners:
         if share.pooling is not None:
             rows = model.normed(take_rows(hidden, slice(first, first + len(share.wanted_rows))))
-            pooled[share.seq_id] = rows.double().sum(0).tolist()
-    return pooled
+            yield share.seq_id, rows.double().sum(0)
 
 
 def prompt_logprobs_of(

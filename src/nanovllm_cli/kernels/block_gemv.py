@@ -188,6 +188,8 @@ def variants() -> list[Kernel]:
         *(of(name, 8, False) for name in ("Q2_K", "Q5_1", "Q6_K", "IQ4_XS")),
         of("Q4_K", activation="silu"), of("Q4_K", 2, False, "silu"), of("Q6_K", out=torch.float32),
         of("Q4_K", activation="relu2"), of("Q6_K", 8, False, "relu2"),
+        *(of("Q4_K", rows, fused, "lone_gelu") for rows, fused in ((1, True), (2, False), (8, False))),
+        of("Q8_0", activation="lone_gelu"),
         of("Q4_K", dtype=fp16, out=fp16), of("Q4_K", dtype=fp16, out=fp16, capability=75),
         *(from_tasks(of(name, rows, False, "silu"), 0) for name in ("Q4_K", "MXFP4") for rows in (1, 2)),
         *(from_tasks(of(name, rows, False), 1) for name in ("Q6_K", "MXFP4") for rows in (1, 2)),

@@ -164,6 +164,7 @@ def variants() -> list[Kernel]:
     for dtype in (torch.bfloat16, torch.float16):
         kernels += [variant(dtype, dtype, 8, strips, norm, None) for strips in (1, 2) for norm in (False, True)]
         kernels += [variant(dtype, dtype, 8, 2, True, activation) for activation in ("silu", "relu2")]
+        kernels += [variant(dtype, dtype, 8, strips, False, "lone_gelu") for strips in (1, 2)]
         kernels += [variant(dtype, torch.float32, 8, 2, True, None)]
         kernels += [variant(dtype, dtype, 1, 2, True, None), variant(dtype, dtype, 1, 2, False, None)]
         of_experts = ("silu", "swiglu_oai", "relu2")

@@ -6,8 +6,8 @@
 // With CENTERED (a macro, as VECTOR and DTYPE) it is the norm of what the row is without its mean: layer norm, to which shift
 // [width] is added where it is not null.
 //
-// x, residual, out [T * G, width] DTYPE, whose rows lie row_stride elements apart; out may be x or residual. weight [G, width] DTYPE: rows
-// take turns at its gains. width and row_stride are multiples of VECTOR, the elements of one load.
+// x, residual, out [T * G, width] DTYPE, whose rows lie row_stride elements apart; out may be x or residual. weight [G, width]
+// DTYPE: rows take turns at its gains. width and row_stride are multiples of VECTOR, the elements of one load.
 // One block a row, grid (T, G); each thread keeps its elements in registers if they are at most KEEP loads, and reads them again
 // if not.
 #include "common.cuh"
@@ -66,9 +66,11 @@ add_rms_norm(const DTYPE* x, DTYPE* residual, const DTYPE* weight, const DTYPE* 
   const float scale = rsqrtf(block_sum(total, scratch) / width + eps);
   const auto normed = [&](Elements& elements, int column) {
     const Elements gains = Elements::load(weight + column);
+    Elements added = {};
+    if (CENTERED && shift) added = Elements::load(shift + column);
     for (int j = 0; j < VECTOR; ++j) {
-      const float added = CENTERED && shift ? to_float(shift[column + j]) : 0.0f;
-      elements.at[j] = from_float<DTYPE>((to_float(elements.at[j]) - mean) * scale * (offset + to_float(gains.at[j])) + added);
+      const float value = (to_float(elements.at[j]) - mean) * scale * (offset + to_float(gains.at[j]));
+      elements.at[j] = from_float<DTYPE>(CENTERED ? value + to_float(added.at[j]) : value);
     }
     elements.store(out + row + column);
   };

@@ -130,6 +130,7 @@ def variants() -> list[Kernel]:
     kernels += [variant(weight, bf16, bf16, 2, True, activation) for weight in (int4, nf4) for activation in ("silu", "relu2")]
     wide = of("int8", 32, half, True)
     kernels += [variant(wide, bf16, bf16, 2, True, activation) for activation in (None, "silu", "relu2")]
+    kernels += [variant(weight, bf16, bf16, strips, False, "lone_gelu") for weight in (int4, nf4, wide) for strips in (1, 2)]
     kernels += [variant(int4, bf16, single, 2, True, None)]
     kernels += [variant(of("int4", 32, single, True, True), half, half, 2, True, None)]
     kernels += [from_tasks(variant(weight, bf16, bf16, 2, False, "silu"), 0) for weight in (int4, int8, fp8, nf4)]

@@ -1,6 +1,7 @@
-// Causal attention of any number of query tokens a sequence over a paged cache that holds their keys and values already.
+// Attention of any number of query tokens a sequence over a paged cache that holds their keys and values already: causal, or in
+// both directions.
 //
-//   out[t, h] = sum over keys j of softmax_j(score(t, h, j)) v[j]     j up to the position of t, `window` keys at most
+//   out[t, h] = sum over keys j of softmax_j(score(t, h, j)) v[j]     window keys up to t's own, and as far as `ahead` behind it
 //   score = scale q[t, h] . k[j], or softcap * tanh of that over softcap; sinks[h] is one more logit, without a value
 //
 // q [T, H, D] DTYPE, k_cache and v_cache [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, table_width], out [T, H * D] DTYPE,
@@ -23,11 +24,11 @@
 #include "prefill_parts.cuh"
 #endif
 
-// Grid (items, KH). window: 0 for all. counters: zeros, and zeros again afterwards.
+// Grid (items, KH). window: 0 for all. ahead: 0 where attention is causal. counters: zeros, and zeros again afterwards.
 KERNEL __launch_bounds__(THREADS, PARTS == 1 ? 2 : 1)
 prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const Item* items, const int* block_tables,
                   const float* sinks, const float* k_scale, const float* v_scale, DTYPE* out, float* scratch, int* counters,
-                  int kv_heads, int group, int table_width, int window, int fold_keys, float scale, float softcap) {
+                  int kv_heads, int group, int table_width, int window, int ahead, int fold_keys, float scale, float softcap) {
   DYNAMIC_SHARED(shared);
   wait_for_previous_kernel();
   const Item& item = items[blockIdx.x];  // read where it is needed: the loop over tiles has no registers to spare
@@ -46,6 +47,7 @@ prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cac
   problem.group = group;
   problem.one_over_group = 0xffffffffu / group + 1;
   problem.seen = window > 0 ? window : 0x7fffffff;
+  problem.ahead = ahead;
   problem.fold_keys = fold_keys;
   problem.softcap = softcap;
   problem.to_log2 = scale * LOG2_E * (k_scale ? k_scale[head] : 1.0f);

@@ -1,4 +1,4 @@
-"""Causal attention of any number of tokens a sequence over the paged cache, on a GPU (prefill_attention.cu).
+"""Attention of any number of tokens a sequence over the paged cache, on a GPU (prefill_attention.cu).
 
 `prefill_tiles` divides a step's work, once a step, from lengths that the host knows; `prefill_attention` does it, once a layer.
 Decode steps whose lengths only the device looks at are `decode_attention`'s.
@@ -26,7 +26,9 @@ through several takes its sums to scratch and back after each, with 512 keys in 
 MIN_SPLIT_KEYS = 256
 KEY_ALIGNMENT = 64  # a multiple of every `Tiling.keys`
 MAX_SPLITS = 64  # one block adds them up
-ITEM_FIELDS = 11
+ITEM_FIELDS = 12
+EVERY_KEY = 1 << 30
+"""Keys behind its own that a query may see, where nothing but the end of its sequence bounds them."""
 # Shared memory of a multiprocessor in KiB, by capability; a block costs 1 KiB more than it asks for from 80 on.
 SHARED_KB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
 
@@ -62,6 +64,7 @@ class PrefillWork(NamedTuple):
     items: torch.Tensor
     pieces: int
     window: int
+    ahead: int
     fold_keys: int
 
 
@@ -120,11 +123,13 @@ def prefill_tiles(
     kv_dtype: torch.dtype,
     *,
     window: int = 0,
+    both_ways: bool = False,
     deterministic: bool = False,
     split_keys: int = SPLIT_KEYS,
 ) -> PrefillWork:
     """Divide a step: query_starts [B + 1], kv_lens [B] int32 on the host; the last query of sequence b has position
-    kv_lens[b] - 1. Layers with the same window, heads, dims and types share it.
+    kv_lens[b] - 1. Layers with the same window, heads, dims, types and directions share it. both_ways: a query sees all keys
+    of its sequence, or fewer than `window` on either side of its own.
 
     deterministic: a row's bits depend on its sequence and position only, not on the batch, nor on how the prompt was
     chunked; keys are then summed in ranges of split_keys (a multiple of KEY_ALIGNMENT).
@@ -140,7 +145,8 @@ def prefill_tiles(
     first_row = number * tile.rows
     rows = np.minimum(tile.rows, queries[seq] * group - first_row)
     position = (lens - queries)[seq]
-    end = np.maximum(0, position + (first_row + rows - 1) // group + 1)
+    ahead = 0 if not both_ways else window - 1 if window else EVERY_KEY
+    end = np.maximum(0, np.minimum(position + (first_row + rows - 1) // group + 1 + ahead, lens[seq]))
     begin = np.maximum(0, position + first_row // group + 1 - window) if window else np.zeros_like(end)
 
     if deterministic:
@@ -166,10 +172,11 @@ def prefill_tiles(
     fields = (
         seq[index], starts[seq[index]], position[index], first_row[index], rows[index], low, high,
         (np.cumsum(pieces) - pieces)[index], split, blocks[index], (np.cumsum(blocks > 1) - (blocks > 1))[index],
+        lens[seq[index]] - 1,
     )  # fmt: skip
     items = np.stack(fields, axis=1)[np.argsort(low - high, kind="stable")]  # the longest first
     return PrefillWork(
-        torch.from_numpy(items.astype(np.int32)), int(pieces.sum()), window, split_keys if deterministic else 0
+        torch.from_numpy(items.astype(np.int32)), int(pieces.sum()), window, ahead, split_keys if deterministic else 0
     )
 
 
@@ -259,7 +266,7 @@ def prefill_attention(
     args = (
         q, k_cache, v_cache, work.items, block_tables, sinks, k_scale, v_scale, out, scratch, counters,
         np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(block_tables.shape[1]), np.int32(work.window),
-        np.int32(work.fold_keys), np.float32(scale), np.float32(softcap),
+        np.int32(work.ahead), np.int32(work.fold_keys), np.float32(scale), np.float32(softcap),
     )  # fmt: skip
     kernel = variant(q.dtype, k_cache.dtype, dim, block_size, tile)
     launcher.launch(kernel, (work.items.shape[0], kv_heads, 1), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)

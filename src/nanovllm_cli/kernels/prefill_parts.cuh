@@ -78,9 +78,9 @@ DEVICE void multiply_keys(const uint32_t (&queries)[TILES][OWN_STEPS][4], const 
   }
 }
 
-// Weights of a lane's keys of its row. distance: from the first of them to the row.
-DEVICE void weigh(const Problem& problem, Exchange& exchange, float& most, float& sum, int distance, int group, int eight,
-                  int lane) {
+// Weights of a lane's keys of its row. distance: from the first of them to the last that the row sees, of num_seen.
+DEVICE void weigh(const Problem& problem, Exchange& exchange, float& most, float& sum, int distance, unsigned num_seen,
+                  int group, int eight, int lane) {
   float scores[KEYS / 4];
 #pragma unroll
   for (int n = 0; n < KEYS / 8; ++n) {
@@ -100,7 +100,7 @@ DEVICE void weigh(const Problem& problem, Exchange& exchange, float& most, float
 #pragma unroll
   for (int i = 0; i < KEYS / 4; ++i) {
 #if !defined(BUG_NO_MASK)
-    if ((unsigned)(distance - 8 * (i / 2) - i % 2) >= (unsigned)problem.seen) scores[i] = NEGATIVE_INFINITY;
+    if ((unsigned)(distance - 8 * (i / 2) - i % 2) >= num_seen) scores[i] = NEGATIVE_INFINITY;
 #endif
     top = fmaxf(top, scores[i]);
   }
@@ -170,7 +170,9 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
   Exchange& exchange = *reinterpret_cast<Exchange*>(shared + 2 * TILE * sizeof(DTYPE));
   const DTYPE* own_keys = keys + place(lane / 16 * 8 + lane % 8, 2 * part + lane / 8 % 2);
   const DTYPE* own_values = values + place(lane % 16, 2 * part + lane / 16);
-  const int distance = problem.position(item, min(own_row + lane / 4, item.rows - 1)) - 2 * (lane % 4);
+  const int weighed = min(own_row + lane / 4, item.rows - 1), last_seen = problem.last_seen(item, weighed);
+  const int distance = last_seen - 2 * (lane % 4);
+  const unsigned num_seen = problem.num_seen(item, weighed, last_seen);
   auto copy_tile = [&](const KV_DTYPE* cache, int first, KV_DTYPE* target) {
     if (first < end)
       copy_keys(problem, begin, end, first, [&](int at, int64_t offset, int chunk, bool in_range) {
@@ -208,7 +210,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
       __syncthreads();  // all parts of the scores are there, and nobody reads the keys any more
 #endif
       if constexpr (!QUANTIZED) copy_tile(problem.k_cache, key + KEYS, raw_keys);
-      if (weighs) weigh(problem, exchange, most, sum, distance - key, group, part, lane);
+      if (weighs) weigh(problem, exchange, most, sum, distance - key, num_seen, group, part, lane);
 #if !defined(BUG_NO_WAIT_FOR_VALUES)
       wait_copies<1>();
 #endif

@@ -45,10 +45,11 @@ DEVICE void attend_tile(const Problem& problem, const Item& item, Sums<TILES, CO
 #pragma unroll
     for (int i = 0; i < TILES * 2; ++i) {
       const int row = min(first_row + i * 8 + lane / 4, item.rows - 1);
-      const int distance = problem.position(item, row) - (first_key + 2 * (lane % 4));
+      const int last = problem.last_seen(item, row), distance = last - (first_key + 2 * (lane % 4));
+      const unsigned num_seen = problem.num_seen(item, row, last);
       for (int n = 0; n < KEYS / 8; ++n)
         for (int j = 0; j < 2; ++j)
-          if ((unsigned)(distance - 8 * n - j) >= (unsigned)problem.seen) scores[i / 2][n][i % 2 * 2 + j] = NEGATIVE_INFINITY;
+          if ((unsigned)(distance - 8 * n - j) >= num_seen) scores[i / 2][n][i % 2 * 2 + j] = NEGATIVE_INFINITY;
     }
   }
   float base[TILES][2], correction[TILES][2];
@@ -124,7 +125,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
     if (chunk < COLUMNS) copy_chunk(queries + place(row, chunk), query, chunk, row < item.rows);
   }
   commit_copies();
-  const int first_position = problem.position(item, first_row), last_position = problem.position(item, last_row);
+  const int seen_by_all = problem.last_seen(item, first_row), last_position = problem.position(item, last_row);
   int key = begin / KEYS * KEYS, stage = 0;
   Sums<TILES, COLUMNS> sums;
   if (key < end) copy_next(key, stage);
@@ -152,7 +153,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
 #if defined(BUG_NO_MASK)
         const bool hidden = false;
 #else
-        const bool hidden = next - 1 > first_position || last_position - key >= problem.seen;
+        const bool hidden = next - 1 > seen_by_all || last_position - key >= problem.seen;
 #endif
         attend_tile<TILES>(problem, item, sums, queries + first_row * STRIDE, keys, keys + TILE, first_row, key, hidden, lane);
       }

@@ -28,6 +28,7 @@ struct Item {
   int first_row, rows;  // row r is head r % group of token first_token + r / group
   int begin, end;       // keys
   int piece, split, splits, counter;  // where its sums go in scratch, if it has to leave some
+  int last_key;                       // of the sequence
 };
 
 struct Problem {
@@ -37,7 +38,8 @@ struct Problem {
   const float* sinks;
   DTYPE* out;
   float* scratch;
-  int kv_heads, head, group, seen, fold_keys;
+  int kv_heads, head, group, fold_keys;
+  int seen, ahead;                              // keys that a query sees up to its own, and at most behind it
   unsigned one_over_group;                      // 2^32 / group, rounded up
   float v_scale, softcap, to_log2;              // a score times to_log2 is an exponent of 2
 
@@ -46,6 +48,17 @@ struct Problem {
     return group == 1 ? item.first_row + row : __umulhi(item.first_row + row, one_over_group);
   }
   DEVICE int position(const Item& item, int row) const { return item.first_position + token(item, row); }
+  // The last key that a row sees, and how many it does with those that would lie before its sequence.
+  DEVICE int last_seen(const Item& item, int row) const {
+#if defined(BUG_CAUSAL)
+    return position(item, row);
+#elif defined(BUG_PAST_THE_END)
+    return position(item, row) + ahead;
+#else
+    return min(position(item, row) + ahead, item.last_key);
+#endif
+  }
+  DEVICE unsigned num_seen(const Item& item, int row, int last) const { return last - position(item, row) + (unsigned)seen; }
   DEVICE int query_head(const Item& item, int row) const {
     return head * group + item.first_row + row - token(item, row) * group;
   }

@@ -110,6 +110,7 @@ def variants() -> list[Kernel]:
         kernels += [variant(kind, bf16, torch.float32, grouped, 1, None)]
         kernels += [variant(kind, dtype, dtype, grouped, 2, "silu") for dtype in (bf16, half)]
         without_gate = variant(kind, bf16, bf16, grouped, 1, "relu2")
+        kernels += [variant(kind, bf16, bf16, grouped, strips, "lone_gelu") for strips in ((1,) if grouped else (1, 2))]
         kernels += [without_gate, from_tasks(without_gate, 0), from_tasks(variant(kind, bf16, bf16, grouped, 2, "silu"), 0)]
         kernels += [from_tasks(variant(kind, bf16, bf16, grouped, 1, None), 1)]
     return kernels
