@@ -76,13 +76,14 @@ def run(
     window: int = 0,
     deterministic: bool = False,
     split_keys: int = kernel.SPLIT_KEYS,
+    both_ways: bool = False,
     counters: torch.Tensor | None = None,
     **options,
 ) -> torch.Tensor:
     heads, dim = case.q.shape[1:]
     work = kernel.prefill_tiles(
         emulator, case.starts, case.lens, heads, case.k_cache.shape[1], dim, case.q.dtype, case.k_cache.dtype,
-        window=window, deterministic=deterministic, split_keys=split_keys,
+        window=window, both_ways=both_ways, deterministic=deterministic, split_keys=split_keys,
     )  # fmt: skip
     counters = kernel.new_counters(emulator) if counters is None else counters
     k_scale, v_scale = case.scales or (None, None)
