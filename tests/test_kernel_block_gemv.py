@@ -99,6 +99,18 @@ def test_without_a_gate_it_is_what_two_kernels_leave(rows: int, outputs: int, wi
     assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-4).all(), "three roundings at most"
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 33), (8, 144)])
+def test_a_lone_gelu_is_what_two_kernels_leave(rows: int, outputs: int, order: int) -> None:
+    weight, values = weights("Q4_K", outputs, 512)
+    x, bias = random(rows, 512, dtype=BF16), random(outputs, dtype=BF16)
+    got = block_gemv(Emulator(order), x, weight, bias, activation="lone_gelu")
+    before = block_gemv(Emulator(), x, weight, bias)
+    close_to_rounding(got, reference.gated_activation(before.double(), "lone_gelu"))
+    exact = torch.nn.functional.gelu(product(x, values, 32) + bias.double())
+    assert ((got.double() - exact).abs() <= 2.0**-6 * exact.abs() + 1e-4 + 2.0**-8 * before.double().abs()).all(), "two roundings"
+
+
 def test_up_that_begins_within_a_tile_takes_two_kernels() -> None:
     weight, values = weights("Q4_K", 2 * 17, 256)
     x, emulator = random(1, 256, dtype=BF16), Emulator()

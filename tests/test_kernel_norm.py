@@ -52,6 +52,45 @@ def test_without_its_mean_a_row_has_a_layer_norm(
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), [(3, 1), (2, 17), (5, 100), (4, 768), (2, 9000), (1, 33000)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_sum_becomes_its_layer_norm_in_its_place(shifted: bool, tokens: int, width: int, dtype: torch.dtype, order: int) -> None:
+    """And what joins it stays as it is. Close to the formula in float64, and in all but a few numbers what rounding makes of it."""
+    x, stream, weight, shift = (random(*shape, dtype=dtype) for shape in ((tokens, width), (tokens, width), (width,), (width,)))
+    stream, before = stream + 2, x.clone()
+    for added in (x, None):
+        total = stream.double() if added is None else (stream.double() + added.double()).to(dtype).double()
+        table = shift if shifted else None
+        wanted = torch.nn.functional.layer_norm(total, (width,), weight.double(), table if table is None else table.double(), 1e-5)
+        by_reference = reference.norm_sum(added, stream, weight, table, 1e-5)
+        got = stream.clone()
+        norm.norm_sum(Emulator(order), added, got, weight, table, 1e-5)
+        assert float((got.double() - wanted).abs().max()) < (4e-2 if dtype == torch.bfloat16 else 5e-3)
+        assert float((got == by_reference).double().mean()) > 0.97
+    assert torch.equal(x, before)
+
+
+def test_each_column_has_its_own_shift() -> None:
+    """Whichever thread has it."""
+    stream, weight = random(2, 9000, dtype=torch.bfloat16), torch.zeros(9000, dtype=torch.bfloat16)
+    shift = torch.arange(9000).to(torch.bfloat16)
+    norm.norm_sum(Emulator(), None, stream, weight, shift, 1e-5)
+    assert torch.equal(stream, shift.expand(2, -1))
+
+
+@pytest.mark.parametrize("bad", [
+    lambda x, s, w, b: (x[:2], s, w, b), lambda x, s, w, b: (x.half(), s, w, b), lambda x, s, w, b: (x, s, w[:-1], b),
+    lambda x, s, w, b: (x, s, w, b.half()), lambda x, s, w, b: (x, s, w, b[::2]), lambda x, s, w, b: (x, s[:, ::2], w, b),
+])  # fmt: skip
+def test_a_sum_that_the_kernel_would_misread_is_refused(bad) -> None:
+    tensors = (random(*shape, dtype=torch.bfloat16) for shape in ((3, 64), (3, 64), (64,), (64,)))
+    x, stream, weight, shift = bad(*tensors)
+    with pytest.raises(AssertionError):
+        norm.norm_sum(Emulator(), x, stream, weight, shift, 1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("first", "width", "row"), [(64, 128, 320), (33, 17, 100), (8, 9000, 9032)])
 def test_columns_have_the_bits_of_rows_and_nothing_else_is_touched(first: int, width: int, row: int, order: int) -> None:
     whole, weight = random(3, row, dtype=torch.bfloat16), random(width, dtype=torch.bfloat16)

@@ -102,6 +102,18 @@ def test_without_a_gate_it_is_what_two_kernels_leave(rows: int, outputs: int, or
     assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-5).all(), "three roundings at most"
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 33), (8, 144)])
+def test_a_lone_gelu_is_what_two_kernels_leave(rows: int, outputs: int, order: int) -> None:
+    weight, meant = quantized(Integer(4, 32, scales="float16"), outputs, 416)
+    x, bias = random(rows, 416, dtype=BF16), random(outputs, dtype=BF16)
+    got = packed_gemv(Emulator(order), x, weight, bias, activation="lone_gelu")
+    before = packed_gemv(Emulator(), x, weight, bias)
+    close_to_rounding(got, reference.gated_activation(before.double(), "lone_gelu"))
+    exact = torch.nn.functional.gelu(x.double() @ meant.T + bias.double())
+    assert ((got.double() - exact).abs() <= 2.0**-6 * exact.abs() + 2e-5 + 2.0**-8 * before.double().abs()).all(), "two roundings"
+
+
 def test_rows_are_alone_in_their_bits() -> None:
     """Whatever other rows there are, and however many."""
     weight, _ = quantized(Integer(4, 32, zeros=True), 34, 160)

@@ -175,6 +175,18 @@ def test_few_rows_without_a_gate(rows: int, outputs: int, width: int, kind: torc
     assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-5 * expected.max()).all(), "three roundings at most"
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_few_rows_with_a_lone_gelu(kind: torch.dtype, order: int) -> None:
+    x, weight, bias = scaled(3, 144, kind), scaled(80, 144, kind), random(80, dtype=BF16)
+    weight.scales.mul_(0.01)  # near to zero, where it bends
+    got = scaled_gemv(Emulator(order), x, weight, bias, dtype=BF16, activation="lone_gelu")
+    before = scaled_gemv(Emulator(), x, weight, bias, dtype=BF16)
+    close_to_rounding(got, reference.gated_activation(before.double(), "lone_gelu"))
+    exact = values(x) @ values(weight).t() + bias.double()
+    assert ((before.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
+
+
 def test_few_rows_are_alone_in_their_bits_and_a_nan_stays_in_its_row() -> None:
     x, weight = scaled(8, 272, FP8), scaled(48, 272, FP8)
     x.scales[0, 5] = torch.nan

@@ -172,10 +172,31 @@ def test_without_a_gate_what_is_above_zero_is_squared(dtype: torch.dtype) -> Non
     assert torch.equal(got[:, :-1], x.double().relu().square().to(dtype)[:, :-1])
 
 
-def test_what_has_no_gate_is_not_taken_for_one() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["lone_gelu", "lone_gelu_tanh"])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 17), (2, 96), (1, 3000)])
+def test_gelu_without_a_gate(tokens: int, width: int, kind: str, order: int) -> None:
+    for dtype in DTYPES:
+        x = 3 * random(tokens, width, dtype=dtype)
+        before = x.clone()
+        close_to_rounding(activation.gated_activation(Emulator(order), x, kind), reference.gated_activation(x.double(), kind))
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+def test_gelu_without_a_gate_is_that_of_a_gate_whose_up_is_one(kind: str) -> None:
+    """Far from zero, too, and for a NaN."""
+    gates = torch.tensor([[-torch.inf, -1e30, -100.0, -9.0, -5.0, -1e-3, -0.0, 1e-3, 5.0, 1e30, torch.inf, torch.nan]]).to(BF16)
+    got = activation.gated_activation(Emulator(), gates, f"lone_{kind}")
+    with_gate = activation.gated_activation(Emulator(), torch.cat((gates, torch.ones_like(gates)), 1), kind)
+    assert torch.equal(got.nan_to_num(7.0), with_gate.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("kind", ["relu2", "lone_gelu"])
+def test_what_has_no_gate_is_not_taken_for_one(kind: str) -> None:
     x, other = (random(3, 8, dtype=BF16) for _ in range(2))
     with pytest.raises(AssertionError):
-        activation.gated(Emulator(), x, other, "relu2")
+        activation.gated(Emulator(), x, other, kind)
 
 
 def test_activation_without_a_mask_is_found() -> None:
