@@ -49,7 +49,9 @@ def test_a_text_sees_all_of_itself(shape: tuple, order: int) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "options", [{"window": 1}, {"window": 2}, {"window": 20}, {"window": 64}, {"window": 30, "softcap": 5.0, "sinks": SINKS}], ids=str
+    "options",
+    [{"window": 1}, {"window": 2}, {"window": 20}, {"window": 64}, {"window": 30, "softcap": 5.0, "sinks": SINKS}],
+    ids=["1", "2", "20", "64", "all"],
 )
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_a_window_lies_on_either_side(options: dict, kv_dtype: torch.dtype | None, order: int) -> None:
@@ -134,7 +136,9 @@ def differs(sequences: Case, bug: str, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("dim", [64, 512])
-@pytest.mark.parametrize(("bug", "window"), [("CAUSAL", 0), ("CAUSAL", 9), ("PAST_THE_END", 0), ("PAST_THE_END", 9), ("NO_MASK", 9)])
+@pytest.mark.parametrize(
+    ("bug", "window"), [("CAUSAL", 0), ("CAUSAL", 9), ("PAST_THE_END", 0), ("PAST_THE_END", 9), ("NO_MASK", 9)]
+)
 def test_a_planted_bug_is_found(bug: str, window: int, dim: int) -> None:
     assert differs(whole(35, 20, dim=dim), bug, window=window)
 
