@@ -11,6 +11,7 @@ from transformers import AutoModel, BertConfig, Gemma3TextConfig, ModernBertConf
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
+from emulation.late import LateDevice
 from engines import random_model, save
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
@@ -19,6 +20,7 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.activation import ACTIVATIONS
+from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.decoder import Decoder
@@ -53,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]
     return {name: (model.float(), folders[name]) for name, model in models.items()}
 
 
-def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> Engine:
+def engine_on(folder: Path, device: Device | None, **settings: Any) -> Engine:
     """On the CPU where device is None. Its steps hold less than the longest texts."""
     defaults = {"num_blocks": 32, "max_num_seqs": 4, "max_num_batched_tokens": 24, "dtype": "bfloat16"}
     config = EngineConfig(**defaults | settings | ({"device": "cpu", "threads": 2} if device is None else {}))
@@ -126,6 +128,16 @@ def test_a_deterministic_gpu_gives_a_text_the_same_bits_whatever_is_beside_it(
     settings = {"deterministic": True, "num_blocks": 7, "max_num_batched_tokens": 128}
     pressed = engine_on(folder, EmulatedDevice(num_multiprocessors=64), **settings)
     assert embed(pressed, TEXTS[::-1])[::-1] == together
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_a_device_that_is_late_gives_the_same(name: str, made: dict[str, tuple[Any, Path]]) -> None:
+    _, folder = made[name]
+    expected = embed(engine_on(folder, EmulatedDevice()))
+    with LateDevice() as device:
+        found = embed(engine_on(folder, device))
+    assert found == expected
+    assert device.races == []
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4:group=32", "q8_0"])

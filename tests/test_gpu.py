@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoModel, Qwen3Config
 
 from emulation.compare import random
 from engines import SMALL, greedy, random_model, run, save
@@ -28,6 +28,7 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_cuda_encoders import CONFIGS, TEXTS, embed, engine_on, far
 
 _reason = why_unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=_reason.message if _reason else "")
@@ -85,6 +86,23 @@ def test_flash_attention_of_whole_prompts_gives_what_our_kernel_gives(folder: Pa
         found.append([entry.logprob for each in logprobs for entry in each or () if entry is not None])
     assert len(found[0]) == sum(map(len, PROMPTS)) - len(PROMPTS)
     assert max(abs(flash - ours) for flash, ours in zip(*found, strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_texts_that_see_all_of_themselves_have_the_vectors_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's attention, as far as Hopper takes it, and by ours."""
+    model = random_model(CONFIGS[name], seed=1, dtype=BF16, auto=AutoModel)
+    save(model, tmp_path)
+    model.float()
+    for long_prompt in (1, 1 << 30):
+        monkeypatch.setattr(CudaAttention, "long_prompt", long_prompt)
+        assert far(embed(engine_on(tmp_path, CudaDevice(0, False))), model) < 0.03
+    engine = engine_on(tmp_path, CudaDevice(0, False), deterministic=True)
+    together = embed(engine)
+    assert far(together, model) < 0.03
+    assert [embed(engine, [ids])[0] for ids in TEXTS] == together
 
 
 # What rounding activations costs: to int8, to e4m3, or not at all.
