@@ -18,7 +18,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.activation import ACTIVATIONS
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
@@ -188,6 +188,19 @@ def test_no_step_is_larger_than_what_was_measured_and_none_waits_for_the_compile
     assert longest <= max(sizes) <= measured
     assert measured <= max(longest, settings.get("max_num_batched_tokens", 24))
     assert {str(kernel) for kernel in device.launcher.launched - device.launcher.rehearsed} == set()
+
+
+@pytest.mark.parametrize(("tokens", "hint"), [(24, "--ctx-size"), (200, "--batch-size")])
+def test_a_step_without_room_says_whether_its_texts_or_their_number_are_too_large(
+    tokens: int, hint: str, made: dict[str, tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Decoder, "run", has_no_room)
+    with pytest.raises(DoesNotFitError, match=f"a step of {max(90, tokens)} tokens does not fit") as refused:
+        engine_on(made["bert"][1], EmulatedDevice(), max_num_batched_tokens=tokens)
+    assert hint in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli import LLM
+from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.batch import Batch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
@@ -551,6 +553,22 @@ def test_a_cache_is_sized_by_what_is_left(folder: Path) -> None:
     assert 0 < blocks((512 << 20) + (10 << 20)) < 64 * 8
     with pytest.raises(DoesNotFitError, match="no room for the KV cache"):
         blocks(1 << 30, 0.25)
+
+
+def test_prompts_that_fill_a_step_together_are_measured_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is as long as a step."""
+    sizes, prepare = [], Decoder.prepare
+
+    def noted(model: Decoder, batch: Batch) -> StepInputs:
+        sizes.append(batch.num_tokens)
+        return prepare(model, batch)
+
+    monkeypatch.setattr(Decoder, "prepare", noted)
+    engine = engine_on(folder, EmulatedDevice(), max_model_len=10, max_num_batched_tokens=40)
+    measured = max(sizes)
+    sizes.clear()
+    tokens(engine, greedy(1), [[i] * 9 for i in range(4)])
+    assert max(sizes) == 36 <= measured == 40
 
 
 def test_the_bundled_model_tells_the_same_story(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ AMPERE = 80
 TOKEN_BYTES, ROW_BYTES = 4 + 4 + 2 + 1, 48 << 10
 # Recorded steps: their tensors between kernels, one batch after another in the same memory, and the graphs themselves.
 GRAPH_BYTES = 256 << 20
+TOO_LARGE = "try a smaller model, a smaller --batch-size, or --device cpu"
 
 
 class CudaPlatform:
@@ -131,7 +132,9 @@ class CudaPlatform:
             step = max(map(self._profile, models))
         except torch.OutOfMemoryError:
             tokens = max(self._step_tokens(model.spec) for model in models)
-            raise self._too_large(f"a step of {tokens} tokens does not fit") from None
+            whole = "texts are computed whole: shorten them with --ctx-size, or add --device cpu"
+            hint = whole if tokens > self.config.max_num_batched_tokens else TOO_LARGE
+            raise self._too_large(f"a step of {tokens} tokens does not fit", hint) from None
         finally:
             self.progress.done()
         memory = self.device.memory()
@@ -216,9 +219,8 @@ class CudaPlatform:
             run([step(int(model.most_unread))])
         return max(0, self.device.memory().peak - before)
 
-    def _too_large(self, what: str) -> DoesNotFitError:
+    def _too_large(self, what: str, hint: str = TOO_LARGE) -> DoesNotFitError:
         memory = self.device.memory()
         return DoesNotFitError(
-            f"{what}: {memory.free / GIB:.1f} of the GPU's {memory.total / GIB:.1f} GiB are free",
-            "try a smaller model, a smaller --batch-size, or --device cpu",
+            f"{what}: {memory.free / GIB:.1f} of the GPU's {memory.total / GIB:.1f} GiB are free", hint
         )
