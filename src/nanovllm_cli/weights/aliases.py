@@ -28,6 +28,20 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "4b": "Qwen/Qwen3-Embedding-4B",
         "8b": "Qwen/Qwen3-Embedding-8B",
     },
+    "all-minilm": {"22m": "sentence-transformers/all-MiniLM-L6-v2", "33m": "sentence-transformers/all-MiniLM-L12-v2"},
+    "bge": {"small": "BAAI/bge-small-en-v1.5", "base": "BAAI/bge-base-en-v1.5", "large": "BAAI/bge-large-en-v1.5"},
+    "bge-reranker": {"v2-m3": "BAAI/bge-reranker-v2-m3"},
+    "embeddinggemma": {"300m": "google/embeddinggemma-300m"},
+    "granite-embedding": {
+        "small": "ibm-granite/granite-embedding-small-english-r2",
+        "149m": "ibm-granite/granite-embedding-english-r2",
+    },
+    "multilingual-e5": {
+        "small": "intfloat/multilingual-e5-small",
+        "base": "intfloat/multilingual-e5-base",
+        "large": "intfloat/multilingual-e5-large",
+    },
+    "nomic-embed-text": {"v1.5": "nomic-ai/nomic-embed-text-v1.5"},
     "qwen3.5": {
         "0.8b": "Qwen/Qwen3.5-0.8B",
         "2b": "Qwen/Qwen3.5-2B",
