@@ -136,6 +136,7 @@ class FakeGenerates:
         self.callers: list[Caller] = []
         self.priorities: list[int] = []
         self.poolings: list[Pooling] = []
+        self.mosts: list[int | None] = []
         self.generations: list[FakeGeneration] = []
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> FakeGeneration:
@@ -157,11 +158,13 @@ class FakeGenerates:
         *,
         priority: int = 0,
         normalize: bool = True,
+        most: int | None = None,
     ) -> tuple[list[Sequence[float]], int]:
         """Of length 1: (3, 4) / 5, then zeros; texts that begin with "x" point along the second axis. Twice that long where
         they are not to be normalized."""
         self.priorities.append(priority)
         self.poolings.append(pooling)
+        self.mosts.append(most)
         async with self.models.use(model):
             vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
         return [[number * (1 if normalize else 2) for number in each] for each in vectors], sum(len(text) for text in texts)

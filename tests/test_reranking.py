@@ -104,6 +104,7 @@ class Generates(FakeGenerates):
         *,
         priority: int = 0,
         normalize: bool = True,
+        most: int | None = None,
     ) -> tuple[list[Sequence[float]], int]:
         assert (pooling, normalize) == ("last", False)
         for i, text in enumerate(texts):

@@ -552,6 +552,20 @@ def test_many_vectors_hold_up_nobody(run: Any, monkeypatch: pytest.MonkeyPatch) 
     assert on_loop == [False, False]
 
 
+def test_texts_are_cut_where_that_is_asked_for(run: Any) -> None:
+    """To so many tokens, or to what the context holds; a text of megabytes is not read whole."""
+    house = House()
+    limit = FACTS.context_len
+    _, count = run(house.generator.embed("m", ["a" * 600, "bb", [1] * 7], "mean", most=5))
+    assert count == 5 + 2 + 5
+    _, count = run(house.generator.embed("m", ["a" * 5_000_000], "mean", most=-1))
+    assert count == limit
+    for bad in (0, limit + 1):
+        with pytest.raises(ApiError, match=f"between 1 and {limit} tokens") as refused:
+            run(house.generator.embed("m", ["a"], "mean", most=bad))
+        assert refused.value.param == "truncate_prompt_tokens"
+
+
 def test_embeddings_have_length_one(run: Any) -> None:
     house = House()
     (first, second), count = run(house.generator.embed("m", ["a", [1, 2]], "mean", priority=-2))

@@ -695,7 +695,8 @@ def test_fewer_dimensions_are_of_length_one_again() -> None:
         ("input", {"input": ""}), ("input", {"input": []}), ("input", {"input": ["a", ""]}), ("input", {"input": [[]]}),
         ("input", {"input": None}), ("input", {}), ("input", {"input": ["a"] * 2049}), ("input", {"input": [1, "a"]}),
         ("dimensions", {"input": "a", "dimensions": 0}), ("encoding_format", {"input": "a", "encoding_format": "int8"}),
-        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": 3}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": -2}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": "all"}),
         ("embed_dtype", {"input": "a", "embed_dtype": "int8"}),
         ("pooling", {"input": "a", "pooling": "max"}), ("normalize", {"input": "a", "normalize": False}),
     ],
@@ -737,7 +738,7 @@ def test_texts_are_scored_in_pairs_or_beside_one(path: str) -> None:
         ("text_1", {"text_1": ["a", "b"], "text_2": "a"}), ("text_1", {"text_1": ["a", "b"], "text_2": ["a"] * 3}),
         ("text_1", {"text_1": "", "text_2": "a"}), ("text_2", {"text_1": "a", "text_2": []}), ("text_2", {"text_1": "a"}),
         ("text_2", {"text_1": "a", "text_2": [1]}), ("text_2", {"text_1": "a", "text_2": ["a"] * 2049}),
-        ("truncate_prompt_tokens", {"text_1": "a", "text_2": "a", "truncate_prompt_tokens": 5}),
+        ("truncate_prompt_tokens", {"text_1": "a", "text_2": "a", "truncate_prompt_tokens": 0.5}),
     ],
 )  # fmt: skip
 def test_pairs_that_make_no_sense_are_refused(param: str, fields: dict[str, Any]) -> None:

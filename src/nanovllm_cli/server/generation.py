@@ -110,9 +110,11 @@ class Generator:
         *,
         priority: int = 0,
         normalize: bool = True,
+        most: int | None = None,
     ) -> tuple[list[Sequence[float]], int]:
         async with self._using(model) as work:
-            each = await self._in_thread(lambda: [_text_ids(work.model, text, "input") for text in texts])
+            cut = work.model.cut_to(most)
+            each = await self._in_thread(lambda: [_text_ids(work.model, text, "input", cut) for text in texts])
             for ids in each:
                 _check_fits(ids, work.model, "input", room=0)
             watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
@@ -360,6 +362,8 @@ def _failure(piece: Piece) -> ApiError:
 
 def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
     """The prompt of a conversation. Raises UsageError, TemplateError and ApiError."""
+    if not model.facts.has_head:
+        raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
     kwargs = template_variables(asked.template_kwargs)
@@ -390,8 +394,11 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
         raise ApiError.of(error, asked.param) from error
 
 
-def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> list[int]:
-    if isinstance(prompt, str):
+def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str, cut: int | None = None) -> list[int]:
+    """cut: see `ServedModel.cut_to`. No more of a text is read than could be so many tokens."""
+    if isinstance(prompt, str) and cut is not None:
+        prompt = prompt[: cut * model.tokenizer.longest_token * _MOST_SHORTENED]
+    elif isinstance(prompt, str):
         check_length(len(prompt), model, param)
         try:
             model.tokenizer.check_fits(prompt, model.facts.context_len)
@@ -402,7 +409,7 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> li
         raise ApiError(400, "the text is empty", param=param)
     if not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
         raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param=param)
-    return ids
+    return ids if cut is None else model.tokenizer.truncated(ids, cut)
 
 
 def check_length(num_chars: int, model: ServedModel, param: str) -> None:

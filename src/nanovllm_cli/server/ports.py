@@ -18,6 +18,7 @@ from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import invalid_value
 from nanovllm_cli.server.messages import Facts, Output
 from nanovllm_cli.text.answer_format import AnswerFormat
 from nanovllm_cli.text.chat_template import ChatTemplate, Message
@@ -87,6 +88,13 @@ class ServedModel:
     thinking_switch: str | None = None
     format: AnswerFormat | None = None
     scoring: Scoring | None = None
+
+    def cut_to(self, most: int | None) -> int | None:
+        """Tokens that a request's `truncate_prompt_tokens` leaves of a text; None: all. Raises ApiError."""
+        limit = self.facts.context_len
+        if most is not None and (most == 0 or most > limit):
+            raise invalid_value(f"texts are cut to between 1 and {limit} tokens, which -1 means too", "truncate_prompt_tokens")
+        return limit if most == -1 else most
 
 
 class ModelCard(NamedTuple):
@@ -258,5 +266,7 @@ class Generates(Protocol):
         *,
         priority: int = 0,
         normalize: bool = True,
+        most: int | None = None,
     ) -> tuple[list[Sequence[float]], int]:
-        """A vector for each text, of length 1 where they are normalized, and how many tokens they had."""
+        """A vector for each text, of length 1 where they are normalized, and how many tokens they had. most: to so many texts are
+        cut, -1: to what the context holds."""

@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.vectors import by_score, nearness, unit
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
@@ -78,8 +78,9 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
         if body.dimensions is not None and body.dimensions > model.facts.vector_size:
             raise invalid_value(f"this model's vectors have {model.facts.vector_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
-            body.model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0
-        )
+            body.model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0,
+            most=body.truncate_prompt_tokens,
+        )  # fmt: skip
         exchange.count(model.id, num_tokens)
         return JsonResponse(
             {
@@ -180,17 +181,26 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """Of each document beside its query, or the only one; and how many tokens were read."""
     embed, priority = context.generates.embed, body.priority or 0
-    scoring = model.scoring
+    scoring, most = model.scoring, body.truncate_prompt_tokens
     if scoring is None:
-        asked = [*queries, *documents]
-        vectors, count = await embed(body.model, asked, body.pooling or model.facts.pooling, priority=priority)
+        asked, pooling = [*queries, *documents], body.pooling or model.facts.pooling
+        vectors, count = await embed(body.model, asked, pooling, priority=priority, most=most)
         pairs = zip(_each(vectors[: len(queries)], documents), vectors[len(queries) :], strict=True)
         return [nearness(query, vector) for query, vector in pairs], count
     if body.pooling is not None:
         raise invalid_value("this model ranks, and pools as its head wants it", "pooling")
-    together = list(zip(_each(queries, documents), documents, strict=True))
+    together, limit = list(zip(_each(queries, documents), documents, strict=True)), model.cut_to(most)
+
+    def prompt(query: str, document: str) -> list[int]:
+        if limit is None:
+            return scoring.prompt(model.tokenizer, query, document)
+        ids = scoring.fitting(model.tokenizer, query, document, limit)
+        if len(ids) > limit:
+            raise UsageError(f"the query leaves no room for a document in {limit} tokens", "shorten it")
+        return ids
+
     try:
-        prompts = await asyncio.to_thread(lambda: [scoring.prompt(model.tokenizer, *pair) for pair in together])
+        prompts = await asyncio.to_thread(lambda: [prompt(*pair) for pair in together])
     except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
         raise ApiError.of(error, "documents" if isinstance(body, RerankRequest) else "text_2") from error
     rows, count = await embed(body.model, prompts, model.facts.pooling, priority=priority, normalize=False)

@@ -293,9 +293,12 @@ EmbeddingInput = Annotated[
     explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
 ]
 
+Truncation = Annotated[int | None, Field(ge=-1)]
+
 
 class EmbeddingRequest(StrictModel):
-    """POST /v1/embeddings. pooling: of the hidden states of a text's tokens."""
+    """POST /v1/embeddings. pooling: of the hidden states of a text's tokens. truncate_prompt_tokens: vLLM's, texts are cut to so
+    many tokens, by -1 to what the context holds."""
 
     model: ModelName | None = None
     input: EmbeddingInput
@@ -306,7 +309,7 @@ class EmbeddingRequest(StrictModel):
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
     add_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: Unsupported = None
+    truncate_prompt_tokens: Truncation = None
     priority: Priority | None = None
     user: Tolerated = None
 
@@ -340,7 +343,7 @@ class ScoreRequest(StrictModel):
     model: ModelName | None = None
     text_1: SeveralTexts
     text_2: SeveralTexts
-    truncate_prompt_tokens: Unsupported = None
+    truncate_prompt_tokens: Truncation = None
     pooling: Literal["mean", "last", "cls"] | None = None
     priority: Priority | None = None
     user: Tolerated = None
@@ -356,7 +359,7 @@ class RerankRequest(StrictModel):
     return_documents: bool | None = None
     max_tokens_per_doc: Unsupported = None
     rank_fields: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
+    truncate_prompt_tokens: Truncation = None
     pooling: Literal["mean", "last", "cls"] | None = None
     priority: Priority | None = None
     user: Tolerated = None
