@@ -173,7 +173,7 @@ def _addend(rows: torch.Tensor | None) -> Addend | None:
 
 
 class Decoder:
-    """A decoder-only transformer, made of what the kit has. shared: whose embedding and head it has, if not its own.
+    """A decoder, or an encoder, made of what the kit has. shared: whose embedding and head it has, if not its own.
     reads_hidden: whether a batch has to bring rows beside its tokens."""
 
     reads_hidden = False

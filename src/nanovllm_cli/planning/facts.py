@@ -159,7 +159,7 @@ def rope_words(spec: ModelSpec) -> str:
     """How positions are told, in a few words."""
     rope = spec.attention.rope
     if rope is None:
-        return "none"
+        return "none, positions are learned" if spec.entry is not None and spec.entry.positions else "none"
     words = f"theta {rope.theta:,.0f}"
     if rope.scaling != "none":
         words += f", {rope.scaling}"
