@@ -175,7 +175,7 @@ def quantize(
         screen.say(note)
     _print_table(plan, screen)
     if card is not None:
-        screen.say(f"against the original, {card.quality.tokens} tokens of {card.text}:")
+        screen.say(f"against the original, {card.quality.extent(card.text)}:")
         _print_columns([(name, value) for name, value in card.quality.figures()], screen)
     if options.json:
         record = {

@@ -1,6 +1,7 @@
 """The quality card: the quantized model against the original, on text that it was not calibrated with.
 
-    measure(original, quantized, windows)      both read the same tokens; see quality.py for the numbers
+    measure(original, quantized, windows)      both read the same tokens; see quality.py for the numbers. Of models that embed or
+                                               rank, `vector_card.measure_vectors` does
     as_json, as_markdown                       what is kept beside the weights
 
 One model is in memory at a time: of the original only the hidden rows behind its last norm stay, [T, hidden], and its head, which
@@ -22,11 +23,11 @@ from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.quality import Comparison, Quality
 from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
+from nanovllm_cli.quantization.vector_quality import AnyQuality
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 LOGIT_ROWS = 64
-_DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Card:
     plan: Plan
     algorithm: str
     text: str
-    quality: Quality
+    quality: AnyQuality
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -54,13 +55,14 @@ class Card:
     def as_markdown(self) -> str:
         """A section of a model card."""
         quality, plan = self.quality, self.plan
+        cut = f", in windows of {WINDOW}" if isinstance(quality, Quality) else ""
         table = "\n".join(f"| {name} | {value} |" for name, value in quality.figures())
         return (
             f"## Quantized with nanovllm\n\n"
             f"{self.original} in {plan.to}, by {self.algorithm}: {plan.bits_a_weight:.2f} bits a weight, "
             f"{plan.bytes_after / 1e6:.1f} MB instead of {plan.bytes_before / 1e6:.1f} MB.\n\n"
             f"| against the original | |\n|---|---|\n{table}\n\n"
-            f"Measured on {quality.tokens} tokens of {self.text}, in windows of {WINDOW}.\n"
+            f"Measured on {quality.extent(self.text)}{cut}.\n"
         )
 
 
@@ -105,7 +107,7 @@ def measure(
         kept.append(before.scored(part, first))
         progress.advance(sum(map(len, part)))
     before.forget_layers()
-    after = MeasuredModel(quantized, longest, dtype=_DTYPES[before.dtype], threads=threads, progress=progress)
+    after = MeasuredModel(quantized, longest, dtype=before.dtype_name, threads=threads, progress=progress)
     comparison = Comparison()
     progress.stage("comparing", total, "tokens")
     for part, wanted in zip(parts(windows, before.at_once), kept, strict=True):

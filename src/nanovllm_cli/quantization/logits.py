@@ -1,4 +1,5 @@
-"""A model opened for measuring: hidden rows and logits of every token of a text, from the engine's own model.
+"""A model opened for measuring: hidden rows and logits of every token of a text, or what a text's rows become together, from the
+engine's own model.
 
 Legend: T tokens, V vocabulary.
 """
@@ -14,16 +15,19 @@ import torch
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import DTypeName, EngineConfig
 from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.runner import pooled_of
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels.ops import Addend, Hidden
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.decoder import Block, Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 STEP = 512
 """Most tokens that the model reads at once: what the engine takes, too, and more is no faster."""
+_DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class MeasuredModel:
@@ -59,6 +63,11 @@ class MeasuredModel:
             )
         self._cache = KVCache(num_blocks, self._worker.spec.mixers, self.model.backend, self.at_once)
 
+    @property
+    def dtype_name(self) -> DTypeName:
+        """What it computes in, as another one is told to."""
+        return _DTYPES[self.dtype]
+
     def hidden(self, ids: Sequence[int]) -> Hidden:
         """Rows [T, hidden] of all tokens, after the last norm."""
         return self._run([self._share(0, ids, 0, len(ids), len(ids))], 0)
@@ -76,6 +85,19 @@ class MeasuredModel:
             assert isinstance(rows, torch.Tensor), "norms are kernels of their own on a CPU"
             found.append(rows)
         return torch.cat(found)
+
+    def pooled(self, texts: Sequence[Sequence[int]], seconds: Sequence[int], pooling: Pooling) -> torch.Tensor:
+        """[texts, hidden] float64: each text's rows after the last norm as one, of at_once texts at most, each whole in one step.
+        seconds: of each, where the second of two texts begins that are read together, or 0."""
+        assert len(texts) <= self.at_once
+        whole = [self._share(i, ids, 0, len(ids), len(ids)) for i, ids in enumerate(texts)]
+        shares = [share._replace(pooling=pooling, second=second) for share, second in zip(whole, seconds, strict=True)]
+        batch, owners = build_batch(shares, self._block_size)
+        self._platform.enter()
+        with torch.inference_mode():
+            sums = pooled_of(self.model, self.model.run(self.model.prepare(batch), self._cache), owners)
+        counts = [len(ids) if pooling == "mean" else 1 for ids in texts]
+        return torch.tensor([[number / count for number in sums[i]] for i, count in enumerate(counts)], dtype=torch.float64)
 
     def _share(self, place: int, ids: Sequence[int], start: int, end: int, prompt_len: int) -> Scheduled:
         """Tokens start to end of a text that has the cache's blocks and state at `place`."""
@@ -110,6 +132,11 @@ class MeasuredModel:
             self.model.blocks = blocks
         assert isinstance(last, torch.Tensor), "norms are kernels of their own on a CPU"
         return [*found, last.float()]
+
+    def close(self) -> None:
+        """Gives back all memory; nothing works afterwards."""
+        self._worker.close()
+        del self._cache, self.model
 
     def forget_layers(self) -> None:
         """Gives back all memory but that of the head: `logits` of rows that were computed before still works."""

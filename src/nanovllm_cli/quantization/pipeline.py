@@ -27,17 +27,21 @@ from nanovllm_cli.quantization.gguf_file import write_gguf
 from nanovllm_cli.quantization.importance import from_file, measured, weighable
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
+from nanovllm_cli.quantization.passages import Cut, Reading, embeds, reading_of
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.texts import NamedText, windows
+from nanovllm_cli.quantization.vector_card import measure_vectors
+from nanovllm_cli.quantization.vector_quality import AnyQuality
 from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights import convert
-from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.files import split_parts
 from nanovllm_cli.weights.imatrix import ImportanceFile
 from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room
 
 QUALITY_FILE = "quality.json"
 AlgorithmName = Literal["rtn", "gptq", "awq", "imatrix"]
+_LONGER = "give a longer --verify-text, more --verify-tokens, or --no-verify"
 _VERSION = 1  # of what parts hold; another one means that they are made anew
 
 
@@ -61,14 +65,33 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the quality card is measured on. num_tokens: most of the text's."""
+    """What the quality card is measured on. num_tokens: most of the text's, or of what is made of it for a reranker."""
 
     text: NamedText
     num_tokens: int = 4096
 
-    def windows(self, original: Original) -> list[list[int]]:
-        """Token ids to measure with. UsageError where they are too few."""
+    def check(self, original: Original) -> None:
+        """Raises UsageError where the text is too short, and UnsupportedError where nothing can be measured of such a model."""
+        self._reading(original) if self._by_vectors(original) else self._windows(original)
+
+    def quality(self, original: Original, quantized: Checkpoint, progress: LoadProgress) -> AnyQuality:
+        """What was lost: of probabilities, or of a model that embeds or ranks, of vectors or scores."""
+        if self._by_vectors(original):
+            return measure_vectors(original.checkpoint, quantized, self._reading(original), progress)
+        return measure(original.checkpoint, quantized, self._windows(original), progress)
+
+    def _by_vectors(self, original: Original) -> bool:
+        return embeds(original.checkpoint, original.spec)
+
+    def _windows(self, original: Original) -> list[list[int]]:
         return windows_of(original.tokenizer(), self.text, self.num_tokens, original.spec.vocab_size)
+
+    def _reading(self, original: Original) -> Reading:
+        cut = Cut(num_tokens=self.num_tokens)
+        try:
+            return reading_of(original.checkpoint, original.spec, original.tokenizer(), self.text, cut, _LONGER)
+        except UnsupportedError as refusal:
+            raise UnsupportedError(refusal.message, "--no-verify leaves the quality card out") from refusal
 
 
 def quantize_model(
@@ -87,11 +110,8 @@ def quantize_model(
     DoesNotFitError (the disk is too small), and what reading and loading raise.
     """
     check_apart(original, plan, output)
-    if verification is not None and not original.spec.has_head:
-        progress.note("no quality card: an embedding model gives no probabilities to compare")
-        verification = None
     if verification is not None:
-        verification.windows(original)  # not after hours
+        verification.check(original)  # not after hours
     if plan.kind == "gguf":
         convert.plan(original.checkpoint, "gguf")  # refuses what such a file can't say of the model
     write = _write_folder if plan.kind == "hf" else _write_file
@@ -127,7 +147,7 @@ class _Run(NamedTuple):
         if self.verification is None:
             return None
         with open_checkpoint(path) as quantized:
-            quality = measure(self.original.checkpoint, quantized, self.verification.windows(self.original), self.progress)
+            quality = self.verification.quality(self.original, quantized, self.progress)
         return Card(self.original.name, self.plan, self.method.algorithm, self.verification.text.name, quality)
 
 

@@ -53,6 +53,15 @@ class Quality:
     def is_finite(self) -> bool:
         return math.isfinite(self.kl_mean) and self.before.is_finite and self.after.is_finite
 
+    @property
+    def loss(self) -> tuple[str, float]:
+        """Its name, and what is 0 where nothing was lost."""
+        return "the mean KL divergence", self.kl_mean
+
+    def extent(self, text: str) -> str:
+        """What was measured on, for people."""
+        return f"{self.tokens} tokens of {text}"
+
     def figures(self, before: str = "before", after: str = "after") -> list[tuple[str, str]]:
         """Names and values, for people. before, after: what the models are called."""
         return [

@@ -38,15 +38,15 @@ def windows(tokenizer: Tokenizer, text: NamedText, vocab_size: int) -> Iterator[
     UsageError names the line of a .jsonl file that means nothing."""
     prefix = list(tokenizer.prefix_ids)
     step = WINDOW - len(prefix)
-    for document in _documents(text, tokenizer):
+    for document in documents(text, tokenizer):
         ids = [i for i in tokenizer.encode(document, add_special_tokens=False) if i < vocab_size]
         for first in range(0, len(ids), step):
             if len(piece := prefix + ids[first : first + step]) > 1:
                 yield piece
 
 
-def _documents(text: NamedText, tokenizer: Tokenizer) -> Iterator[str]:
-    """The whole text, or what the lines of a .jsonl file say."""
+def documents(text: NamedText, tokenizer: Tokenizer) -> Iterator[str]:
+    """The whole text, or what the lines of a .jsonl file say. UsageError names a line that means nothing."""
     if not text.name.endswith((".jsonl", ".ndjson")):
         yield text.text
         return

@@ -62,12 +62,19 @@ class Scoring(NamedTuple):
         count = bisect.bisect_right(range(1, len(document) + 1), limit, key=size)
         return self.prompt(tokenizer, query, document[:count])
 
+    def margin(self, numbers: Sequence[float]) -> float:
+        """Of what the head gave: the score before the sigmoid."""
+        return numbers[0] - numbers[1] if self.outcome == "yes" else numbers[0]
+
     def score(self, numbers: Sequence[float]) -> float:
         """Of what the head gave: 0 to 1, but where the files ask for the number itself."""
+        return self.of_margin(self.margin(numbers))
+
+    def of_margin(self, margin: float) -> float:
+        """The score of what it is before the sigmoid."""
         if self.outcome == "identity":
-            return numbers[0]
-        better = numbers[0] - numbers[1] if self.outcome == "yes" else numbers[0]
-        return 1 / (1 + math.exp(-better)) if better >= 0 else math.exp(better) / (1 + math.exp(better))
+            return margin
+        return 1 / (1 + math.exp(-margin)) if margin >= 0 else math.exp(margin) / (1 + math.exp(margin))
 
 
 def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None = None) -> Scoring | None:
