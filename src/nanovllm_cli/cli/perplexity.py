@@ -1,5 +1,5 @@
 """`nanovllm perplexity`: how well a model knows a text; and what another form of it has lost. The work is in
-`quantization/perplexity.py` and `card.py`."""
+`quantization/perplexity.py`, `card.py` and `vector_card.py`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from nanovllm_cli.cli.options import Device, DType, MessageOptions, ModelWord, S
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, duration
 from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DifferenceError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.quantization.original import Original
+    from nanovllm_cli.quantization.passages import Cut
     from nanovllm_cli.quantization.perplexity import Windows
     from nanovllm_cli.quantization.texts import NamedText
+    from nanovllm_cli.quantization.vector_quality import AnyQuality
 
 EXAMPLE = "for example: nanovllm perplexity tiny"
 MEASURING = "Measuring"
@@ -43,11 +46,14 @@ class PerplexityOptions:
         panel=MEASURING, metavar="FILE", envvar=None,
     )
     ctx_size: int = option(
-        "-c", "--ctx-size", help="Tokens of a window; each begins anew, and what is left at the end of the text is none. [512]",
+        "-c", "--ctx-size",
+        help="Tokens of a window; each begins anew, and what is left at the end of the text is none. [512] Of models that embed "
+        "or rank, the most of a passage. [64]",
         default="512", panel=MEASURING, metavar="SIZE", parser=parsers.count, envvar=None,
     )
     chunks: int = option(
-        "--chunks", help="Most windows; -1 takes the whole text. [-1]", default=-1, panel=MEASURING, min=-1, envvar=None
+        "--chunks", help="Most windows, passages, or a reranker's queries; -1 takes the whole text. [-1]",
+        default=-1, panel=MEASURING, min=-1, envvar=None,
     )
     all: bool = option(
         "--all", help="Score all tokens of a window but its first, as quality cards do, and not its second half alone.",
@@ -64,8 +70,10 @@ class PerplexityOptions:
     threads: int | None = option("-t", "--threads", help="CPU threads. [-1: one a core; of a Mac, one a fast core]", panel=ENGINE)
     json: bool = option("--json", help="The result as one JSON object.", default=False, panel=OUTPUT)
     fail_above: float | None = option(
-        "--fail-above", help="Exit with 7 where the mean KL divergence is above this, such as 0.02. [never]",
-        panel=OUTPUT, metavar="KL", min=0.0, envvar=None,
+        "--fail-above",
+        help="Exit with 7 where the mean KL divergence is above this, such as 0.02; of models that embed, 1 minus the mean "
+        "cosine; of rerankers, the mean difference of scores. [never]",
+        panel=OUTPUT, metavar="LOSS", min=0.0, envvar=None,
     )  # fmt: skip
 
     @parsers.by_their_flags()
@@ -93,7 +101,9 @@ def perplexity(
     As llama-perplexity does it, so that numbers can be compared: the text is cut into windows, BOS stands in place of a window's
     first token where the tokenizer puts one before a text, and the second half of each window is scored. With OTHER both
     models read the same windows, one after the other: KL divergence of OTHER's next-token probabilities from MODEL's, how often
-    the most likely token is the same, and both perplexities. On the CPU.
+    the most likely token is the same, and both perplexities. Models that embed read passages of the text instead: the cosine of
+    each one's two vectors, and whether its nearest passages stay the same; rerankers pairs of a query and a passage: how far
+    their scores differ. On the CPU.
     """
     screen = screen_for(messages)
     names = named_models(ctx.obj, [word for word in (source.model, model_word, other_word) if word], EXAMPLE)
@@ -105,11 +115,25 @@ def perplexity(
     screen.announce(f"opening {names[0]}")
     with signals.insisting():
         from nanovllm_cli.quantization import perplexity as measuring
+        from nanovllm_cli.quantization.passages import PASSAGE, Cut
     progress = ProgressLine(screen)
+    parses = options.text is None if options.parse_special is None else options.parse_special
     with _opened(names, source, progress) as models:
         screen.status("cutting the text")
+        if len(models) == 1 and not models[0].spec.has_head:
+            raise UnsupportedError(
+                f"{names[0]} embeds or ranks: it gives no probabilities, and so no text has a perplexity",
+                "name another form of it behind it: their vectors, or scores, are compared",
+            )
+        if len(models) == 2 and measuring.by_vectors(*models):
+            refuse_typed(ctx, ["all"], "is given, and nothing is scored in models that embed or rank", "leave it out")
+            passage = options.ctx_size if is_typed(ctx, "ctx_size") else PASSAGE
+            most = None if options.chunks == -1 else options.chunks
+            cut = Cut(passage, most=most, parse_special=parses, reads_lines=False)
+            record = {"model": names[0], "text": text.name, "ctx_size": passage}
+            _compare_vectors(models, text, cut, record, options, threads, screen, progress)
+            return
         tokenizers = [model.tokenizer() for model in models]
-        parses = options.text is None if options.parse_special is None else options.parse_special
         every = [measuring.text_ids(tokenizer, text, parse_special=parses) for tokenizer in tokenizers]
         most = None if options.chunks == -1 else options.chunks
         windows = measuring.cut(every[0], tokenizers[0].prefix_ids, options.ctx_size, most=most, whole=options.all)
@@ -147,20 +171,47 @@ def _compare(
     screen: Console, progress: ProgressLine,
 ) -> None:  # fmt: skip
     from nanovllm_cli.quantization.perplexity import compare
-    from nanovllm_cli.quantization.verify_text import OurWords, differences
 
     one, other = models
-    for line in differences(OurWords(one.checkpoint.path), OurWords(other.checkpoint.path)):
-        screen.say(f"the tokenizers differ, but not over this text: {line}", "dim")
+    _tell_differences(one, other, screen)
     began = time.monotonic()
     quality = compare(one.checkpoint, other.checkpoint, windows, progress, dtype=options.dtype, threads=threads)
+    _show_compared(models, quality, _facts(record), record, began, options, screen)
+
+
+def _compare_vectors(
+    models: Sequence[Original], text: NamedText, cut: Cut, record: dict[str, Any], options: PerplexityOptions,
+    threads: int | None, screen: Console, progress: ProgressLine,
+) -> None:  # fmt: skip
+    from nanovllm_cli.quantization.perplexity import compare_vectors
+
+    one, other = models
+    _tell_differences(one, other, screen)
+    began = time.monotonic()
+    quality = compare_vectors(one, other, text, cut, progress, dtype=options.dtype, threads=threads)
+    _show_compared(models, quality, [("compared", quality.extent(text.name))], record, began, options, screen)
+
+
+def _tell_differences(one: Original, other: Original, screen: Console) -> None:
+    from nanovllm_cli.quantization.verify_text import OurWords, differences
+
+    for line in differences(OurWords(one.checkpoint.path), OurWords(other.checkpoint.path)):
+        screen.say(f"the tokenizers differ, but not over this text: {line}", "dim")
+
+
+def _show_compared(
+    models: Sequence[Original], quality: AnyQuality, facts: list[tuple[str, str]], record: dict[str, Any], began: float,
+    options: PerplexityOptions, screen: Console,
+) -> None:  # fmt: skip
+    """Raises DifferenceError for more loss than may be."""
+    one, other = models
     seconds = time.monotonic() - began
-    figures = quality.figures(f"of {one.name}", f"of {other.name}")
     record |= {"other": other.name, "quality": asdict(quality), "seconds": round(seconds, 3)}
-    _show([*figures, *_facts(record)], record, options, screen)
+    _show([*quality.figures(f"of {one.name}", f"of {other.name}"), *facts], record, options, screen)
     screen.say(f"done in {duration(seconds)}", "dim")
-    if options.fail_above is not None and quality.kl_mean > options.fail_above:
-        raise DifferenceError(f"the mean KL divergence is {quality.kl_mean:.5f}, above {options.fail_above:g}")
+    name, loss = quality.loss
+    if options.fail_above is not None and loss > options.fail_above:
+        raise DifferenceError(f"{name} is {loss:.5f}, above {options.fail_above:g}")
 
 
 def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:

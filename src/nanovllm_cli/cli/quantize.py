@@ -112,7 +112,7 @@ class QuantizeOptions:
         "--verify-text", help="The text of the quality card. [bundled]", panel=OUTPUT, metavar="FILE"
     )
     verify_tokens: int = option(
-        "--verify-tokens", help="Most tokens of it. [4096]", default=4096, panel=OUTPUT, min=2, max=10_000_000
+        "--verify-tokens", help="Most tokens that are read of it. [4096]", default=4096, panel=OUTPUT, min=2, max=10_000_000
     )
     json: bool = option("--json", help="What was done as one JSON object.", default=False, panel=OUTPUT)
 
@@ -131,8 +131,9 @@ def quantize(
     """Write a model in fewer bits, and say what that costs.
 
     The quality card compares the new model's next-token probabilities with the original's on a text that was not used for
-    calibration; it is kept beside the weights. The input is never changed, and the output appears whole or not at all. A run
-    that was interrupted goes on from where it was when the same command is given again. The output's path goes to stdout.
+    calibration: of models that embed, the vectors of its passages and what is nearest to each; of rerankers, scores of pairs of a
+    query and a passage. It is kept beside the weights. The input is never changed, and the output appears whole or not at all. A
+    run that was interrupted goes on from where it was when the same command is given again. The output's path goes to stdout.
     """
     screen = screen_for(messages)
     name = named_model(ctx.obj, model_word or source.model, EXAMPLE)

@@ -99,7 +99,7 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
     if spec.order == "parallel":
         return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]
-    if spec.order == "post":  # what reads the residual stream as it is has nothing before it to take scales
+    if spec.order in ("post", "original"):  # what reads the residual stream as it is has nothing before it to take scales
         return [inner, *mlp[1:]]
     gate = ("attention_gate",) if mixer.gate_apart else ()
     return [_Fold("attention_norm", (*gate, "q", "k", "v"), "qkv"), inner, *mlp]
@@ -109,7 +109,8 @@ def _mlp_folds(mlp: MLPSpec | MoESpec | None) -> list[_Fold]:
     if mlp is None:
         return []
     if isinstance(mlp, MLPSpec) and not mlp.gated:
-        return [_Fold("mlp_norm", ("up",), "gate_up"), _Fold("up", ("down",), "down", power=2)]
+        behind = [_Fold("up", ("down",), "down", power=2)] if mlp.activation == "relu2" else []  # a GELU passes no scale on
+        return [_Fold("mlp_norm", ("up",), "gate_up"), *behind]
     return [_Fold("mlp_norm", ("gate", "up"), "gate_up"), _Fold("up", ("down",), "down")]
 
 

@@ -1,9 +1,10 @@
 """Calibration: what the layers of a model see when texts run through it, block by block.
 
-One block's weights are in memory at a time; between blocks the residual stream of all tokens is kept, [T, hidden] in the compute
-type. A block is the engine's own, with storages that look at what they multiply. The caller brings the weights:
+A text runs as a whole, so that tokens may see those behind them. One block's weights are in memory at a time; between blocks the
+residual stream of all tokens is kept, [T, hidden] in the compute type. A block is the engine's own, with storages that look at
+what they multiply. The caller brings the weights:
 
-    calibration = Calibration(spec, sequences, embedding, platform, dtype)  # and what makes the numbers of `PerLayer`, if any
+    calibration = Calibration(spec, sequences, embedding, platform, dtype)  # and what `Entry` and `PerLayer` make, if any
     for i in range(spec.num_layers):
         calibration.load(weights_of_block)           slot names without "blocks.i."
         seen = calibration.observe()                 "qkv", "o", "gate_up", "down" -> InputStatistics
@@ -61,6 +62,8 @@ order of their computation. An expert's are behind "experts.<number>."."""
 
 PerLayerRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """See `PerLayerInputs`: token ids [T] and what the first layer reads [T, hidden] -> [T, layers * width]."""
+EntryRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""See `Entry`: rows [T, hidden] of the embedding and their positions [T] -> what the first layer reads [T, hidden]."""
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
 
@@ -97,7 +100,8 @@ class Calibration:
     """The residual stream of the calibration tokens, somewhere in a model; at first before block 0.
 
     sequences: token ids, none empty. embedding [vocab, hidden]: as the quantized model will have it. dtype: to compute in.
-    per_layer: of a model whose layers get numbers of each token. Keys and values that later layers read are kept until the end.
+    per_layer: of a model whose layers get numbers of each token; entry: of one that has an `Entry` before them. Keys and values
+    that later layers read are kept until the end.
     """
 
     def __init__(
@@ -108,7 +112,9 @@ class Calibration:
         platform: CpuPlatform,
         dtype: torch.dtype,
         per_layer: PerLayerRows | None = None,
+        entry: EntryRows | None = None,
     ) -> None:
+        assert (spec.entry is None) == (entry is None)
         self.spec = spec
         self.layer = 0
         self._read = {attention.reads for attention in spec.attentions} - {None}
@@ -120,6 +126,9 @@ class Calibration:
         self._num_blocks = max(int(batch.slots.max()) for batch in self._batches) // platform.config.block_size + 1
         platform.enter()
         self._residuals = [_embed(batch.token_ids, embedding, spec, dtype) for batch in self._batches]
+        if entry is not None:
+            pairs = zip(self._batches, self._residuals, strict=True)
+            self._residuals = [entry(residual, batch.positions) for batch, residual in pairs]
         self._own: list[torch.Tensor] | None = None
         if per_layer is not None:
             pairs = zip(self._batches, self._residuals, strict=True)

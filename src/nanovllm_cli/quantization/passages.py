@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -47,12 +47,14 @@ class Reading:
 
 
 class Cut(NamedTuple):
-    """How much is read. passage: most tokens of one. num_tokens: most in all. most: passages, or queries; None is no limit."""
+    """How a text is read. passage: most tokens of one. num_tokens: most in all; most: passages, or queries; None is no limit.
+    parse_special: control tokens written in it are what they name. reads_lines: a .jsonl file is what its lines say."""
 
     passage: int = PASSAGE
     num_tokens: int | None = None
     most: int | None = None
     parse_special: bool = True
+    reads_lines: bool = True
 
 
 class Passage(NamedTuple):
@@ -77,7 +79,8 @@ def reading_of(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer, te
     limit = min(cut.passage, spec.max_position)
     if limit <= len(tokenizer.encode("")):
         raise UsageError(f"a passage of {limit} tokens has no room for a text", hint)
-    found = passages(tokenizer, text, limit, parse_special=cut.parse_special)
+    whole = documents(text, tokenizer) if cut.reads_lines else [text.text]
+    found = passages(tokenizer, whole, limit, parse_special=cut.parse_special)
     groups = ([passage.ids] for passage in found) if scoring is None else _pairs(found, scoring, tokenizer, spec.max_position)
     taken = list(_within(groups, cut))
     least, called = (LEAST_PASSAGES, "passages") if scoring is None else (LEAST_QUERIES, "queries")
@@ -89,21 +92,23 @@ def reading_of(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer, te
     return Reading(ids, seconds, scoring)
 
 
-def passages(tokenizer: Tokenizer, text: NamedText, limit: int, *, parse_special: bool = True) -> Iterator[Passage]:
-    """Of at most `limit` tokens, no two with the same ones."""
-    seen = set()
-    for words in _passages(tokenizer, text, limit, parse_special):
+def passages(
+    tokenizer: Tokenizer, texts: Iterable[str], limit: int, *, parse_special: bool = True
+) -> Iterator[Passage]:
+    """Of at most `limit` tokens, some of them its own, no two with the same ones. None goes over from one text to the next."""
+    seen = {tuple(tokenizer.encode(""))}
+    for words in _passages(tokenizer, texts, limit, parse_special):
         ids = tokenizer.truncated(tokenizer.encode(words, parse_special=parse_special), limit)
         if tuple(ids) not in seen:
             seen.add(tuple(ids))
             yield Passage(words, ids)
 
 
-def _passages(tokenizer: Tokenizer, text: NamedText, limit: int, parse_special: bool) -> Iterator[str]:
+def _passages(tokenizer: Tokenizer, texts: Iterable[str], limit: int, parse_special: bool) -> Iterator[str]:
     def fits(words: str) -> bool:
         return len(tokenizer.encode(words.strip(), parse_special=parse_special)) <= limit
 
-    for document in documents(text, tokenizer):
+    for document in texts:
         taken = ""
         for part in _parts(document, fits):
             if not fits(taken + part):

@@ -6,7 +6,8 @@
                 windows, all that have any: so does the quality card
     perplexity  exp of the mean of -log p(token) over all that are scored; its error as in quality.py
 
-Two models are compared over the same windows by card.measure.
+Two models are compared over the same windows by card.measure; two that embed or rank, over passages, by
+vector_card.measure_vectors.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.card import LOGIT_ROWS, measure, parts
 from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.passages import Cut, embeds, reading_of
 from nanovllm_cli.quantization.quality import Likelihood, Perplexity, Quality
 from nanovllm_cli.quantization.texts import NamedText
+from nanovllm_cli.quantization.vector_card import measure_vectors
+from nanovllm_cli.quantization.vector_quality import ScoreQuality, VectorQuality
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
@@ -83,17 +88,22 @@ def check_fits(windows: Windows, spec: ModelSpec) -> None:
 
 def check_alike(ids: Sequence[int], others: Sequence[int], spec: ModelSpec, other: ModelSpec) -> None:
     """Raises UsageError for two models that do not say the same tokens, given the ids that each makes of a text."""
+    check_same_ids(ids, others)
+    if spec.vocab_size != other.vocab_size:
+        raise UsageError(
+            f"one model has {spec.vocab_size} tokens and the other {other.vocab_size}: their probabilities can't be compared",
+            "name two forms of one model",
+        )
+
+
+def check_same_ids(ids: Sequence[int], others: Sequence[int]) -> None:
+    """Raises UsageError where two models read other ids of a text."""
     if list(ids) != list(others):
         pairs = enumerate(zip(ids, others, strict=False))
         at = next((i for i, (one, two) in pairs if one != two), min(len(ids), len(others)))
         raise UsageError(
             f"the two tokenizers cut the text otherwise, first at token {at}: {ids[at : at + 3]} … and {others[at : at + 3]} …",
             "name two forms of one model; nanovllm verify says what differs",
-        )
-    if spec.vocab_size != other.vocab_size:
-        raise UsageError(
-            f"one model has {spec.vocab_size} tokens and the other {other.vocab_size}: their probabilities can't be compared",
-            "name two forms of one model",
         )
 
 
@@ -128,5 +138,32 @@ def compare(
     return quality
 
 
-def _not_finite() -> RequestError:
-    return RequestError("the model's logits are not finite numbers", "in --dtype float32 they may be; else the model is broken")
+def by_vectors(one: Original, other: Original) -> bool:
+    """Whether two models are compared by vectors of texts, or scores of pairs, and not by probabilities. UsageError where one of
+    them has no other than these, and the other none."""
+    if embeds(one.checkpoint, one.spec) and embeds(other.checkpoint, other.spec):
+        return True
+    lacking = [each.name for each in (one, other) if not each.spec.has_head]
+    if lacking:
+        raise UsageError(f"{lacking[0]} embeds or ranks, and the other model writes text", "name two forms of one model")
+    return False
+
+
+def compare_vectors(
+    one: Original, other: Original, text: NamedText, cut: Cut, progress: LoadProgress, *, dtype: DTypeName, threads: int | None
+) -> VectorQuality | ScoreQuality:
+    """What `other` has lost: see vector_card.measure_vectors. UsageError for models that read other tokens, or of which one
+    embeds and the other ranks; RequestError where vectors are no numbers."""
+    hint = "give a longer text, or another --ctx-size"
+    readings = [reading_of(each.checkpoint, each.spec, each.tokenizer(), text, cut, hint) for each in (one, other)]
+    if (readings[0].scoring is None) != (readings[1].scoring is None):
+        raise UsageError("one model makes vectors and the other scores", "name two forms of one model")
+    check_same_ids(*([token for ids in reading.ids for token in ids] for reading in readings))
+    found = measure_vectors(one.checkpoint, other.checkpoint, readings[0], progress, dtype=dtype, threads=threads)
+    if not found.is_finite:
+        raise _not_finite("vectors")
+    return found
+
+
+def _not_finite(what: str = "logits") -> RequestError:
+    return RequestError(f"the model's {what} are not finite numbers", "in --dtype float32 they may be; else the model is broken")

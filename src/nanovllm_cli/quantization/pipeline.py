@@ -29,7 +29,7 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.passages import Cut, Reading, embeds, reading_of
 from nanovllm_cli.quantization.plan import Plan
-from nanovllm_cli.quantization.texts import NamedText, windows
+from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
 from nanovllm_cli.quantization.vector_card import measure_vectors
 from nanovllm_cli.quantization.vector_quality import AnyQuality
 from nanovllm_cli.quantization.walk import Walk
@@ -57,7 +57,12 @@ class Method:
 
     def sequences(self, original: Original) -> list[list[int]]:
         """Token ids to calibrate with. UsageError where there are none."""
-        found = list(islice(windows(original.tokenizer(), self.text, original.spec.vocab_size), self.num_samples))
+        tokenizer, spec = original.tokenizer(), original.spec
+        if embeds(original.checkpoint, spec):  # which reads whole texts, and has no more positions than it says
+            pieces = windows(tokenizer, self.text, spec.vocab_size, size=min(WINDOW, spec.max_position), ended=True)
+        else:
+            pieces = windows(tokenizer, self.text, spec.vocab_size)
+        found = list(islice(pieces, self.num_samples))
         if not found:
             raise UsageError(f"{self.text.name} has nothing to calibrate with", "give another --calibration")
         return found

@@ -33,15 +33,21 @@ def bundled_text(split: Literal["calibration", "verification"]) -> NamedText:
     return NamedText(f"the bundled {split} text", (_FOLDER / f"{split}.txt").read_text(encoding="utf-8"))
 
 
-def windows(tokenizer: Tokenizer, text: NamedText, vocab_size: int) -> Iterator[list[int]]:
-    """Token ids of the text's documents in pieces of at most WINDOW, each behind what the tokenizer puts before every text.
-    UsageError names the line of a .jsonl file that means nothing."""
+def windows(
+    tokenizer: Tokenizer, text: NamedText, vocab_size: int, *, size: int = WINDOW, ended: bool = False
+) -> Iterator[list[int]]:
+    """Token ids of the text's documents in pieces of at most `size`, each behind what the tokenizer puts before every text; with
+    `ended`, before what it puts behind one. UsageError names the line of a .jsonl file that means nothing, and refuses a size
+    that has no room for any of it."""
     prefix = list(tokenizer.prefix_ids)
-    step = WINDOW - len(prefix)
+    suffix = tokenizer.encode("")[len(prefix) :] if ended else []
+    step = size - len(prefix) - len(suffix)
+    if step < 1:
+        raise UsageError(f"the model's context of {size} tokens has no room for a text", "its config is of another model")
     for document in documents(text, tokenizer):
         ids = [i for i in tokenizer.encode(document, add_special_tokens=False) if i < vocab_size]
         for first in range(0, len(ids), step):
-            if len(piece := prefix + ids[first : first + step]) > 1:
+            if len(piece := [*prefix, *ids[first : first + step], *suffix]) > 1:
                 yield piece
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,12 +10,13 @@ import torch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.layers.entry import Entry
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.per_layer import PerLayerInputs
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.model_spec import EntrySpec, MoESpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.dense import DenseStorage
-from nanovllm_cli.quantization.calibration import Calibration, PerLayerRows, Routed
+from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 
@@ -40,7 +41,8 @@ class Walk:
         platform.compile(dtype)
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])
         per_layer = self._per_layer_rows(sequences, platform, dtype) if original.spec.per_layer_width else None
-        self.calibration = Calibration(original.spec, sequences, embedding, platform, dtype, per_layer)
+        entry = None if original.spec.entry is None else self._entry_rows(original.spec.entry, platform, dtype)
+        self.calibration = Calibration(original.spec, sequences, embedding, platform, dtype, per_layer, entry)
 
     def enter(self, layer: int) -> dict[str, torch.Tensor]:
         """The original floats of a block by slot ("q.weight"), loaded when it is entered first. The stream has come through the
@@ -68,17 +70,26 @@ class Walk:
         self._routed = self._routed or self.calibration.routed()
         return self._routed
 
+    def _entry_rows(self, entry: EntrySpec, platform: CpuPlatform, dtype: torch.dtype) -> EntryRows:
+        """Of texts alone, none of which is the second of two."""
+        spec = self._original.spec
+        layer = Entry(entry, spec.hidden_size, Kit(dtype, _dense(dtype), platform.ops, platform.backend(spec, dtype)))
+        for slot, target in layer.slots().items():
+            target.load(torch.cat(list(self._original.rows(self._names[slot]))), 0)
+
+        @torch.inference_mode()
+        def rows(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return layer(x, positions, None)
+
+        return rows
+
     def _per_layer_rows(
         self, sequences: Sequence[Sequence[int]], platform: CpuPlatform, dtype: torch.dtype
     ) -> PerLayerRows:
         """Of the table, which is as large as the rest of the model, only rows of tokens that occur are kept."""
         tokens = torch.tensor(sorted({token for sequence in sequences for token in sequence}))
         spec = replace(self._original.spec, vocab_size=len(tokens))
-
-        def make(parts: dict[str, int], width: int, share: Share | None) -> DenseStorage:
-            return DenseStorage(sum(parts.values()), width, dtype)
-
-        inputs = PerLayerInputs(spec, Kit(dtype, make, platform.ops, platform.backend(spec, dtype)))
+        inputs = PerLayerInputs(spec, Kit(dtype, _dense(dtype), platform.ops, platform.backend(spec, dtype)))
         for slot, target in inputs.slots().items():
             slices = self._original.rows(self._names[slot])
             target.load(_chosen(slices, tokens) if slot == "per_layer_embedding.weight" else torch.cat(list(slices)), 0)
@@ -93,6 +104,10 @@ class Walk:
         there = self._original.reader.names()
         names = {slot: checkpoint_name(f"blocks.{layer}.{slot}", self._names) for slot in self.calibration.slots()}
         return {slot: torch.cat(list(self._original.rows(name))) for slot, name in names.items() if name in there}
+
+
+def _dense(dtype: torch.dtype) -> Callable[[dict[str, int], int, Share | None], DenseStorage]:
+    return lambda parts, width, share: DenseStorage(sum(parts.values()), width, dtype)
 
 
 def _chosen(slices: Iterable[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
