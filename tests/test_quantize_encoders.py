@@ -25,7 +25,7 @@ from nanovllm_cli.quantization.plan import Choices, make_plan
 from nanovllm_cli.quantization.texts import NamedText, bundled_text, windows
 from nanovllm_cli.quantization.vector_quality import VectorQuality
 from nanovllm_cli.quantization.walk import Walk
-from quantizing import plan_of, quantize
+from quantizing import TINY, quantize
 from test_encoders import BEHIND_PADDING, CONFIGS, ENDS, SIZES
 from test_vector_card import encoder
 
@@ -121,14 +121,8 @@ def test_an_encoder_is_calibrated_with_whole_texts_that_fit_its_positions(tmp_pa
         assert [token for ids in found for token in ids[:-1]] == plain[: 5 * 299]
         with pytest.raises(UsageError, match="context of 1 tokens has no room for a text"):
             next(windows(original.tokenizer(), CALIBRATION, 4100, size=1, ended=True))
-    with open_original("tiny", Path(plan_source())) as tiny:
+    with open_original("tiny", TINY) as tiny:
         assert [len(ids) for ids in Method("gptq", CALIBRATION, 2).sequences(tiny)] == [512, 512]
-
-
-def plan_source() -> Path:
-    from quantizing import TINY
-
-    return TINY
 
 
 # ---- what it loses ----
@@ -206,16 +200,38 @@ def test_target_bpw_is_kept(name: str, to: str, folders: Callable[[str], Path], 
     assert card.quality.loss[1] < lost(to, tmp_path / "a", folders(name))
 
 
-def test_an_encoder_that_ranks_is_calibrated(tmp_path: Path) -> None:
-    folder = encoder(tmp_path / "m")
-    losses = [quantize("int8", tmp_path / name, folder, algorithm=name, verify_tokens=1500) for name in ("rtn", "gptq", "awq")]
-    nearest, gptq, scaled = (card.quality.loss[1] for card in losses if card is not None)
+def test_a_reranker_is_calibrated_with_pairs_whose_second_text_is_marked(tmp_path: Path) -> None:
+    """As transformers' layers see them; and that is what GPTQ goes by."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = encoder(tmp_path / "m", **WIDE)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    seen: list[torch.Tensor] = []
+    second = model.bert.encoder.layer[1].intermediate.dense
+    second.register_forward_pre_hook(lambda _module, args: seen.append(args[0][0].double()))
+    with open_original("m", folder) as original:
+        sequences = Method("gptq", CALIBRATION, 3).sequences(original)
+        assert 3 * 512 - 4 * 200 < sum(map(len, sequences)) <= 3 * 512
+        tokenizer = original.tokenizer()
+        walk = Walk(original, sequences, NullProgress())
+        walk.enter(1)
+        found = walk.calibration.mean_squares()["gate_up"].double()
+    for ids in sequences:
+        types = (torch.arange(len(ids)) >= tokenizer.second_text(ids)).long()
+        assert 0 < int(types.sum()) < len(ids)
+        with torch.no_grad():
+            model(input_ids=torch.tensor([ids]), token_type_ids=types[None])
+    expected = torch.cat(seen).square().mean(0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+    cards = [quantize("int4", tmp_path / name, folder, algorithm=name, verify_tokens=1500) for name in ("rtn", "gptq")]
+    nearest, gptq = (card.quality.loss[1] for card in cards if card is not None)
     assert 0 < gptq < nearest
-    assert 0 < scaled < 2 * nearest
-    assert plan_of("int8", folder).num_weights == plan_of("int8", tmp_path / "m").num_weights
 
 
 def test_texts_that_are_nothing_are_told(tmp_path: Path) -> None:
-    with walked(CONFIGS["bert"], tmp_path, TEXTS[:1]) as (_, _, original):
-        with pytest.raises(UsageError, match="nothing to calibrate"):
-            Method("gptq", NamedText("a.txt", "")).sequences(original)
+    nothing = NamedText("a.txt", "")
+    with walked(CONFIGS["bert"], tmp_path, TEXTS[:1]) as (_, _, original), pytest.raises(UsageError, match="nothing to calib"):
+        Method("gptq", nothing).sequences(original)
+    with open_original("m", encoder(tmp_path / "m")) as ranker, pytest.raises(UsageError, match="too short: 0 queries") as caught:
+        Method("gptq", nothing).sequences(ranker)
+    assert caught.value.hint == "give another --calibration"

@@ -188,7 +188,7 @@ def test_no_more_is_read_than_is_asked_for(model: tuple[Any, Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "cut", "says"),
     [
-        ("", Cut(), "a.txt is too short to compare vectors or scores: 0 passages of at most 64 tokens, and 3 are needed"),
+        ("", Cut(), "a.txt is too short: 0 passages of at most 64 tokens, and 3 are needed"),
         ("One.\nTwo.", Cut(), "1 passages"),
         (TEXT.text, Cut(num_tokens=2), "0 passages"),
         (TEXT.text, Cut(most=2), "2 passages"),
@@ -475,7 +475,7 @@ def test_what_can_not_be_compared_is_refused(doors: Doors, model: tuple[Any, Pat
         (2, "the two tokenizers cut the text otherwise", [str(decoder), str(ranker), *few]),
         (2, "one model makes 48 numbers of a text and the other 96", [source, str(wide), *few]),
         (2, "--all is given, and nothing is scored", [source, source, "--all"]),
-        (2, "is too short to compare vectors", [source, source, "--chunks", "2"]),
+        (2, "is too short: 2 passages", [source, source, "--chunks", "2"]),
         (2, "a passage of 1 tokens has no room", [source, source, "-c", "1"]),
     ):
         found, out, err = doors.command("perplexity", *words)

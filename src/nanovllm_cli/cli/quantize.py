@@ -65,7 +65,7 @@ class QuantizeOptions:
     )
     num_samples: int | None = option(
         "--num-samples",
-        help="Most pieces of 512 tokens to calibrate with. [128]",
+        help="Most pieces of 512 tokens to calibrate with; for a reranker, pairs with as many tokens. [128]",
         panel=QUANTIZATION,
         min=1,
         max=100_000,

@@ -62,8 +62,8 @@ order of their computation. An expert's are behind "experts.<number>."."""
 
 PerLayerRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """See `PerLayerInputs`: token ids [T] and what the first layer reads [T, hidden] -> [T, layers * width]."""
-EntryRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""See `Entry`: rows [T, hidden] of the embedding and their positions [T] -> what the first layer reads [T, hidden]."""
+EntryRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""See `Entry`: rows [T, hidden] of the embedding, their positions and segments [T] -> what the first layer reads [T, hidden]."""
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
 
@@ -100,8 +100,9 @@ class Calibration:
     """The residual stream of the calibration tokens, somewhere in a model; at first before block 0.
 
     sequences: token ids, none empty. embedding [vocab, hidden]: as the quantized model will have it. dtype: to compute in.
-    per_layer: of a model whose layers get numbers of each token; entry: of one that has an `Entry` before them. Keys and values
-    that later layers read are kept until the end.
+    per_layer: of a model whose layers get numbers of each token; entry: of one that has an `Entry` before them. second_text: of
+    one that tells two texts apart, where the second begins in a sequence, or 0. Keys and values that later layers read are kept
+    until the end.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Calibration:
         dtype: torch.dtype,
         per_layer: PerLayerRows | None = None,
         entry: EntryRows | None = None,
+        second_text: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
         assert (spec.entry is None) == (entry is None)
         self.spec = spec
@@ -121,14 +123,14 @@ class Calibration:
         self._kept: dict[int, list[LayerCache]] = {}
         self._platform = platform
         self._dtype = dtype
-        self._batches = [_batch_of(part, platform.config.block_size) for part in _parts(sequences)]
+        self._batches = [_batch_of(part, platform.config.block_size, second_text) for part in _parts(sequences)]
         self.num_tokens = sum(batch.num_tokens for batch in self._batches)
         self._num_blocks = max(int(batch.slots.max()) for batch in self._batches) // platform.config.block_size + 1
         platform.enter()
         self._residuals = [_embed(batch.token_ids, embedding, spec, dtype) for batch in self._batches]
         if entry is not None:
             pairs = zip(self._batches, self._residuals, strict=True)
-            self._residuals = [entry(residual, batch.positions) for batch, residual in pairs]
+            self._residuals = [entry(residual, batch.positions, batch.segments) for batch, residual in pairs]
         self._own: list[torch.Tensor] | None = None
         if per_layer is not None:
             pairs = zip(self._batches, self._residuals, strict=True)
@@ -388,13 +390,17 @@ def _parts(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     yield part
 
 
-def _batch_of(sequences: list[Sequence[int]], block_size: int) -> Batch:
+def _batch_of(
+    sequences: list[Sequence[int]], block_size: int, second_text: Callable[[Sequence[int]], int] | None
+) -> Batch:
     """Whole sequences from their beginning, in blocks of their own."""
     scheduled: list[Scheduled] = []
     first = 0
     for i, ids in enumerate(sequences):
         end = first + -(-len(ids) // block_size)
-        scheduled.append(Scheduled(i, list(ids), 0, list(range(first, end)), (), prompt_len=len(ids), state=i))
+        second = 0 if second_text is None else second_text(ids)
+        blocks = list(range(first, end))
+        scheduled.append(Scheduled(i, list(ids), 0, blocks, (), prompt_len=len(ids), state=i, second=second))
         first = end
     return build_batch(scheduled, block_size)[0]
 

@@ -1,4 +1,5 @@
-"""What a model that embeds or ranks reads for a quality card: passages of a text, and pairs of a query and a passage.
+"""What a model that embeds or ranks reads for a quality card: passages of a text, and pairs of a query and a passage. With pairs
+rerankers are calibrated, too.
 
     passage     sentences and lines one behind the other, as they stand in the text, up to PASSAGE tokens with what the tokenizer
                 puts around them; what is longer by itself is cut at a space. One that was there before is left out
@@ -86,7 +87,7 @@ def reading_of(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer, te
     least, called = (LEAST_PASSAGES, "passages") if scoring is None else (LEAST_QUERIES, "queries")
     if len(taken) < least:
         told = f"{len(taken)} {called} of at most {limit} tokens, and {least} are needed"
-        raise UsageError(f"{text.name} is too short to compare vectors or scores: {told}", hint)
+        raise UsageError(f"{text.name} is too short: {told}", hint)
     ids = [each for group in taken for each in group]
     seconds = [tokenizer.second_text(each) if spec.tells_texts_apart else 0 for each in ids]
     return Reading(ids, seconds, scoring)

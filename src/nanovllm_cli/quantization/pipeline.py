@@ -36,19 +36,21 @@ from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.files import split_parts
+from nanovllm_cli.weights.heads import classifies
 from nanovllm_cli.weights.imatrix import ImportanceFile
 from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room
 
 QUALITY_FILE = "quality.json"
 AlgorithmName = Literal["rtn", "gptq", "awq", "imatrix"]
+_ANOTHER = "give another --calibration"
 _LONGER = "give a longer --verify-text, more --verify-tokens, or --no-verify"
-_VERSION = 1  # of what parts hold; another one means that they are made anew
+_VERSION = 2  # of what parts hold; another one means that they are made anew
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How numbers are chosen. text: for calibration; num_samples: most pieces of it. importance: of imatrix, what to go by in
-    place of a calibration."""
+    """How numbers are chosen. text: for calibration; num_samples: most pieces of it, or for a reranker pairs with as many tokens
+    as these. importance: of imatrix, what to go by in place of a calibration."""
 
     algorithm: AlgorithmName
     text: NamedText
@@ -58,13 +60,16 @@ class Method:
     def sequences(self, original: Original) -> list[list[int]]:
         """Token ids to calibrate with. UsageError where there are none."""
         tokenizer, spec = original.tokenizer(), original.spec
+        if classifies(original.checkpoint):
+            cut = Cut(num_tokens=WINDOW * self.num_samples)
+            return list(map(list, reading_of(original.checkpoint, spec, tokenizer, self.text, cut, _ANOTHER).ids))
         if embeds(original.checkpoint, spec):  # which reads whole texts, and has no more positions than it says
             pieces = windows(tokenizer, self.text, spec.vocab_size, size=min(WINDOW, spec.max_position), ended=True)
         else:
             pieces = windows(tokenizer, self.text, spec.vocab_size)
         found = list(islice(pieces, self.num_samples))
         if not found:
-            raise UsageError(f"{self.text.name} has nothing to calibrate with", "give another --calibration")
+            raise UsageError(f"{self.text.name} has nothing to calibrate with", _ANOTHER)
         return found
 
 

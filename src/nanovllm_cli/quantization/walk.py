@@ -42,7 +42,10 @@ class Walk:
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])
         per_layer = self._per_layer_rows(sequences, platform, dtype) if original.spec.per_layer_width else None
         entry = None if original.spec.entry is None else self._entry_rows(original.spec.entry, platform, dtype)
-        self.calibration = Calibration(original.spec, sequences, embedding, platform, dtype, per_layer, entry)
+        second_text = original.tokenizer().second_text if original.spec.tells_texts_apart else None
+        self.calibration = Calibration(
+            original.spec, sequences, embedding, platform, dtype, per_layer, entry, second_text
+        )
 
     def enter(self, layer: int) -> dict[str, torch.Tensor]:
         """The original floats of a block by slot ("q.weight"), loaded when it is entered first. The stream has come through the
@@ -71,15 +74,14 @@ class Walk:
         return self._routed
 
     def _entry_rows(self, entry: EntrySpec, platform: CpuPlatform, dtype: torch.dtype) -> EntryRows:
-        """Of texts alone, none of which is the second of two."""
         spec = self._original.spec
         layer = Entry(entry, spec.hidden_size, Kit(dtype, _dense(dtype), platform.ops, platform.backend(spec, dtype)))
         for slot, target in layer.slots().items():
             target.load(torch.cat(list(self._original.rows(self._names[slot]))), 0)
 
         @torch.inference_mode()
-        def rows(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return layer(x, positions, None)
+        def rows(x: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+            return layer(x, positions, segments)
 
         return rows
 
