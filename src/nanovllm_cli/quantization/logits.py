@@ -133,11 +133,6 @@ class MeasuredModel:
         assert isinstance(last, torch.Tensor), "norms are kernels of their own on a CPU"
         return [*found, last.float()]
 
-    def close(self) -> None:
-        """Gives back all memory; nothing works afterwards."""
-        self._worker.close()
-        del self._cache, self.model
-
     def forget_layers(self) -> None:
         """Gives back all memory but that of the head: `logits` of rows that were computed before still works."""
         self._worker.close()

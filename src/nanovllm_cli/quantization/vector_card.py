@@ -46,7 +46,8 @@ def measure_vectors(
 def _vectors(
     checkpoint: Checkpoint, reading: Reading, progress: LoadProgress, stage: str, dtype: DTypeName, threads: int | None
 ) -> tuple[torch.Tensor, DTypeName]:
-    """[texts, width] float64: what each text's pooled vector becomes; and what was computed in."""
+    """[texts, width] float64: what each text's pooled vector becomes; and what was computed in. The model's memory is free again
+    when this is left."""
     model = MeasuredModel(checkpoint, max(map(len, reading.ids)), dtype=dtype, threads=threads, progress=progress)
     embedding = use_of(embedding_of(checkpoint), model.model.spec)
     further = read_further(checkpoint, embedding.layers)
@@ -59,6 +60,4 @@ def _vectors(
         found.append(rows if further is None else torch.tensor([further(row) for row in rows.tolist()], dtype=torch.float64))
         progress.advance(sum(map(len, texts)))
     progress.done()
-    kind = model.dtype_name
-    model.close()
-    return torch.cat(found), kind
+    return torch.cat(found), model.dtype_name
