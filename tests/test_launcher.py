@@ -350,12 +350,12 @@ def test_threads_that_launch_at_once_have_each_their_own_arguments(gpu: Gpu, mon
 
 def test_wrapper_runs_on_the_launcher(gpu: Gpu) -> None:
     cuda = CudaLauncher()
-    cuda.device, gpu.types = torch.device("cpu"), "PPPPiiff"  # where this machine can have tensors
+    cuda.device, gpu.types = torch.device("cpu"), "PPPPPiiff"  # where this machine can have tensors
     x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     out = norm.add_rms_norm(cuda, x, None, weight, 1e-6, 0.0)
     (launch,) = gpu.launches
     assert launch.grid == (3, 1, 1)
-    assert launch.values == (x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 64, 64, np.float32(1e-6), 0.0)
+    assert launch.values == (x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), 64, 64, np.float32(1e-6), 0.0)
 
 
 def test_programmatic_launch_compiles_and_launches_so(gpu: Gpu) -> None:
