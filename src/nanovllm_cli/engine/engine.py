@@ -41,6 +41,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31
+_EMBEDS = SamplingParams(max_tokens=1)
 Further = Callable[[tuple[float, ...]], tuple[float, ...]]
 """What a pooled vector goes through behind the model."""
 
@@ -191,7 +192,7 @@ class Engine:
             raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
         prompt = self._checked_prompt(prompt_ids, room=0)
         request = Request(
-            request_id, prompt, SamplingParams(max_tokens=1), len(prompt) + 1, (), self._clock(), priority=priority,
+            request_id, prompt, _EMBEDS, len(prompt) + 1, (), self._clock(), priority=priority,
             whole=self._embeds_whole, pooling=pooling, second=self._second_text(prompt),
         )  # fmt: skip
         self._begin(request, None)
