@@ -28,10 +28,13 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, NanovllmError, PromptTooLongError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quantization.verify import compare, context_of, trace, trace_transformers
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from test_convert import converted
+from test_verify import verify
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -321,3 +324,25 @@ def test_llama_cpp_computes_the_same(name: str, made: dict[str, tuple[Any, Path]
         wanted = model(torch.tensor([ids])).last_hidden_state[0].double().mean(0)
     assert LLM(path, config=FLOATS).tokenizer.encode(text) == ids
     assert far([peer.embed(text, normalize=False)], [wanted]) < 5e-3
+
+
+# ---- verify ----
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gemma"])
+def test_layers_are_those_of_transformers(name: str, made: dict[str, tuple[Any, Path]]) -> None:
+    """Of models without a head layers are all that is compared."""
+    folder = made[name][1]
+    ids = TEXTS[-1][: context_of(folder)]
+    found = compare(trace(folder, ids, "float32", NullProgress()), trace_transformers(folder, ids), [])
+    assert found.equal
+    assert (found.same_top, found.top, found.layers[-1].name) == (None, None, f"layer {len(found.layers) - 2}, norm")
+
+
+def test_a_file_of_an_encoder_is_verified_by_its_context(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """Whose texts end as its folder's do, though that names no token which ends an answer."""
+    path, _ = written(made["bert"][1], tmp_path / "m.gguf")
+    done = verify(str(made["bert"][1]), str(path), "--tokens", "512")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "equal to the bit"
+    assert "most likely" not in done.stdout

@@ -123,9 +123,11 @@ def test_models_of_other_shapes_and_foreign_tokens_are_refused() -> None:
 
 
 def test_transformers_failures_are_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    other = Path(shutil.copytree(TINY, tmp_path / "m"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "no such thing"}))
     with pytest.raises(UnsupportedError, match="transformers can't load"):
-        trace_transformers(tmp_path, IDS)
+        trace_transformers(other, IDS)
     for read in (TransformersWords, lambda path: trace_transformers(path, IDS)):
         with pytest.raises(UnsupportedError, match="GGUF") as refused:
             read(TINY / "m.gguf")  # not the folder's own model, which lies beside it

@@ -93,7 +93,8 @@ def verify(
     progress = ProgressLine(screen)
     paths = [resolve(name, offline=source.offline, revision=source.revision, progress=progress).path for name in names]
     words = OurWords(paths[0])
-    ids = _ids(options, words.tokenizer, screen)
+    most = min(options.tokens, *map(verification.context_of, paths))
+    ids = _ids(options, words.tokenizer, most, screen)
     apart: list[str] = []
     if against == "transformers":
         apart = differences(words, TransformersWords(paths[0]))
@@ -116,7 +117,7 @@ def verify(
         raise typer.Exit(DifferenceError.exit_code)
 
 
-def _ids(options: VerifyOptions, tokenizer: Tokenizer, screen: Console) -> list[int]:
+def _ids(options: VerifyOptions, tokenizer: Tokenizer, most: int, screen: Console) -> list[int]:
     if options.text is None:
         from nanovllm_cli.quantization.texts import bundled_text
 
@@ -124,7 +125,7 @@ def _ids(options: VerifyOptions, tokenizer: Tokenizer, screen: Console) -> list[
     else:
         from_stdin = options.text == STANDARD_INPUT
         text = read_standard_input(screen) if from_stdin else decode(read_file(options.text), options.text)
-    ids = tokenizer.encode(text)[: options.tokens]
+    ids = tokenizer.truncated(tokenizer.encode(text), most)
     if len(ids) < 2:
         raise UsageError("the text is too short to compare anything", "give a longer --text")
     return ids
@@ -135,7 +136,8 @@ def _print(found: Difference, tokenizer: Tokenizer, ids: list[int], screen: Cons
     for layer in found.layers:
         first = "-" if layer.first_token is None else f"{layer.first_token} {_shown(tokenizer, ids[layer.first_token])}"
         lines.append(f"{layer.name:<14}{layer.mean:>12.3g}{layer.worst:>12.3g}{layer.worst_token:>10}  {first}")
-    lines.append(f"same most likely next token: {found.same_top:.2%} of {found.tokens}")
+    if found.same_top is not None:
+        lines.append(f"same most likely next token: {found.same_top:.2%} of {found.tokens}")
     if found.top is not None:
         top = found.top
         lines.append(

@@ -33,7 +33,7 @@ TOLERANCES = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3}
 
 
 class Trace(NamedTuple):
-    """streams: [T, hidden] float32 before each layer, and after the last norm. logits: [T, V]."""
+    """streams: [T, hidden] float32 before each layer, and after the last norm. logits: [T, V]; without a head [T, 0]."""
 
     streams: list[torch.Tensor]
     logits: torch.Tensor
@@ -63,13 +63,14 @@ class TopDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """tokens: compared. same_top: share of tokens with the same most likely next token. tokenizer: what differs, a line each."""
+    """tokens: compared. same_top: share of tokens with the same most likely next token, None without a head. tokenizer: what
+    differs, a line each."""
 
     tokens: int
     tolerance: float
     layers: list[LayerDifference]
     top: TopDifference | None
-    same_top: float
+    same_top: float | None
     tokenizer: list[str]
 
     @property
@@ -93,37 +94,44 @@ def trace(path: Path, ids: Sequence[int], dtype: DTypeName, progress: LoadProgre
     """By this engine. Raises what loading raises; UsageError for token ids that the model doesn't have."""
     with open_checkpoint(path) as checkpoint:
         model = MeasuredModel(checkpoint, len(ids), dtype=dtype, progress=progress)
-        _check_ids(ids, model.model.spec.vocab_size)
+        spec = model.model.spec
+        _check_ids(ids, spec.vocab_size)
         streams = model.streams(ids)
-        return Trace(streams, model.logits(streams[-1].to(model.dtype)), model.dtype)
+        logits = model.logits(streams[-1].to(model.dtype)) if spec.has_head else torch.empty(len(ids), 0)
+        return Trace(streams, logits, model.dtype)
+
+
+def context_of(path: Path) -> int:
+    """Most tokens of a text, by the model's own limit."""
+    with open_checkpoint(path) as checkpoint:
+        return read_spec(checkpoint, open_reader(checkpoint)).max_position
 
 
 def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
     """By transformers, in float32 on the CPU, with no code of the model's own. UnsupportedError where it is not installed, or
     refuses the model."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModel, AutoModelForCausalLM
         from transformers.utils import logging as messages
     except ImportError as failure:
         raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
     folder = folder_for_transformers(path)
+    with open_checkpoint(folder) as checkpoint:
+        has_head = read_spec(checkpoint, open_reader(checkpoint)).has_head
     messages.disable_progress_bar()  # type: ignore[no-untyped-call]  # what stderr shows is decided by who calls this
+    messages.set_verbosity_error()  # type: ignore[no-untyped-call]  # a head that is left aside is none
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = (AutoModelForCausalLM if has_head else AutoModel).from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
         )
     except Exception as failure:  # whatever a library does with a model that it can't read
         reason = str(failure).strip().split("\n")[0][:200]
         raise UnsupportedError(f"transformers can't load {folder}: {reason}", "name a folder that it can") from failure
-    with open_checkpoint(folder) as checkpoint:
-        if not read_spec(checkpoint, open_reader(checkpoint)).has_head:
-            raise UnsupportedError(
-                f"{path}: an embedding model, whose head transformers would make up", "verify it against itself in float32"
-            )
     _check_ids(ids, model.config.vocab_size)
     with torch.inference_mode():
         out = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
-    return Trace([stream[0].float() for stream in out.hidden_states], out.logits[0].float(), torch.float32)
+    logits = out.logits[0].float() if has_head else torch.empty(len(ids), 0)
+    return Trace([stream[0].float() for stream in out.hidden_states], logits, torch.float32)
 
 
 def compare(a: Trace, b: Trace, tokenizer: list[str], tolerance: float | None = None) -> Difference:
@@ -138,17 +146,12 @@ def compare(a: Trace, b: Trace, tokenizer: list[str], tolerance: float | None = 
     limit = max(TOLERANCES[a.dtype], TOLERANCES[b.dtype]) if tolerance is None else tolerance
     last = len(a.streams) - 1
     names = ["embedding", *(f"layer {i}" for i in range(last - 1)), f"layer {last - 1}, norm", "head"]
+    draws = a.logits.shape[1] > 0
     sides = zip(names, [*a.streams, a.logits], [*b.streams, b.logits], strict=True)
-    layers = [_layer_difference(name, ours, theirs, limit) for name, ours, theirs in sides]
-    same = a.logits.argmax(-1) == b.logits.argmax(-1)
-    return Difference(
-        a.logits.shape[0],
-        limit,
-        layers,
-        _top_difference(a.logits, b.logits, limit),
-        float(same.double().mean()),
-        tokenizer,
-    )
+    layers = [_layer_difference(name, ours, theirs, limit) for name, ours, theirs in sides if draws or name != "head"]
+    top = _top_difference(a.logits, b.logits, limit) if draws else None
+    same = float((a.logits.argmax(-1) == b.logits.argmax(-1)).double().mean()) if draws else None
+    return Difference(len(a.logits), limit, layers, top, same, tokenizer)
 
 
 def _layer_difference(name: str, a: torch.Tensor, b: torch.Tensor, limit: float) -> LayerDifference:

@@ -12,6 +12,8 @@ from nanovllm_cli.text.gguf_export import PROBES
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import folder_of
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -42,7 +44,8 @@ class OurWords:
     def __init__(self, path: Path) -> None:
         with open_checkpoint(path) as checkpoint:
             self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
-        self.ends: set[int] | None = set(self.tokenizer.eos_ids)
+            answers = read_spec(checkpoint, open_reader(checkpoint)).has_head
+        self.ends: set[int] | None = set(self.tokenizer.eos_ids) if answers else None
         self.controls: dict[str, int] | None = dict(self.tokenizer.control_tokens)
 
     def encode(self, text: str) -> list[int]:
