@@ -28,6 +28,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, NanovllmError, PromptTooLongError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.planning import check
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.verify import compare, context_of, trace, trace_transformers
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -346,3 +347,9 @@ def test_a_file_of_an_encoder_is_verified_by_its_context(made: dict[str, tuple[A
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "equal to the bit"
     assert "most likely" not in done.stdout
+
+
+def test_a_plan_is_checked_without_answers(made: dict[str, tuple[Any, Path]]) -> None:
+    prompts, answers = check._rates(LLM(made["bert"][1], config=FLOATS), 20, 0)
+    assert prompts > 0
+    assert answers == 0

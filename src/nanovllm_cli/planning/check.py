@@ -66,12 +66,12 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
 def _rates(llm: LLM, prompt_len: int, answer_len: int) -> tuple[float, float]:
     """Tokens a second of a prompt and of an answer, 0 without a head. The first run is for what is made on first use."""
     generator = random.Random(0)
-    params = SamplingParams(temperature=0.0, max_tokens=answer_len, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=max(1, answer_len), ignore_eos=True)
     prefill, decode = 0.0, 0.0
     for _ in range(REPEATS):
         ids = [generator.randrange(llm.spec.vocab_size) for _ in range(prompt_len)]
         began = time.perf_counter()
-        if not llm.spec.has_head:
+        if answer_len == 0:
             llm.score([ids]) if llm.embedding.ranks else llm.embed([ids])
             prefill = max(prefill, prompt_len / (time.perf_counter() - began))
             continue
