@@ -276,8 +276,12 @@ def rope_and_cache(arguments, thread, team):
         part = source[heads + h]
         _norm_and_rotate(tag, part, buffer, k_weight, k_norm != 0, eps, norm_offset, last, c, s, rotary, interleaved)
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
-        for d in range(dim):
-            key[d // pair, offset, d % pair] = k_codes[d]
+        if pair == 2:  # a division of every place would take longer than all the rest
+            for p in range(dim // 2):
+                key[p, offset, 0], key[p, offset, 1] = k_codes[2 * p], k_codes[2 * p + 1]
+        else:
+            for d in range(dim):
+                key[d, offset, 0] = k_codes[d]
         if keys == 1:
             if offset == 0:
                 for o in range(run_of[t], BLOCK):
