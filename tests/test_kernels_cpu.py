@@ -310,6 +310,19 @@ def test_rope_cache_and_attention_equal_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_that_is_nan_is_seen_by_all_that_see_it_and_nobody_else(dtype: torch.dtype) -> None:
+    length, tables = 150, torch.arange(10, dtype=torch.int32)[None].contiguous()
+    k, v = (randn(*shape, dtype=dtype) for shape in cpu.cache_shapes(10, 1, 32, dtype))
+    tiles = cpu.attention_tiles(torch.tensor([0, length]), torch.tensor([length]), 1)
+    q = randn(length, 1, 32, dtype=dtype)
+    for place in (0, 17, 63, 64, 149):
+        broken = k.clone()
+        broken[place // 16, 0, :, place % 16] = float("nan")
+        out = cpu.paged_attention(q, broken, v, tiles, tables, 0.2, 0, 0.0, None)
+        assert out.isnan().any(1).tolist() == [position >= place for position in range(length)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(4, 2, 24, 0), (4, 2, 24, 37), (8, 4, 8, 0), (2, 1, 16, 0)])
 def test_attention_gives_the_same_bits_whatever_the_chunks(
     heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype

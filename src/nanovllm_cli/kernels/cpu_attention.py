@@ -43,7 +43,7 @@ from nanovllm_cli.kernels.cpu_numbers import (
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import LANES
-from nanovllm_cli.kernels.simd_sums import sum_f32
+from nanovllm_cli.kernels.simd_sums import largest64, sum_f32
 from nanovllm_cli.kernels.simd_turn import turn_block
 
 KEYS = TILE_COLUMNS
@@ -54,10 +54,10 @@ NEG_INF = np.float32(-np.inf)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _softmax_row(v_kind, scores, lanes, low, high, scale, softcap, v_scales, state, acc, weights):
+def _softmax_row(v_kind, scores, low, high, scale, softcap, v_scales, state, acc, weights):
     """Fold 64 scores of one row into its running softmax. Visible keys: low <= c < high.
 
-    lanes: scratch. state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives
+    state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives
     exp(score - max), times the value's scale if it has one, in the element type.
     """
     for c in range(KEYS):
@@ -67,14 +67,10 @@ def _softmax_row(v_kind, scores, lanes, low, high, scale, softcap, v_scales, sta
             scores[c] = softcap * np.tanh(scores[c] / softcap)
     for c in range(KEYS):
         scores[c] = scores[c] if low <= c < high else NEG_INF
-    for c in range(LANES):
-        lanes[c] = scores[c]
-    for v in range(LANES, KEYS, LANES):
-        for c in range(LANES):
-            lanes[c] = scores[v + c] if scores[v + c] > lanes[c] else lanes[c]
-    top = state[0]
-    for c in range(LANES):
-        top = lanes[c] if lanes[c] > top else top
+    top = largest64(scores.ctypes.data)
+    if top != top:
+        top = np.float32(0.0)  # what stays is NaN, whatever it is measured by
+    top = top if top > state[0] else state[0]
     if top == NEG_INF:
         for c in range(KEYS):
             store(weights, c, np.float32(0.0))
@@ -186,7 +182,6 @@ def paged_attention(arguments, thread, team):
     rows = carray(typed_pointer(rows_at, tag), (most_rows, dim))
     scores, weights = floats_at(scores_at, (MAX_ROWS, KEYS)), carray(typed_pointer(weights_at, tag), (MAX_ROWS, KEYS))
     k_scales, v_scales = floats_at(rest, (KEYS,)), floats_at(rest + 4 * KEYS, (KEYS,))
-    lanes = floats_at(rest + 8 * KEYS, (LANES,))
     keys = carray(typed_pointer(rest + 8 * KEYS + 64, np.int64(0)), (BLOCKS_PER_TILE,))
     values_at, page_bits = rest + 8 * KEYS + 128, 3 if pair == 2 else 4  # a block's pairs of keys, or keys
     values = carray(typed_pointer(values_at, np.int64(0)), (BLOCKS_PER_TILE,))
@@ -247,7 +242,7 @@ def paged_attention(arguments, thread, team):
                     low = position - window + 1 - base if window > 0 else 0
                     high = (position + 1 if both_ways == 0 else min(length, position + window) if window > 0 else length) - base
                     _softmax_row(
-                        v_kind, scores[i], lanes, low, high, np.float32(scale), np.float32(softcap),
+                        v_kind, scores[i], low, high, np.float32(scale), np.float32(softcap),
                         v_scales, state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
                 o, step, steps, d = acc_at + r * padded * 4, padded * 4, blocks << page_bits, max(unread, 0)
