@@ -43,6 +43,7 @@ NOT_RUN = {
     r"models pull": "asks the hub; tests/test_models_command.py has one",
     r"models rm": "nothing is in the cache; tests/test_models_command.py has it",
     r"nanovllm serve": "runs until it is ended; tests/test_serve_command.py has it",
+    r"bench .*-tp": "loads a model in two processes and in one; `run -tp 2` is run",
     r"random-weights": "takes long; tests/test_bench_real.py has it",
 }
 BEFORE = {
