@@ -34,6 +34,7 @@ from nanovllm_cli.quantization.verify import compare, context_of, trace, trace_t
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.tensor_names import matrix_types
 from test_convert import converted
 from test_verify import verify
 
@@ -164,6 +165,15 @@ def test_heads_for_other_tasks_are_left_aside(
     assert far(llm.embed(TEXTS, "mean"), expected(model, "mean")) < 1e-5
     with pytest.raises(CheckpointError, match=r"not part of the model: another\.weight"):
         LLM(changed(folder, tmp_path / "n", prefix, architecture, own | {"another.weight": torch.ones(2)}), config=FLOATS)
+
+
+def test_numbers_of_positions_do_not_make_it_another_type(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """Which many published BERTs have among their tensors: what is all float32 is computed so."""
+    folder = changed(made["bert"][1], tmp_path / "m", "", "BertModel", {"embeddings.position_ids": torch.arange(300)[None]})
+    llm = LLM(folder, config=EngineConfig(threads=2, num_blocks=64))
+    assert llm.dtype == torch.float32
+    with open_checkpoint(folder) as checkpoint:
+        assert matrix_types(checkpoint) == {"F32"}
 
 
 def test_a_folder_with_the_keys_of_gpt_2_is_the_same_nomic_bert(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.tensor_names import matrix_types
 
 
 class Sizes(NamedTuple):
@@ -75,9 +76,7 @@ class LoadedModel:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora)
             reader = open_reader(checkpoint)
         self.lora = [(each.scale, stamps(Path(each.name))) for each in config.lora]
-        self.dtype = platform.resolve_dtype(
-            {checkpoint.info(n).dtype_name for n in checkpoint.names() if len(checkpoint.info(n).shape) > 1}
-        )
+        self.dtype = platform.resolve_dtype(matrix_types(checkpoint))
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
         needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()

@@ -26,6 +26,7 @@ from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.tensor_names import matrix_types
 
 FORMATS = {
     "int8": ("int8",), "fp8": ("fp8",), "int4": ("int4", "int4:group=64", "int4:group=32"), "nf4": ("nf4", "nf4:group=32"),
@@ -178,8 +179,7 @@ def device_of(config: EngineConfig) -> str:
 
 def compute_type(checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
     """What `platform` would compute this model in."""
-    infos = [checkpoint.info(name) for name in checkpoint.names()]
-    return platform.resolve_dtype({info.dtype_name for info in infos if len(info.shape) > 1})
+    return platform.resolve_dtype(matrix_types(checkpoint))
 
 
 def kind_of(platform: Platform) -> str:

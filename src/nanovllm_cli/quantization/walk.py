@@ -18,7 +18,7 @@ from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
-from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
+from nanovllm_cli.weights.tensor_names import checkpoint_name, matrix_types, names_of
 
 
 class Walk:
@@ -35,8 +35,7 @@ class Walk:
         self._routed: Routed | None = None
         self._names = names_of(original.checkpoint)
         platform = CpuPlatform(EngineConfig(device="cpu"), progress)
-        names = original.checkpoint.names()
-        dtype = platform.resolve_dtype({original.checkpoint.info(name).dtype_name for name in names})
+        dtype = platform.resolve_dtype(matrix_types(original.checkpoint))
         platform.enter()
         platform.compile(dtype)
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])

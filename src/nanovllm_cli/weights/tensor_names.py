@@ -119,6 +119,13 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     return aside | behind | _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
 
+def matrix_types(checkpoint: Checkpoint) -> set[str]:
+    """What the model's matrices are stored as: of what is left aside, numbers of positions for instance, nobody asks."""
+    names = set(checkpoint.names())
+    infos = (checkpoint.info(name) for name in names - left_aside(checkpoint, names))
+    return {info.dtype_name for info in infos if len(info.shape) > 1}
+
+
 def that_guess(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that guess further tokens."""
     return _further(checkpoint, set(names))
