@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, quants
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, integer
 from nanovllm_cli.kernels.integer import Packed, Rounding
-from nanovllm_cli.kernels.record_kinds import SUB_I8, RecordLayout
+from nanovllm_cli.kernels.record_kinds import E8M0, F16, SUB_I8, RecordLayout
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_records import pack_rows
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
@@ -92,13 +92,20 @@ def test_codes_may_be_points_of_a_codebook(index_bits: int, length: int, signs: 
         cpu.set_num_threads(2)
 
 
-@pytest.mark.parametrize("table", [None, tuple(int(v) for v in np.random.default_rng(0).permutation(16) * 15)])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_codes_may_stand_for_other_numbers(bits: int, table: tuple[int, ...] | None) -> None:
-    layout = RecordLayout(70, 288, bits, 16, SUB_I8, 0, offset=113, unit=3, table=table)
+_TABLE = tuple(int(v) for v in np.random.default_rng(0).permutation(16) * 15)
+
+
+@pytest.mark.parametrize(("bits", "table"), [(2, None), (3, None), (4, None), (4, _TABLE)])
+@pytest.mark.parametrize(("group", "scale"), [(16, SUB_I8), (32, SUB_I8), (32, E8M0), (64, F16)])
+def test_codes_may_stand_for_other_numbers(group: int, scale: int, bits: int, table: tuple[int, ...] | None) -> None:
+    """A single row is multiplied without a panel, by the same numbers."""
+    layout = RecordLayout(70, 288, bits, group, scale, 0, offset=113, unit=3, table=table)
     weight, values = packed(layout)
     x = randn(5, 288)
-    assert error(multiply(x, weight), rounded(x, 16) @ values.double().T) < 1e-6
+    whole = multiply(x, weight)
+    assert error(whole, rounded(x, group) @ values.double().T) < 1e-6
+    for row in range(5):
+        assert torch.equal(multiply(x[row : row + 1].contiguous(), weight), whole[row : row + 1])
     ids = torch.arange(70)
     assert torch.equal(integer.rows(weight, ids, None, torch.float32), values)
 

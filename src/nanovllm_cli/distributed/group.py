@@ -12,12 +12,11 @@ import mmap
 import torch
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.kernels import cpu, cpu_gather
+from nanovllm_cli.kernels import cpu_gather
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor
+from nanovllm_cli.kernels.gathers import Gather, gather
 
 AREA_BYTES = 8 << 20
-THREADED_BYTES = 1 << 18
-"""Of a tensor from which on it is worth to wake all threads for it, three times."""
 
 
 def memory_bytes(size: int) -> int:
@@ -56,16 +55,8 @@ class Group:
         control, own_bytes, out_bytes = self._control.data_ptr(), x.shape[1] * size, division.num_rows * size
         table, chunk = self._table(division, size), _rows_at_once(division.most_rows * size)
         pieces, gives = (table.data_ptr(), 0 if only_first and self.rank else len(table)), bool(self.rank) or not only_first
-        if tokens == 1 or tokens * out_bytes < THREADED_BYTES:  # of one token always: it may be an expert's place
-            ints = control, own, own_bytes, out.data_ptr(), out_bytes, tokens, *pieces, chunk, int(gives)
-            launch(cpu_gather.gather, 0, "", ints)
-            return out
-        for first in range(0, tokens, chunk):
-            rows, begin, target = min(chunk, tokens - first), own + first * own_bytes, out.data_ptr() + first * out_bytes
-            if gives:
-                launch(cpu_gather.give, cpu.SERIAL_WORK, "", (control, begin, own_bytes, rows))
-            launch(cpu_gather.meet, 0, "", (control,))
-            launch(cpu_gather.take, cpu.SERIAL_WORK, "", (control, begin, own_bytes, target, out_bytes, rows, *pieces))
+        it = Gather(control, own, own_bytes, out.data_ptr(), out_bytes, tokens, *pieces, chunk, int(gives))
+        gather(it, in_one=tokens <= 4)  # of few tokens always: they may be an expert's, whose steps have to be alike
         return out
 
     def own_rows(self, ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

@@ -43,11 +43,11 @@ class CpuPlatform:
             raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
         self.config = config
         self.progress = progress or NullProgress()
-        self.ops = CpuOps()
         self.threads = _num_threads(config, self.progress)
         self._thread: int | None = None
         self._has_integer = False
         self._pool = cpu.MemoryPool()
+        self.ops = CpuOps(self._pool)
 
     @property
     def processor(self) -> str:

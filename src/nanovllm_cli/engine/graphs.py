@@ -7,7 +7,6 @@ filled in anew.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -20,8 +19,6 @@ from nanovllm_cli.kernels.cpu import MemoryPool, Program
 from nanovllm_cli.models.decoder import Decoder
 
 MAX_GRAPHS = 32
-MOST_SHARED = 1 / 4
-"""Of the experts, what the tokens of a recorded step take together if no two take the same: about an eighth is read twice."""
 
 
 class DecodeGraph:
@@ -56,14 +53,11 @@ class GraphCache:
         self._pool = MemoryPool()
         self._model = model
         self._cache = cache
-        self._most_tokens = max(1, MOST_SHARED / model.spec.expert_share) if model.has_experts else math.inf
         self._graphs: OrderedDict[tuple[object, ...], DecodeGraph] = OrderedDict()
 
     def fits(self, batch: Batch) -> bool:
-        """True for a step of decodes only, with their guesses. Experts are recorded for each token by itself, so only where few
-        tokens share one."""
-        tokens = batch.num_tokens
-        return self._recordable and tokens == batch.logit_rows.shape[0] and tokens <= self._most_tokens
+        """True for a step of decodes only, with their guesses."""
+        return self._recordable and batch.num_tokens == batch.logit_rows.shape[0]
 
     def logits(self, inputs: StepInputs, keeps_hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] and, if they are kept, rows [T, hidden], by a graph that is there or is recorded now."""

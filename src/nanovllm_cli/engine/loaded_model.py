@@ -21,7 +21,7 @@ from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_divided import CpuDivided
@@ -103,7 +103,8 @@ class LoadedModel:
         """What depends on the weights' formats."""
         self.block_bytes = block_bytes(self.own_spec.mixers, self.model.backend)
         self.state_bytes = state_bytes(self.own_spec.mixers, self.model.backend)
-        self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
+        can = [storage.recordable for storage in self._storages]
+        self.recordable = all(can) and all(block.mlp.recordable for block in self.model.blocks if isinstance(block.mlp, MoE))
 
     @property
     def sizes(self) -> Sizes:
@@ -132,15 +133,6 @@ class LoadedModel:
     def num_parameters(self) -> int:
         """Numbers in the checkpoint that the model uses."""
         return sum(torch.Size(slot.shape).numel() for slot in self.model.slots().values())
-
-    def _experts_are_alike(self) -> bool:
-        """Whether the experts of each layer are in the same formats."""
-        return all(
-            len({tuple(self._formats.of(f"blocks.{i}.experts.{e}.{part}.weight") for part in (*block.mlp.expert.parts, "down"))
-                 for e in range(block.mlp.num_experts)}) == 1
-            for i, block in enumerate(self.spec.blocks)
-            if isinstance(block.mlp, MoESpec)
-        )  # fmt: skip
 
     def _make_storage(self, parts: dict[str, int], width: int, share: Share | None) -> WeightStorage:
         """Parts in the same format are one storage."""

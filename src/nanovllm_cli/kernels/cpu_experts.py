@@ -10,6 +10,9 @@ from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, 
 from nanovllm_cli.kernels.entry import clear_team, fields, kernel, run_kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
+MOST_TOGETHER = 2
+"""Parts a thread that all threads compute together, the last ones: else some have nothing to do until the others are done."""
+
 
 @njit(nogil=True, error_model="numpy")
 def _score(logit, largest, total, by_sigmoid):
@@ -137,49 +140,105 @@ def route(arguments, thread, team):
 
 
 @kernel()
-def take_places(arguments, thread, team):
-    """Makes ready what experts compute in num_places places, num_chosen of them for each token, behind each other.
+def take_parts(arguments, thread, team):
+    """Makes ready what experts compute of num_pairs pairs of a token and an expert, num_chosen of them for each token, chosen.
 
-    In place i: words [num_words] int64, the arguments of all steps, are base[e] + moved[i], e being chosen[i]; the token's row of
-    x [any, width] goes to where x_at[i] says; and the counters of `gang`'s num_teams teams are 0.
+    An expert's pairs lie behind each other and are its part. parts [2] int64: how many there are, and how many of them threads
+    compute alone. Of part i words [num_words] int64, at words and so many on for each, are the arguments of all steps:
+    base[expert] + table @ (memory, num_pairs, first, count - 1), first being its first pair and count how many it has. At memory
+    are x's rows [num_pairs, width] in the pairs' order; row_of [num_pairs] int64 says where in it a pair is. The counters of
+    num_teams teams are 0. threads: those of the kernels behind this one, should it have none beside itself.
     """
     (
-        tag, num_places, num_chosen, chosen, words, base, moved, num_words, x, x_at, width, teams, num_teams, team_bytes,
+        tag, num_pairs, num_chosen, num_experts, chosen, parts, words, base, table, num_words, memory, x, width, item_bytes,
+        row_of, teams, num_teams, team_bytes, threads,
     ) = fields(arguments)  # fmt: skip
-    numbers = carray(typed_pointer(chosen, np.int64(0)), (num_places,))
-    targets = carray(typed_pointer(x_at, np.int64(0)), (num_places,))
-    for i in share(num_places, thread, team):
-        own = carray(typed_pointer(words + 8 * num_words * i, np.int64(0)), (num_words,))
-        said = carray(typed_pointer(base + 8 * num_words * numbers[i], np.int64(0)), (num_words,))
-        more = carray(typed_pointer(moved + 8 * num_words * i, np.int64(0)), (num_words,))
+    taken = carray(typed_pointer(chosen, np.int64(0)), (num_pairs,))
+    rows = carray(typed_pointer(row_of, np.int64(0)), (num_pairs,))
+    counts = carray(typed_pointer(parts, np.int64(0)), (2,))
+    whole = scratch(8 * (2 * num_experts + 2 + num_pairs))  # by every thread for itself: nobody waits
+    begins = carray(typed_pointer(whole.ctypes.data, np.int64(0)), (num_experts + 1,))
+    used = carray(typed_pointer(whole.ctypes.data + 8 * (num_experts + 1), np.int64(0)), (num_experts + 1,))
+    order = carray(typed_pointer(whole.ctypes.data + 16 * (num_experts + 1), np.int64(0)), (num_pairs,))
+    num_parts = _sort_pairs(taken, begins, used, order)
+    if team != 0:
+        threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
+    for part in share(num_parts, thread, team):
+        expert = used[part]
+        first, end = begins[expert], begins[expert + 1]
+        own = carray(typed_pointer(words + 8 * num_words * part, np.int64(0)), (num_words,))
+        said = carray(typed_pointer(base + 8 * num_words * expert, np.int64(0)), (num_words,))
+        more = carray(typed_pointer(table, np.int64(0)), (4, num_words))
         for j in range(num_words):
-            own[j] = said[j] + more[j]
-        row = carray(typed_pointer(x, tag), (num_places // num_chosen, width))[i // num_chosen]
-        copy = carray(typed_pointer(targets[i], tag), (width,))
-        for j in range(width):
-            copy[j] = row[j]
-        if team != 0:
-            threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
-            for t in range(num_teams):
-                clear_team(teams + (t * num_places + i) * team_bytes, threads)
+            own[j] = said[j] + more[0, j] * memory + more[1, j] * num_pairs + more[2, j] * first + more[3, j] * (end - first - 1)
+        for place in range(first, end):
+            pair = order[place]
+            rows[pair] = place
+            row = carray(typed_pointer(x + item_bytes * width * (pair // num_chosen), tag), (width,))
+            copy = carray(typed_pointer(memory + item_bytes * width * place, tag), (width,))
+            for j in range(width):
+                copy[j] = row[j]
+        for t in range(part, num_teams, num_parts):
+            clear_team(teams + t * team_bytes, threads)
+        if part == 0:
+            counts[0], counts[1] = num_parts, max(0, num_parts - MOST_TOGETHER * threads)
+    keep(whole)
+
+
+@njit(nogil=True, error_model="numpy")
+def _sort_pairs(taken, begins, used, order):
+    """order: pairs by the expert they have taken, which begins[e] to begins[e + 1] - 1 are e's; used: the experts that have some.
+    Returns how many these are."""
+    for e in range(len(begins)):
+        begins[e] = 0
+    for pair in range(len(taken)):
+        begins[taken[pair] + 1] += 1
+    num_parts = 0
+    for e in range(len(begins) - 1):
+        count = begins[e + 1]
+        begins[e + 1] += begins[e]
+        if count:
+            used[num_parts] = e
+            num_parts += 1
+    for pair in range(len(taken)):  # begins[e] moves to where e ends, which is where the next one begins
+        order[begins[taken[pair]]] = pair
+        begins[taken[pair]] += 1
+    for e in range(len(begins) - 1, 0, -1):
+        begins[e] = begins[e - 1]
+    begins[0] = 0
+    return num_parts
+
+
+@kernel()
+def alone(arguments, thread, team):
+    """Kernels, one after the other, of each part (see `take_parts`) but the last ones, each by one thread, which finds in its
+    caches what the kernel before has left there. steps [num_steps, 2] int64: a kernel, and where in a part's words its arguments
+    are."""
+    steps, num_steps, parts, words, word_bytes = fields(arguments)
+    table = carray(typed_pointer(steps, np.int64(0)), (num_steps, 2))
+    for part in share(carray(typed_pointer(parts, np.int64(0)), (2,))[1], thread, team):
+        for i in range(num_steps):
+            run_kernel(table[i, 0], words + part * word_bytes + table[i, 1], 0, 0)
 
 
 @kernel()
 def gang(arguments, thread, team):
-    """A kernel with num_places different arguments, at `words` and each word_bytes on, at once: nobody waits for the others
-    before he takes part in the next of them. Each has a team of its own."""
-    function, words, word_bytes, num_places, teams, team_bytes = fields(arguments)
-    for i in range(num_places):
-        run_kernel(function, words + i * word_bytes, thread, teams + i * team_bytes if team != 0 else 0)
+    """One kernel of each of the last parts at once, by all threads: nobody waits for the others before he takes part in the next.
+    Each has a team of its own."""
+    function, parts, words, word_bytes, teams, team_bytes = fields(arguments)
+    counts = carray(typed_pointer(parts, np.int64(0)), (2,))
+    for part in range(counts[1], counts[0]):
+        run_kernel(function, words + part * word_bytes, thread, teams + (part - counts[1]) * team_bytes if team != 0 else 0)
 
 
 @kernel(fastmath=FAST)
-def sum_places(arguments, thread, team):
-    """out [num_rows, width] = the sum over a row's num_chosen places, in order and in fp32, of weights [num_rows, num_chosen]
-    fp32 times the row [width] at y_at [num_rows * num_chosen] int64."""
-    tag, y_at, weights, out, num_rows, num_chosen, width = fields(arguments)
-    sources = carray(typed_pointer(y_at, np.int64(0)), (num_rows, num_chosen))
+def sum_pairs(arguments, thread, team):
+    """out [num_rows, width] = the sum over a row's num_chosen pairs, in order and in fp32, of weights [num_rows, num_chosen]
+    fp32 times the row of y [num_pairs, width] that row_of [num_rows, num_chosen] int64 says."""
+    tag, y, row_of, weights, out, num_rows, num_chosen, width = fields(arguments)
+    sources = carray(typed_pointer(row_of, np.int64(0)), (num_rows, num_chosen))
     shares = carray(typed_pointer(weights, np.float32(0)), (num_rows, num_chosen))
+    lines = carray(typed_pointer(y, tag), (num_rows * num_chosen, width))
     result = carray(typed_pointer(out, tag), (num_rows, width))
     memory = scratch(4 * width)
     total = floats_at(memory.ctypes.data, (width,))
@@ -187,7 +246,7 @@ def sum_places(arguments, thread, team):
         for j in range(width):
             total[j] = np.float32(0.0)
         for c in range(num_chosen):
-            line, weight = carray(typed_pointer(sources[r, c], tag), (width,)), shares[r, c]
+            line, weight = lines[sources[r, c]], shares[r, c]
             for j in range(width):
                 total[j] += weight * load(line, j)
         target = result[r]

@@ -133,30 +133,6 @@ def gather(arguments, thread, team):
                 _take_row(control, met, pieces, num_pieces, row, begin + row * own_bytes, out + (first + row) * out_bytes)
 
 
-_WORDS, _OWN, _OUT = 10, 1, 3
-"""The arguments above; those of them that differ between places."""
-
-
-@kernel()
-def gather_places(arguments, thread, team):
-    """`gather` of num_places rows that lie anywhere: its arguments for each of them, of one row, at `words` and each word_bytes
-    on."""
-    words, word_bytes, num_places = fields(arguments)
-    said = carray(typed_pointer(words, np.int64(0)), (_WORDS,))
-    control, own_bytes, pieces, num_pieces, chunk = said[0], said[2], said[6], said[7], said[8]
-    for _ in share(1, thread, team):
-        for first in range(0, num_places, chunk):
-            count, met = min(chunk, num_places - first), _word(control, _MET)
-            area = _area(control, _word(control, _RANK), met)
-            for row in range(count):
-                place = carray(typed_pointer(words + (first + row) * word_bytes, np.int64(0)), (_WORDS,))
-                _copy(area + row * own_bytes, place[_OWN], own_bytes)
-            _meet(control)
-            for row in range(count):
-                place = carray(typed_pointer(words + (first + row) * word_bytes, np.int64(0)), (_WORDS,))
-                _take_row(control, met, pieces, num_pieces, row, place[_OWN], place[_OUT])
-
-
 @kernel()
 def give(arguments, thread, team):
     """The first of three kernels that do what `gather` does, of so many rows that all threads are of use: own goes to where the
@@ -184,7 +160,7 @@ def take(arguments, thread, team):
         _take_row(control, met, pieces, num_pieces, row, own + row * own_bytes, out + row * out_bytes)
 
 
-NUM_ARGUMENTS = {gather: _WORDS, gather_places: 3, give: 4, meet: 1, take: 8}
+NUM_ARGUMENTS = {gather: 10, give: 4, meet: 1, take: 8}
 """Of the kernels above."""
 
 

@@ -48,7 +48,6 @@ from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
 from nanovllm_cli.kernels.simd_products import MOST_SMALL
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
-    look_up,
     minus_u8,
     minus_upper,
     times_i8,
@@ -217,9 +216,7 @@ def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
     if unpacker != 0:
         call_unpacker(unpacker, codes, width // STEP, panel, ahead, table)
     else:
-        unpack_codes(step_bytes // UNIT_BYTES, codes, width // STEP, panel, ahead)
-        if table != 0:
-            look_up(panel, width * TILE, table)
+        unpack_codes(step_bytes // UNIT_BYTES, codes, width // STEP, panel, ahead, table)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -271,15 +268,15 @@ def integer_matmul(arguments, thread, team):
                 for i in range(groups * TILE):
                     lows[i] *= -scales[i]
             codes = record + codes_at(k, group, scale, low)
-            if end - begin == 1 and table == 0 and in_one_pass(bits, group):
+            if end - begin == 1 and unpacker == 0 and in_one_pass(bits, group, table):
                 at = x + (chunk * num_rows + begin) * x_stride
                 if low == NO_LOW:
                     one_row(
-                        bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, groups, sums_at, chunk
+                        bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table
                     )  # fmt: skip
                 else:
                     one_row_low(
-                        bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk
+                        bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table
                     )  # fmt: skip
                 continue
             asking = max(1, (end - begin) // TILE_ROWS + int((end - begin) % TILE_ROWS > FEW_ROWS))

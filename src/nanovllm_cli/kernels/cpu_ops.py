@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from nanovllm_cli.kernels import cpu, gates, norms, reference
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.latent import CpuHeadMatrices
+from nanovllm_cli.kernels.mixture import Expert, Scoring
 from nanovllm_cli.kernels.ops import Addend, Normed
 
 
 class CpuOps:
-    """See `ops.Ops`. Norms are kernels of their own: a matmul never gets `Normed`."""
+    """See `ops.Ops`. Norms are kernels of their own: a matmul never gets `Normed`. pool: where experts compute what is not
+    recorded."""
 
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
-    mixture = CpuMixture
     head_matrices = CpuHeadMatrices
     add = staticmethod(add_onto)
     gated = staticmethod(gates.gated)
     norm_columns = staticmethod(norms.norm_columns)
     norm_sum = staticmethod(norms.norm_sum)
+
+    def __init__(self, pool: cpu.Pool | None = None) -> None:
+        self._pool = pool or cpu.MemoryPool()
+
+    def mixture(
+        self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
+    ) -> CpuMixture:
+        return CpuMixture(self._pool, experts, num_chosen, norm_topk, scoring)
 
     def add_rms_norm(
         self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False

@@ -91,6 +91,10 @@ class Mixture:
         """Most tokens that the host does not have to read the choices of."""
         return 0
 
+    def can_be_recorded(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether a step over rows [T, width] of dtype can, whatever its tokens take."""
+        return True
+
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [T, E] fp32 -> experts [T, k] int64, ascending, and their weights [T, k] fp32."""
         return self._route(logits, self.num_chosen, self.norm_topk, self.scoring)

@@ -36,8 +36,10 @@ from nanovllm_cli.kernels.simd_ir import (
     code_bytes,
     fma,
     keep_order,
+    look_up_bytes,
     multiple,
     splat,
+    table_of_bytes,
 )  # fmt: skip
 from nanovllm_cli.kernels.simd_products import HAS_BYTE_DOT, products_of
 
@@ -228,18 +230,19 @@ def _make_choice(with_low: bool) -> Any:
 dot_panel, dot_panel_low = _make_choice(False), _make_choice(True)
 
 
-def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
+def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: bool = False) -> Any:
     """An intrinsic for one row and all 64 columns, from planes to products without a panel:
-    row(codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate); the rest as in `_make_tile`.
+    row(codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table); the rest as in `_make_tile`.
 
-    group_steps: steps of 32 k's to a group; with `pairs` a step has two groups. Everything is read in the order in which it lies:
-    that is what processors fetch ahead by themselves, at twice the pace of requests by instruction.
-    """
+    table: where has_table, of 16 bytes that codes of 4 bits stand for. group_steps: steps of 32 k's to a group; with `pairs` a
+    step has two groups. Everything is read in the order in which it lies: that is what processors fetch ahead by themselves, at
+    twice the pace of requests by instruction. """
     fold_units = STEP_UNITS // 2 if pairs else STEP_UNITS
-    way = products_of(True)
+    way = products_of(not has_table)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate = args
+        codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table = args
+        entries = table_of_bytes(b, table) if has_table else None
         lanes = range(VECTORS)
         negative, x_codes = b.sub(I32(way.bias), b.trunc(offset, I32)), b.add(x, multiple(b, groups, 12))
         out_at = [at_address(b, out, I64(64 * v), VF) for v in lanes]
@@ -268,7 +271,8 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
                         keep_order(b)
                     return packed[row, v]
 
-                return b.bitcast(code_bytes(b, planes, unit, in_order), VI)
+                whole = code_bytes(b, planes, unit, in_order)
+                return b.bitcast(whole if entries is None else look_up_bytes(b, entries, whole), VI)
 
             cells = {(0, v): dots[v] for v in lanes}
             for unit in units[:: way.together]:
@@ -339,36 +343,39 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def row(typing: Any, codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 10), code
+    def row(typing: Any, codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 11), code
 
     return row
 
 
 def _make_one_row(with_low: bool) -> Any:
-    """One compiled function for planes of 2 to 6 bits."""
+    """One compiled function for planes of 2 to 6 bits. No format has a table and lows."""
     r2, r3, r4, r5 = (_make_row(planes, False, with_low) for planes in ((2,), (2, 1), (4,), (4, 1)))
     p2, p3, p6 = (_make_row(planes, True, with_low) for planes in ((2,), (2, 1), (4, 2)))
+    t4 = r4 if with_low else _make_row((4,), False, False, has_table=True)
 
     @njit(nogil=True, error_model="numpy")
     @named("one_row_low" if with_low else "one_row")
-    def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add):
+    def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add, table):
         many = group_units // STEP_UNITS
-        if many == 0:
+        if many == 0:  # of which no format has a table
             if bits == 6:
-                p6(codes, scales, lows, steps, many, offset, x, groups, out, add)
+                p6(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
             elif bits == 3:
-                p3(codes, scales, lows, steps, many, offset, x, groups, out, add)
+                p3(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
             else:
-                p2(codes, scales, lows, steps, many, offset, x, groups, out, add)
+                p2(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+        elif table != 0:
+            t4(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
         elif bits == 4:
-            r4(codes, scales, lows, steps, many, offset, x, groups, out, add)
+            r4(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
         elif bits == 5:
-            r5(codes, scales, lows, steps, many, offset, x, groups, out, add)
+            r5(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
         elif bits == 3:
-            r3(codes, scales, lows, steps, many, offset, x, groups, out, add)
+            r3(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
         else:
-            r2(codes, scales, lows, steps, many, offset, x, groups, out, add)
+            r2(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
 
     return one_row
 
@@ -377,6 +384,8 @@ one_row, one_row_low = _make_one_row(False), _make_one_row(True)
 
 
 @njit(inline="always")
-def in_one_pass(bits, group):
+def in_one_pass(bits, group, table):
     """True where `one_row` has this kind, and is quicker than a panel."""
-    return _ONE_PASS and (bits <= 5 if group >= 32 else (bits <= 3 or (bits == 6 and WIDE)))
+    if group < 32:
+        return _ONE_PASS and table == 0 and (bits <= 3 or (bits == 6 and WIDE))
+    return _ONE_PASS and (bits == 4 if table != 0 else bits <= 5)

@@ -114,6 +114,13 @@ def look_up_bytes(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     return by_quarters(b, lambda entries, some: b.call(look, [entries, some]), table, places)
 
 
+def table_of_bytes(b: ir.IRBuilder, address: Any) -> Any:
+    """What `look_up_bytes` takes, of 16 bytes in memory."""
+    words = ir.VectorType(I32, 4)
+    quarter = b.load(b.inttoptr(address, words.as_pointer()), align=1)
+    return b.bitcast(b.shuffle_vector(quarter, quarter, ir.Constant(VI, list(range(4)) * 4)), BYTES)
+
+
 def _look_up_one_by_one(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     lowest = b.and_(places, ir.Constant(BYTES, [15] * (4 * LANES)))
     found = ir.Constant(BYTES, ir.Undefined)

@@ -14,7 +14,6 @@ from nanovllm_cli.kernels.simd import VECTORS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     I8,
-    I32,
     I64,
     LANES,
     NEON,
@@ -30,20 +29,23 @@ from nanovllm_cli.kernels.simd_ir import (
     look_up_bytes,
     multiple,
     splat,
+    table_of_bytes,
 )  # fmt: skip
 
 PREFETCH_BYTES = 8192
 """How long before their use codes are asked for."""
 
 
-def _make_unpack(planes: tuple[int, ...]) -> Any:
-    """An intrinsic unpack(source, steps, target, ahead): bit planes (quant/cpu_records.py) to codes [8 * steps units][256].
+def _make_unpack(planes: tuple[int, ...], has_table: bool = False) -> Any:
+    """An intrinsic unpack(source, steps, target, ahead, table): bit planes (quant/cpu_records.py) to codes [8 * steps
+    units][256], or to what they stand for in a table of 16 bytes.
 
     What lies at `ahead`, as long as the planes are, is asked for meanwhile."""
     bits = sum(planes)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, steps, target, ahead = args
+        source, steps, target, ahead, table = args
+        entries = table_of_bytes(b, table) if has_table else None
         with counted(b, steps) as step:
             advance, write = multiple(b, step, UNIT_BYTES * bits), multiple(b, step, UNIT_BYTES * STEP_UNITS)
             read = b.add(source, advance)
@@ -59,35 +61,42 @@ def _make_unpack(planes: tuple[int, ...]) -> Any:
                         return packed[row, v]
 
                     whole = code_bytes(b, planes, unit, in_order)
+                    if entries is not None:
+                        whole = look_up_bytes(b, entries, whole)
                     b.store(whole, at_address(b, target, b.add(write, I64(unit * UNIT_BYTES + 64 * v)), BYTES), align=4)
         return context.get_dummy_value()
 
     @intrinsic
-    def unpack(typing: Any, source, steps, target, ahead):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 4), code
+    def unpack(typing: Any, source, steps, target, ahead, table):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 5), code
 
     return unpack
 
 
 _u2, _u3, _u4 = _make_unpack((2,)), _make_unpack((2, 1)), _make_unpack((4,))
+_u4_by_table = _make_unpack((4,), has_table=True)
 _u5, _u6, _u7 = _make_unpack((4, 1)), _make_unpack((4, 2)), _make_unpack((4, 2, 1))
 
 
 @njit(nogil=True, error_model="numpy")
-def unpack_codes(bits, source, steps, target, ahead):
-    """Planes of 2 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile."""
+def unpack_codes(bits, source, steps, target, ahead, table):
+    """Planes of 2 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile. table: 0,
+    or of codes of 4 bits the address of 16 bytes that they stand for."""
     if bits == 4:
-        _u4(source, steps, target, ahead)
+        if table != 0:
+            _u4_by_table(source, steps, target, ahead, table)
+        else:
+            _u4(source, steps, target, ahead, table)
     elif bits == 6:
-        _u6(source, steps, target, ahead)
+        _u6(source, steps, target, ahead, table)
     elif bits == 5:
-        _u5(source, steps, target, ahead)
+        _u5(source, steps, target, ahead, table)
     elif bits == 3:
-        _u3(source, steps, target, ahead)
+        _u3(source, steps, target, ahead, table)
     elif bits == 2:
-        _u2(source, steps, target, ahead)
+        _u2(source, steps, target, ahead, table)
     else:
-        _u7(source, steps, target, ahead)
+        _u7(source, steps, target, ahead, table)
 
 
 def _make_times(kind: str) -> Any:
@@ -160,21 +169,3 @@ def _halves_numbers(source, count, factor, target):
 
 unpack_halves = _halves_vectors if NEON or host_has("f16c") else _halves_numbers
 """unpack_halves(source, count, factor, target)."""
-
-
-@intrinsic
-def look_up(typing: Any, codes, count, table):  # type: ignore[no-untyped-def]
-    """codes[i] = table[codes[i]] in place, for 64 bytes at a time; codes are below 16."""
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, count, table = args
-        words = ir.VectorType(I32, 4)
-        quarter = b.load(b.inttoptr(table, words.as_pointer()), align=1)
-        spread = ir.Constant(VI, list(range(4)) * 4)
-        entries = b.bitcast(b.shuffle_vector(quarter, quarter, spread), BYTES)
-        with counted(b, count, 4 * LANES) as at:
-            place = at_address(b, codes, at, BYTES)
-            b.store(look_up_bytes(b, entries, b.load(place, align=4)), place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), code

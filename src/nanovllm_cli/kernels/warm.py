@@ -90,19 +90,38 @@ def warm_up_integer(dtype: torch.dtype) -> None:
     _mark(_marker("integer", dtype))
 
 
+class _NormExpert:
+    """Norms what it gets. recordable: whether it says that it can be recorded."""
+
+    activation = "silu"
+
+    def __init__(self, recordable: bool) -> None:
+        self.recordable = recordable
+        self.bias = None
+
+    @property
+    def weight(self) -> _NormExpert:
+        return self
+
+    gate_up = down = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return norms.add_rms_norm(x, None, x[0], 1e-6, 0.0)
+
+
 def experts_are_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_experts`."""
     return os.path.exists(_marker("experts", dtype))
 
 
 def warm_up_experts(dtype: torch.dtype) -> None:
-    """Run the kernels beside the matmuls of experts once on next to nothing, and once from a recording."""
-
-    def expert(x: torch.Tensor) -> torch.Tensor:
-        return norms.add_rms_norm(x, None, x[0], 1e-6, 0.0)
-
-    mixture = CpuMixture([expert, expert], 1, True, Scoring(bias=torch.zeros(2)))
-    x, logits = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2)
+    """Run the kernels beside the matmuls of experts once on next to nothing: of experts that are alike, now and from a recording,
+    and of others."""
+    x, logits, scoring = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2), Scoring(bias=torch.zeros(2))
+    mixture, others = (
+        CpuMixture(cpu.MemoryPool(), [_NormExpert(alike), _NormExpert(alike)], 1, True, scoring) for alike in (True, False)
+    )
+    others(x, logits)
     mixture(x, logits)
     with cpu.Program(cpu.MemoryPool()) as program:
         add_onto(mixture(x, logits), x)

@@ -23,6 +23,7 @@ class MoE:
     def __init__(self, spec: MoESpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.ops = kit.ops
+        self.width, self.dtype = hidden_size, kit.dtype
         self.router = kit.undivided.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
         self.experts = [MLP(spec.expert, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
@@ -72,6 +73,11 @@ class MoE:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.router.matmul(x, self.router_bias, torch.float32)
+
+    @property
+    def recordable(self) -> bool:
+        """See `WeightStorage`: whether the experts can, together."""
+        return self.mixture.can_be_recorded(self.width, self.dtype)
 
     @property
     def expert_bytes(self) -> int:
