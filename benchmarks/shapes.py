@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.lfm2 import LFM2
 from nanovllm_cli.weights import shapes
+from nanovllm_cli.weights.random_weights import RandomCheckpoint
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,6 +60,27 @@ SHAPES = {
 }
 CONTEXT = 40960
 TAPS, DELTA_TAPS = 3, 4
+
+
+def write_converted(path: Path, shape_name: str, layers: int | None = None) -> Path:
+    """A model of any shape that we know, or its first layers, in bfloat16, as `convert` writes it."""
+    config = shapes.shape_config(shape_name)
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        config |= {key: config[key][:layers] for key in ("layer_types",) if key in config}
+    source = RandomCheckpoint(config)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        save_file({name: source.tensor(name).clone() for name in source.names()}, Path(folder) / "model.safetensors")
+        Path(folder, "config.json").write_text(json.dumps(config))
+        letters = {chr(code): i for i, code in enumerate((*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144)))}
+        tokenizer = Tokenizer(models.BPE(letters | {"ab": len(letters)}, [("a", "b")]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text("{}")
+        command = [sys.executable, "-m", "nanovllm_cli", "convert", folder, "--to", "gguf", "-o", str(path), "-q"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
 
 
 def write_adapter(path: Path, model: Path, rank: int, seed: int = 0) -> Path:

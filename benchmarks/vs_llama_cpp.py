@@ -3,9 +3,10 @@
     pip install llama-cpp-python
     python benchmarks/vs_llama_cpp.py --threads 2 --output benchmarks/results/vs_llama_cpp.json
     python benchmarks/vs_llama_cpp.py --pair int8
+    python benchmarks/vs_llama_cpp.py --pair mxfp4 --shape gpt-oss-20b --layers 6
 
-A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 32) ours against its Q8_0 and Q4_0, q4_k_m the same
-file, which llama.cpp quantizes.
+A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 32) ours against its Q8_0 and Q4_0, q4_k_m and
+mxfp4 (experts; the rest Q8_0) the same file, which llama.cpp quantizes.
 
 A processor without AVX-512 is compared on one that has it by NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c
 ATEN_CPU_CAPABILITY=avx2 and a llama-cpp-python built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON
@@ -42,6 +43,7 @@ PAIRS = {
     "int8": ("int8", "Q8_0", False),
     "int4": ("int4:group=32", "Q4_0", False),
     "q4_k_m": (None, "Q4_K_M", True),
+    "mxfp4": (None, "MXFP4_MOE", True),
 }
 
 
@@ -220,6 +222,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="the shape's first so many alone, of a model that is too large")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
@@ -236,9 +239,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = options.file or Path(folder) / "random.gguf"
         if not path.exists():
-            from shapes import write_gguf
+            import shapes
 
-            write_gguf(path, options.shape)
+            if options.shape in shapes.SHAPES and options.layers is None:
+                shapes.write_gguf(path, options.shape)
+            else:
+                shapes.write_converted(path, options.shape, options.layers)
         quant, kind, same_file = PAIRS[options.pair]
         theirs = path
         if kind is not None:
@@ -277,6 +283,7 @@ def main() -> None:
     ratios = {k: medians["nanovllm"][k] / medians["llama.cpp"][k] for k in medians["nanovllm"]}
     behind = f" behind {options.depth} tokens" if options.depth else ""
     behind += f", adapter of rank {options.lora}" if options.lora else ""
+    behind += f", {options.layers} layers" if options.layers else ""
     print(f"| {options.shape}, {options.pair}, {options.threads} threads{behind} | nanovllm tok/s | llama.cpp tok/s | ratio |")
     print("|---|---|---|---|")
     for k, ratio in ratios.items():
@@ -285,6 +292,7 @@ def main() -> None:
         report = {
             "machine": machine(),
             "shape": options.shape,
+            "layers": options.layers,
             "pair": options.pair,
             "threads": options.threads,
             "depth": options.depth,
