@@ -248,6 +248,20 @@ def test_a_recorded_step_takes_the_experts_of_its_own_tokens(
     assert len(taken) >= 6, "nearly all of them are tried"
 
 
+@pytest.mark.parametrize(("tokens", "num_chosen", "num_experts"), [(1, 1, 2), (1, 8, 128), (16, 8, 128), (33, 2, 2), (512, 1, 4)])
+def test_pairs_are_sorted_by_experts_and_those_with_many_come_last(tokens: int, num_chosen: int, num_experts: int) -> None:
+    generator = np.random.default_rng(tokens)
+    weights = generator.random(num_experts) ** 3
+    rows = [generator.choice(num_experts, num_chosen, replace=False, p=weights / weights.sum()) for _ in range(tokens)]
+    taken = np.concatenate([np.sort(row) for row in rows]).astype(np.int64)
+    begins, order, used, ends = (np.full(n, 9) for n in (num_experts + 1, len(taken), num_experts, tokens + 1))
+    num_parts = cpu_experts._sort_pairs(taken, begins, order, used, ends)
+    counts = np.bincount(taken, minlength=num_experts)
+    assert np.diff(begins).tolist() == counts.tolist()
+    assert order.tolist() == np.argsort(taken, kind="stable").tolist()
+    assert used[:num_parts].tolist() == [e for e in np.argsort(counts, kind="stable") if counts[e]]
+
+
 def test_all_kernels_beside_matmuls_are_compiled_before_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [kernel for kernel in vars(cpu_experts).values() if isinstance(kernel, Kernel)]
     assert len(kernels) >= 5

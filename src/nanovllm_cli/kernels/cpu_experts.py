@@ -156,11 +156,12 @@ def take_parts(arguments, thread, team):
     taken = carray(typed_pointer(chosen, np.int64(0)), (num_pairs,))
     rows = carray(typed_pointer(row_of, np.int64(0)), (num_pairs,))
     counts = carray(typed_pointer(parts, np.int64(0)), (2,))
-    whole = scratch(8 * (2 * num_experts + 2 + num_pairs))  # by every thread for itself: nobody waits
-    begins = carray(typed_pointer(whole.ctypes.data, np.int64(0)), (num_experts + 1,))
-    used = carray(typed_pointer(whole.ctypes.data + 8 * (num_experts + 1), np.int64(0)), (num_experts + 1,))
-    order = carray(typed_pointer(whole.ctypes.data + 16 * (num_experts + 1), np.int64(0)), (num_pairs,))
-    num_parts = _sort_pairs(taken, begins, used, order)
+    tokens = num_pairs // num_chosen
+    whole = scratch(8 * (2 * num_experts + num_pairs + tokens + 2))  # by every thread for itself: nobody waits
+    numbers = carray(typed_pointer(whole.ctypes.data, np.int64(0)), (2 * num_experts + num_pairs + tokens + 2,))
+    begins, order = numbers[: num_experts + 1], numbers[num_experts + 1 : num_experts + 1 + num_pairs]
+    used, ends = numbers[num_experts + 1 + num_pairs : -tokens - 1], numbers[-tokens - 1 :]
+    num_parts = _sort_pairs(taken, begins, order, used, ends)
     if team != 0:
         threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
     for part in share(num_parts, thread, team):
@@ -186,27 +187,32 @@ def take_parts(arguments, thread, team):
 
 
 @njit(nogil=True, error_model="numpy")
-def _sort_pairs(taken, begins, used, order):
-    """order: pairs by the expert they have taken, which begins[e] to begins[e + 1] - 1 are e's; used: the experts that have some.
-    Returns how many these are."""
-    for e in range(len(begins)):
-        begins[e] = 0
+def _sort_pairs(taken, begins, order, used, ends):
+    """order: pairs by the expert they have taken, of which begins[e] to begins[e + 1] - 1 are e's. used: the experts that have
+    some, those with the most at the end, where all threads are of use. ends [tokens + 1]: scratch. Returns how many experts these
+    are."""
+    begins[:] = 0
     for pair in range(len(taken)):
         begins[taken[pair] + 1] += 1
-    num_parts = 0
+    ends[:] = 0
     for e in range(len(begins) - 1):
-        count = begins[e + 1]
+        ends[begins[e + 1]] += 1
         begins[e + 1] += begins[e]
+    for count in range(1, len(ends)):  # where experts of so many pairs end
+        ends[count] += ends[count - 1]
+    idle = ends[0]
+    for e in range(len(begins) - 2, -1, -1):
+        count = begins[e + 1] - begins[e]
+        ends[count] -= 1
         if count:
-            used[num_parts] = e
-            num_parts += 1
+            used[ends[count] - idle] = e
     for pair in range(len(taken)):  # begins[e] moves to where e ends, which is where the next one begins
         order[begins[taken[pair]]] = pair
         begins[taken[pair]] += 1
     for e in range(len(begins) - 1, 0, -1):
         begins[e] = begins[e - 1]
     begins[0] = 0
-    return num_parts
+    return len(begins) - 1 - idle
 
 
 @kernel()
