@@ -164,6 +164,8 @@ def take_parts(arguments, thread, team):
     num_parts = _sort_pairs(taken, begins, order, used, ends)
     if team != 0:
         threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
+    if thread == 0:
+        counts[0], counts[1] = num_parts, max(0, num_parts - MOST_TOGETHER * threads)
     for part in share(num_parts, thread, team):
         expert = used[part]
         first, end = begins[expert], begins[expert + 1]
@@ -181,8 +183,6 @@ def take_parts(arguments, thread, team):
                 copy[j] = row[j]
         for t in range(part, num_teams, num_parts):
             clear_team(teams + t * team_bytes, threads)
-        if part == 0:
-            counts[0], counts[1] = num_parts, max(0, num_parts - MOST_TOGETHER * threads)
     keep(whole)
 
 
