@@ -248,7 +248,6 @@ class Tokenizer:
         )
         return plain
 
-
     @property
     def _spelling_cut(self) -> pre_tokenizers.PreTokenizer | None:
         """Cuts text behind the first character of what spells a control token, for models that take a piece by its spelling.
