@@ -48,14 +48,13 @@ class CpuMixture(Mixture):
     ) -> None:
         super().__init__(experts, num_chosen, norm_topk, scoring, route, add_weighted_rows)
         self._pool = pool
-        self._experts = experts
-        self._together: dict[tuple[int, torch.dtype], _Together | None] = {}
+        self._known: dict[tuple[int, torch.dtype], _Together | None] = {}
 
     def can_be_recorded(self, width: int, dtype: torch.dtype) -> bool:
-        return self._as_one(width, dtype) is not None
+        return self._together(width, dtype) is not None
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        together = self._as_one(x.shape[1], x.dtype)
+        together = self._together(x.shape[1], x.dtype)
         if together is None:
             assert cpu.recording() is None, "experts that can't be recorded"
             return super().__call__(x, logits, slots)
@@ -63,13 +62,13 @@ class CpuMixture(Mixture):
             memory = together.new_memory(x.shape[0] * self.num_chosen)
         return together.run(x, *self.choose(logits), memory)
 
-    def _as_one(self, width: int, dtype: torch.dtype) -> _Together | None:
+    def _together(self, width: int, dtype: torch.dtype) -> _Together | None:
         key = width, dtype
-        if key not in self._together:
-            weights = [matrix.weight for expert in self._experts for matrix in (expert.gate_up, expert.down)]
+        if key not in self._known:
+            weights = [matrix.weight for expert in self.experts for matrix in (expert.gate_up, expert.down)]
             can = all(isinstance(weight, Recordable) and weight.recordable for weight in weights)
-            self._together[key] = _together(self._experts, width, dtype) if can else None
-        return self._together[key]
+            self._known[key] = _if_alike(self.experts, width, dtype) if can else None
+        return self._known[key]
 
 
 class _Memory:
@@ -125,8 +124,8 @@ class _Recorded:
         return kernels and self.row_bytes == other.row_bytes
 
 
-def _together(experts: Sequence[Expert], width: int, dtype: torch.dtype) -> _Together | None:
-    """None where they are not alike."""
+def _if_alike(experts: Sequence[Expert], width: int, dtype: torch.dtype) -> _Together | None:
+    """None where they are not."""
     memory = torch.empty(4 * _Recorded(experts[0], width, dtype).pair_bytes, dtype=torch.uint8)
     each: list[_Recorded] = []
     for expert in experts:

@@ -22,7 +22,7 @@ class Matrix(Protocol):
 
 
 class Expert(Protocol):
-    """down(act(gate) * up), with gate and up in one weight."""
+    """down(act(gate) * up), with gate and up in one weight: rows [n, width] -> [n, width], each by itself."""
 
     @property
     def gate_up(self) -> Matrix: ...
@@ -58,8 +58,6 @@ class Scoring(NamedTuple):
     groups: Groups | None = None
 
 
-OfRows = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [n, width] -> [n, width], each by itself: all that is asked of an expert where the host divides the work."""
 Route = Callable[[torch.Tensor, int, bool, Scoring | None], tuple[torch.Tensor, torch.Tensor]]
 """See `reference.route`."""
 AddWeightedRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -72,7 +70,7 @@ class Mixture:
 
     def __init__(
         self,
-        experts: Sequence[OfRows],
+        experts: Sequence[Expert],
         num_chosen: int,
         norm_topk: bool,
         scoring: Scoring | None,

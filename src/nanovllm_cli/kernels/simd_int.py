@@ -236,7 +236,8 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: b
 
     table: where has_table, of 16 bytes that codes of 4 bits stand for. group_steps: steps of 32 k's to a group; with `pairs` a
     step has two groups. Everything is read in the order in which it lies: that is what processors fetch ahead by themselves, at
-    twice the pace of requests by instruction. """
+    twice the pace of requests by instruction.
+    """
     fold_units = STEP_UNITS // 2 if pairs else STEP_UNITS
     way = products_of(not has_table)
 

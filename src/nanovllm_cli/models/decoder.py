@@ -212,10 +212,6 @@ class Decoder:
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
 
     @property
-    def has_experts(self) -> bool:
-        return any(isinstance(block.mlp, MoESpec) for block in self.spec.blocks)
-
-    @property
     def most_unread(self) -> float:
         """Most tokens of a step in which the host reads nothing that the device computes: see `Mixture.most_unread`."""
         return min((block.mlp.mixture.most_unread for block in self.blocks if isinstance(block.mlp, MoE)), default=math.inf)
