@@ -1,12 +1,13 @@
 """The tensors of ONE forward. Sequences lie behind each other in one flat row of tokens; a `query_len` per sequence says
 how many are its own: 1 is decode, n a prefill chunk, k + 1 a verification. Nothing anywhere asks which of these it is.
 
-Legend: T tokens of this step, B sequences, P most blocks of any sequence, R rows that want logits.
+Legend: T tokens of this step, B sequences, P most blocks of any sequence, R rows that want logits, A adapters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class Batch:
     states       [B] int32, the state of each sequence, of a model that keeps some
     token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
     segments     [T] int64 or None; which of two texts that are read together each token is of, 0 or 1; None: all are of the first
+    lora         [T, A] fp32 or None; what each token takes of each adapter that requests choose from; None: nobody takes any
     hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
     """
 
@@ -43,6 +45,7 @@ class Batch:
     states: torch.Tensor
     token_table: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    lora: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -50,10 +53,11 @@ class Batch:
         if self.token_ids.device == device:
             return self
         assert self.token_table is None
-        mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-3]}
-        there = {name: tensor.to(device, non_blocking=True) for name, tensor in mine.items()}
-        segments = None if self.segments is None else self.segments.to(device, non_blocking=True)
-        return Batch(**there, segments=segments, hidden=self.hidden)
+        mine: dict[str, torch.Tensor | None] = {each.name: getattr(self, each.name) for each in fields(self)[:-1]}
+        there: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in mine.items()
+        }
+        return Batch(**there, hidden=self.hidden)
 
     def asked(self) -> Batch:
         """The rows whose logits are wanted, alone: as runs of tokens that follow each other, each like a sequence."""
@@ -76,6 +80,7 @@ class Batch:
             block_tables=self.block_tables[owners],
             logit_rows=torch.arange(len(rows)),
             states=self.states[owners],
+            lora=None if self.lora is None else self.lora[rows],
         )
 
     @property

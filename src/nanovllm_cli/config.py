@@ -7,7 +7,7 @@ values; this file only says what was asked for, and refuses what makes no sense.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Literal, NamedTuple, get_args
@@ -34,6 +34,8 @@ DRAFTED_TOKENS = 8
 MTP_TOKENS = 4
 """A layer that guesses by its own guesses is right less and less."""
 MAX_SCALE = 1e6
+MAX_LORA_MODULES = 64
+MAX_LORA_NAME = 200
 
 
 class Lora(NamedTuple):
@@ -44,6 +46,13 @@ class Lora(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.scale == 1 else f"{self.name}, times {self.scale:g}"
+
+
+class LoraModule(NamedTuple):
+    """An adapter that requests may choose, and what they call it. path: as `Lora.name`."""
+
+    name: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,8 @@ class EngineConfig:
         gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
     quant: format that plain weights are rounded to when they are loaded ("int8", "int4:group=64"); None keeps them.
     lora: adapters that are added to the weights, all at once; a name alone is one of scale 1.
+    lora_modules: adapters that each request may choose one or several of (`SamplingParams.lora`); nobody who doesn't has them.
+        A mapping of names to paths will do.
     activations: whether rows that meet a quantized weight are "rounded" to 8 bits where its format says so, or stay "exact".
         "auto" rounds, except in float32, which is asked for to have exact sums. On a CPU.
     kv_cache_dtype: what K and V are kept as. "auto" is the compute type, which may also be named; "int8" and "fp8" (e4m3) take
@@ -83,6 +94,7 @@ class EngineConfig:
     device: str = "auto"
     quant: str | None = None
     lora: tuple[Lora, ...] = ()
+    lora_modules: tuple[LoraModule, ...] = ()
     activations: Activations = "auto"
     max_model_len: int | None = None
     block_size: int = BLOCK_SIZE
@@ -112,9 +124,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name != "lora":
+            if field.name not in ("lora", "lora_modules"):
                 self._check_type(field.name, str(field.type))
         object.__setattr__(self, "lora", tuple(_lora(each) for each in _listed(self.lora)))
+        object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
@@ -168,6 +181,26 @@ class EngineConfig:
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:
         """What K and V are to be kept as."""
         return self.cache_type_k or self.kv_cache_dtype, self.cache_type_v or self.kv_cache_dtype
+
+
+def _modules(given: object) -> tuple[LoraModule, ...]:
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, list | tuple):
+        raise UsageError(f"lora_modules are names and paths of adapters, not {given!r}")
+    modules = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) and text for text in pair):
+            raise UsageError(f"lora_modules are names and paths of adapters, not {pair!r}")
+        modules.append(LoraModule(*pair))
+    names = [module.name for module in modules]
+    if len(names) > MAX_LORA_MODULES:
+        raise UsageError(f"{len(names)} adapters are to be chosen from; at most {MAX_LORA_MODULES} are")
+    for name in names:
+        if len(name) > MAX_LORA_NAME or not name.isprintable():
+            raise UsageError(f"an adapter's name has 1 to {MAX_LORA_NAME} characters that can be printed, not {name[:80]!r}")
+        if names.count(name) > 1:
+            raise UsageError(f"two adapters are called {name!r}")
+    return tuple(modules)
 
 
 def _listed(lora: object) -> list[object]:

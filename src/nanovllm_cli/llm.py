@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.config import EngineConfig, Lora, LoraModule
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
@@ -77,7 +77,7 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    lora, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype: of weights and
+    lora, lora_modules, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype: of weights and
     activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the KV cache has room.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
@@ -110,6 +110,7 @@ class LLM:
             raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
         config = find_parts(config, offline=offline, progress=progress)
         self.lora: tuple[Lora, ...] = config.lora
+        self.lora_modules: tuple[LoraModule, ...] = config.lora_modules
         self.tensor_parallel_size: int = config.tensor_parallel_size
         self.draft_model, self.mtp = config.draft_model, config.mtp
         self.resolved = model
@@ -290,13 +291,20 @@ class LLM:
             self._readers.drop(running)
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], pooling: Pooling | None = None, *, progress: Progress | None = None
+        self,
+        texts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        lora: Sequence[Lora] = (),
+        progress: Progress | None = None,
     ) -> list[list[float]]:
         """[vector_size] numbers for each text, not normalised: the mean over its tokens behind the model's last norm, or the row
-        of its last or first one, and what dense layers make of it; None: as the model has it. Raises as `generate` does."""
+        of its last or first one, and what dense layers make of it; None: as the model has it. lora: see SamplingParams. Raises as
+        `generate` does."""
         if (refusal := self.embedding.refusal) is not None:
             raise UnsupportedError(refusal.message, refusal.hint)
-        return self._pooled([self._ids(text) for text in _listed(texts)], self.pooling if pooling is None else pooling, progress)
+        prompts, chosen = [self._ids(text) for text in _listed(texts)], SamplingParams(lora=lora).lora
+        return self._pooled(prompts, self.pooling if pooling is None else pooling, progress, chosen)
 
     def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
         """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
@@ -392,8 +400,11 @@ class LLM:
             self._readers.drop([request_id for request_id in ids if request_id not in done])
         return [done[request_id] for request_id in ids]
 
-    def _pooled(self, prompts: Sequence[Sequence[int]], pooling: Pooling, progress: Progress | None) -> list[list[float]]:
-        return self._readers.embed({f"embedding-{next(self._request_ids)}": each for each in prompts}, pooling, progress)
+    def _pooled(
+        self, prompts: Sequence[Sequence[int]], pooling: Pooling, progress: Progress | None, lora: Sequence[Lora] = ()
+    ) -> list[list[float]]:
+        named = {f"embedding-{next(self._request_ids)}": each for each in prompts}
+        return self._readers.embed(named, pooling, progress, lora)
 
     def _new_id(self) -> str:
         return f"request-{next(self._request_ids)}"

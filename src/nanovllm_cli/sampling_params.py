@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
+from nanovllm_cli.config import MAX_LORA_MODULES, MAX_LORA_NAME, MAX_SCALE, Lora
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import CheckpointError, UsageError
 
@@ -102,6 +103,8 @@ class SamplingParams:
         Natural logarithms of the model's own distribution, before any of the above (vLLM's "raw_logprobs").
     prompt_logprobs: the same for the prompt's tokens.
     skip_special_tokens: leave special tokens out of the text.
+    lora: which of the engine's adapters (`EngineConfig.lora_modules`) compute it: a name, a list of names, or a mapping of names
+        to what each is multiplied by.
     constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it.
 
     As llama.cpp means them:
@@ -150,6 +153,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    lora: Sequence[Lora] = ()
     constraint: Constraint | None = None
     reasoning: ReasoningPhase | None = None
 
@@ -173,6 +177,7 @@ class SamplingParams:
             raise UsageError("allowed_token_ids is empty: nothing could be drawn")
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
+        self._set("lora", _lora(self.lora))
         if not isinstance(self.constraint, Constraint | None):
             raise _refused("constraint", self.constraint, "a Constraint")
         if not isinstance(self.reasoning, ReasoningPhase | None):
@@ -347,6 +352,19 @@ def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ..
 
 def _ids(name: str, value: object, most: int) -> tuple[int, ...]:
     return tuple(_int(f"{name}: a token id", entry, 0, MAX_TOKEN_ID) for entry in _sequence(name, value, most))
+
+
+def _lora(value: object) -> tuple[Lora, ...]:
+    """A name alone is one adapter, of scale 1."""
+    entries = [value] if isinstance(value, str) else list(value.items()) if isinstance(value, Mapping) else value
+    chosen: dict[str, float] = {}
+    for entry in _sequence("lora", entries, MAX_LORA_MODULES):
+        name, scale = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (entry, 1.0)
+        (name,) = _strings("lora", name, 1, MAX_LORA_NAME)
+        if name in chosen:
+            raise UsageError(f"lora has {_shown(name)} twice")
+        chosen[name] = _number(f"lora: the scale of {_shown(name)}", scale, -MAX_SCALE, MAX_SCALE)
+    return tuple(Lora(*pair) for pair in chosen.items())
 
 
 def _biases(value: object) -> LogitBias:

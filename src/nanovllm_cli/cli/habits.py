@@ -137,9 +137,9 @@ _EXPLAINED = {
     ("--trust-remote-code", "--code-revision"): "no code that comes with a model is ever run: leave it out",
     ("-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split", "-sm", "--split-mode"):
         "a model runs on one GPU, or on a CPU's processors; -tp N divides it among processes there",
-    ("--lora-modules",): "here it is --lora NAME; the model with it is one model, under its own name",
-    ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base", "--lora-init-without-apply"):
-        "--lora NAME is all that an adapter needs: leave it out",
+    ("--lora-modules",): "here it is --lora NAME; requests choose adapters of nanovllm serve, and lines of run --batch",
+    ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base"): "--lora NAME is all that an adapter needs: leave it out",
+    ("--lora-init-without-apply",): "here it is --lora-modules NAME=PATH, which requests choose by their field lora",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
     ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--mmproj-auto", "--image", "--audio", "--video"):
         "of models that see or hear only the part that writes is supported",

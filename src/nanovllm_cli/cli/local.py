@@ -169,7 +169,8 @@ class LocalAnswerer:
     @property
     def identity(self) -> list[str]:
         own = [str(getattr(self._llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
-        return own + [f"{name} {scale}" for name, scale in self.adapters]
+        own += [f"{name} {scale}" for name, scale in self.adapters]
+        return own + [f"{name}={Path(path).resolve()}" for name, path in self._llm.lora_modules]
 
     @property
     def adapters(self) -> list[tuple[str, float]]:

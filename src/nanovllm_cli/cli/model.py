@@ -91,6 +91,8 @@ def say_parts(config: EngineConfig, console: Console) -> None:
     """What a model has beside it."""
     for adapter in config.lora:
         console.say(f"with the adapter {adapter}", "dim")
+    for name, path in config.lora_modules:
+        console.say(f"with the adapter {path} for requests that choose {name}", "dim")
     if config.draft_model is not None:
         console.say(f"with guesses by {config.draft_model}", "dim")
     if config.mtp:

@@ -14,7 +14,16 @@ from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
-from nanovllm_cli.config import DRAFTED_TOKENS, MTP_TOKENS, Activations, DTypeName, EngineConfig, KVCacheDType, Lora
+from nanovllm_cli.config import (
+    DRAFTED_TOKENS,
+    MTP_TOKENS,
+    Activations,
+    DTypeName,
+    EngineConfig,
+    KVCacheDType,
+    Lora,
+    LoraModule,
+)
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -95,6 +104,14 @@ LoraScaled = Annotated[
         panel=MODEL, metavar="PATH:SCALE", parser=parsers.scaled,
     ),
 ]  # fmt: skip
+LoraModules = Annotated[
+    list[Any] | None,
+    typer_option(
+        "--lora-modules",
+        help="An adapter that requests may choose, and its name there; others don't have it. PATH as of --lora. Repeatable.",
+        panel=MODEL, metavar="NAME=PATH", parser=parsers.lora_module,
+    ),
+]  # fmt: skip
 RooflineChoice = Annotated[
     Literal["cached", "measure", "off"],
     typer_option(
@@ -161,6 +178,11 @@ class WeightsOptions(SourceOptions):
     @property
     def adapters(self) -> tuple[Lora, ...]:
         """None, where there are no options for them."""
+        return ()
+
+    @property
+    def modules(self) -> tuple[LoraModule, ...]:
+        """Of adapters that requests choose. As above."""
         return ()
 
 
@@ -244,6 +266,7 @@ class MemoryOptions:
             device=model.device,
             quant=model.quant,
             lora=model.adapters,
+            lora_modules=model.modules,
             activations=model.activations,
             kv_cache_dtype=cast(KVCacheDType, self.kv_cache_dtype),
             cache_type_k=cast(KVCacheDType | None, self.cache_type_k),

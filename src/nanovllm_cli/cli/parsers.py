@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import get_args
 
-from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType
+from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType, LoraModule
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -103,6 +103,14 @@ def scaled(text: str) -> Scaled:
             raise ValueError(f"{each!r} is not an adapter with its scale, such as folder:0.5")
         found.append((name, value))
     return tuple(found)
+
+
+def lora_module(text: str) -> LoraModule:
+    """NAME=PATH of an adapter that requests choose."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"{text!r} is not an adapter with its name, such as sql=folder")
+    return LoraModule(name, path)
 
 
 _NO_FLAGS = {

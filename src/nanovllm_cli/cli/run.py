@@ -78,12 +78,14 @@ def run(
     if not (output.json or output.jsonl or prompt.batch is not None):
         refuse_typed(ctx, ("logprobs",), "has no place in plain text", "add --json, --jsonl or --batch")
         given.pop("logprobs", None)
+    if prompt.batch is None:
+        refuse_typed(ctx, ("lora_modules",), "has no meaning without --batch, whose lines choose", "--lora PATH is all it takes")
     if prompt.raw and is_typed(ctx, "chat_template"):
         raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them away")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(prompt.chat_template_kwargs)
     refuse_two_switches(ctx, kwargs)
-    endpoint = server.endpoint(ctx)
+    endpoint = server.endpoint(ctx, "lora_modules")
     last = history.load() if prompt.continue_last else None
     if endpoint is not None:
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
@@ -94,6 +96,8 @@ def run(
         if not name and last is not None:
             name = last.model
             config = dataclasses.replace(config, lora=config.lora or tuple(Lora(*each) for each in last.lora))
+        if prompt.lora_modules and prompt.batch is not None:
+            config = dataclasses.replace(config, lora_modules=tuple(prompt.lora_modules))
         name = named_model(ctx.obj, name, EXAMPLE)
 
         def answerer() -> Answerer:

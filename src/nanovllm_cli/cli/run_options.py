@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nanovllm_cli.cli.answer import ReasoningChoice
 from nanovllm_cli.cli.command import OUTPUT, PROMPT, option
-from nanovllm_cli.cli.options import Choice
+from nanovllm_cli.cli.options import Choice, LoraModules
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class PromptOptions:
         help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',
         panel=PROMPT, metavar="FILE", envvar=None,
     )
+    lora_modules: LoraModules = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def serve(
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     if len(names) > 1:
-        refuse_typed(ctx, ["lora", "lora_scaled"], "has no meaning with several models", "serve the model of the adapter alone")
+        own = ["lora", "lora_scaled", "lora_modules"]
+        refuse_typed(ctx, own, "has no meaning with several models", "serve the model of the adapter alone")
         refuse_typed(ctx, ["draft_model", "draft_quant", "mtp"], "has no meaning with several models", "serve one of them alone")
     given = sampling.given()
     config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)
@@ -88,7 +89,7 @@ def serve(
     try:
         progress = ProgressLine(screen)
         if len(names) > 1:  # whoever set a default did not say for which
-            config = replace(config, lora=(), draft_model=None, draft_quant=None, mtp=False)
+            config = replace(config, lora=(), lora_modules=(), draft_model=None, draft_quant=None, mtp=False)
         config = find_parts(config, offline=model.offline, progress=progress)
         say_parts(config, screen)
         served = [

@@ -12,6 +12,7 @@ from nanovllm_cli.cli.options import (
     ChatTemplateChoice,
     Device,
     DType,
+    LoraModules,
     LoraNames,
     LoraScaled,
     ModelNames,
@@ -20,7 +21,7 @@ from nanovllm_cli.cli.options import (
     Revision,
     adapters,
 )
-from nanovllm_cli.config import EngineConfig, Lora, Policy
+from nanovllm_cli.config import EngineConfig, Lora, LoraModule, Policy
 from nanovllm_cli.errors import UsageError
 
 ADDRESS, ACCESS, LIMITS = "Address", "Who may ask", "Limits"
@@ -78,12 +79,17 @@ class ServedOptions:
     quant: Quant = None
     lora: LoraNames = None
     lora_scaled: LoraScaled = None
+    lora_modules: LoraModules = None
     activations: ActivationsChoice = EngineConfig().activations
     chat_template: ChatTemplateChoice = None
 
     @property
     def adapters(self) -> tuple[Lora, ...]:
         return adapters(self.lora, self.lora_scaled)
+
+    @property
+    def modules(self) -> tuple[LoraModule, ...]:
+        return tuple(self.lora_modules or ())
 
     def names(self, ids: list[str]) -> list[tuple[str, ...]]:
         """What each model is called, its own id without aliases. Raises UsageError for too few, and for the same twice."""
@@ -98,10 +104,10 @@ class ServedOptions:
             names = [(each,) for each in aliases]
         else:
             raise UsageError(f"{len(ids)} models have {len(aliases)} aliases", "one --alias for each, in their order")
-        flat = [name for each in names for name in each]
+        flat = [name for each in names for name in each] + [name for name, _ in self.lora_modules or ()]
         if len(set(flat)) < len(flat):
             twice = next(name for name in flat if flat.count(name) > 1)
-            raise UsageError(f"two models would be called {twice!r}", "give each a name by --alias")
+            raise UsageError(f"two models would be called {twice!r}", "give each a name by --alias, and adapters others")
         return names
 
 

@@ -31,6 +31,7 @@ from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDequantized
 from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.low_rank import Choice
 from nanovllm_cli.quant.storage import WeightStorage
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -112,8 +113,10 @@ class CudaPlatform:
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CudaStacked(parts, dtype, self.launcher)
 
-    def with_product(self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype) -> WeightStorage:
-        return CudaLowRank(weight, down, up, dtype, self.launcher)
+    def with_product(
+        self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype, choice: Choice | None
+    ) -> WeightStorage:
+        return CudaLowRank(weight, down, up, dtype, self.launcher, choice)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
@@ -152,7 +155,8 @@ class CudaPlatform:
         recordable = recordable and not reads_lengths and not self.config.eager
         guesses = self.config.max_guesses > 0
         most = model.most_unread if recordable else 0
-        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, most, self.config.mtp)
+        modules = 0 if model.chosen is None else len(self.config.lora_modules)
+        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, most, self.config.mtp, modules)
         vocab_size, most_rows = model.spec.vocab_size, MOST_ROWS if guesses else 0
         on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_rows)
         if on_device.knows_vocabulary:
@@ -183,16 +187,19 @@ class CudaPlatform:
         blocks = list(range(-(-longest // size)))  # all have the same: nobody reads what they compute
         cache = KVCache(len(blocks), model.spec.mixers, model.backend)
 
-        def step(num_tokens: int, start: int = 0) -> list[Scheduled]:
+        # Where requests choose adapters, a step of those that do is the larger one; of others kernels do more at once.
+        chosen = (1.0,) * len(self.config.lora_modules) if model.chosen is not None else ()
+
+        def step(num_tokens: int, start: int = 0, lora: tuple[float, ...] = chosen) -> list[Scheduled]:
             """As few sequences as have so many tokens from `start` on, embedded where the model does nothing else."""
             most = max(1, longest - start)
-            whole = Scheduled(0, [0] * most, start, blocks, (0,), prompt_len=longest)
+            whole = Scheduled(0, [0] * most, start, blocks, (0,), prompt_len=longest, lora=lora)
             whole = whole if model.spec.has_head else whole._replace(draws=(), pooling="mean")
             return [whole._replace(token_ids=[0] * min(most, num_tokens - first)) for first in range(0, num_tokens, most)]
 
-        prompts = step(tokens)
-        # Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own.
-        chunks = [step(1 << i, start=1) for i in range(1, (tokens - 1).bit_length())]
+        def chunks(lora: tuple[float, ...] = chosen) -> list[list[Scheduled]]:
+            """Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own."""
+            return [step(1 << i, 1, lora) for i in range(1, (tokens - 1).bit_length())]
 
         def run(steps: list[list[Scheduled]]) -> None:
             for shares in steps:
@@ -207,14 +214,15 @@ class CudaPlatform:
                         pass
 
         def rehearse() -> None:
-            run([*chunks, prompts])
+            for lora in {(), chosen}:
+                run([*chunks(lora), step(tokens, lora=lora)])
             with torch.inference_mode():
                 model.rehearse_experts(tokens)
 
         self.launcher.rehearse(rehearse)
         self.device.forget_peak()
         before = self.device.memory().allocated
-        run([*chunks[:1], prompts])
+        run([*chunks()[:1], step(tokens)])
         if 0 < model.most_unread < tokens:  # of no more, all experts' rows are there at once; of more, an expert's at a time
             run([step(int(model.most_unread))])
         return max(0, self.device.memory().peak - before)

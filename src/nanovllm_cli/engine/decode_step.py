@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 Sampling = tuple[bool, bool]
 """Whether all sequences that draw on the device are greedy; whether any of them wants logprobs."""
-Key = tuple[int, int | None, Sampling | None]
-"""Rows; room for attention's items, where the host divides it; None for a step with guesses."""
+Key = tuple[int, int | None, Sampling | None, bool]
+"""Rows; room for attention's items, where the host divides it; None for a step with guesses; whether any row takes an adapter."""
 # Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
 KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE = range(10)
 NUM_LINES = 10
@@ -42,7 +42,8 @@ NUM_LINES = 10
 class DecodeStep:
     """max_rows: most sequences of a step. guesses: whether any will be fed; a step has max_tokens tokens at most then.
     table_width: blocks of the longest sequence. most_recorded: of steps with so many tokens graphs are made. keeps_hidden:
-    whether `hidden` has the rows [T, hidden] of the last step behind the last norm, to be used before the next."""
+    whether `hidden` has the rows [T, hidden] of the last step behind the last norm, to be used before the next. num_modules: of
+    adapters that requests choose from."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class DecodeStep:
         table_width: int,
         most_recorded: float,
         keeps_hidden: bool = False,
+        num_modules: int = 0,
     ) -> None:
         self._device = device
         self._model = model
@@ -71,6 +73,8 @@ class DecodeStep:
         self._logit_rows = torch.arange(max_tokens, dtype=torch.int64, device=where)
         self._uploads = Uploads(device, NUM_LINES * max_tokens, torch.int64)
         self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
+        self._lora = torch.zeros(max_tokens, num_modules, device=where)
+        self._lora_uploads = Uploads(device, max_tokens * num_modules, torch.float32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
         self._keeps_hidden = keeps_hidden
@@ -100,7 +104,7 @@ class DecodeStep:
         room = self._upload(scheduled, rows_before, slots)
         self._read_hidden(hidden)
         sampling = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
-        return self._run((self._bucket(len(scheduled)), room, sampling), sampler)
+        return self._run((self._bucket(len(scheduled)), room, sampling, self._upload_lora(scheduled)), sampler)
 
     def run_guesses(
         self, scheduled: Sequence[Scheduled], sampler: DeviceSampler, hidden: torch.Tensor | None = None
@@ -108,7 +112,8 @@ class DecodeStep:
         """Several tokens of some sequences, max_tokens in all at most: logits [T, V], to be used before the next step."""
         room = self._upload(scheduled, {}, [])
         self._read_hidden(hidden)
-        return self._run((sum(len(share.token_ids) for share in scheduled), room, None), sampler)
+        key = sum(len(share.token_ids) for share in scheduled), room, None, self._upload_lora(scheduled)
+        return self._run(key, sampler)
 
     def _read_hidden(self, rows: torch.Tensor | None) -> None:
         if rows is not None and self._hidden_read is not None:
@@ -128,14 +133,15 @@ class DecodeStep:
     def warm_up(self, sampler: DeviceSampler) -> None:
         """Compiles the kernels of every bucket, and launches those of the first on a row of padding: no answer is to wait for the
         compiler."""
+        chooses = (False, True) if self._lora.numel() else (False,)
         if self.guesses:
             some = self._divide(np.array([2]), np.array([2]))
-            guesses: list[Key] = [(rows, some, None) for rows in (2, 4, 8, 16, MOST_ROWS)]
+            guesses: list[Key] = [(rows, some, None, lora) for rows in (2, 4, 8, 16, MOST_ROWS) for lora in chooses]
             self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in guesses])
         room = self._upload([], {}, [])
-        first: list[Key] = [(1, room, (only_greedy, False)) for only_greedy in (True, False)]
+        first: list[Key] = [(1, room, (only_greedy, False), lora) for only_greedy in (True, False) for lora in chooses]
         buckets = [self._bucket(1 << i) for i in range((self._max_rows - 1).bit_length() + 1)]
-        keys = [*first, *((rows, room, (False, True)) for rows in buckets)]
+        keys = [*first, *((rows, room, (False, True), lora) for rows in buckets for lora in chooses)]
         self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in keys])
         for key in first:
             self._launch(key, sampler)
@@ -153,7 +159,7 @@ class DecodeStep:
         return recorded
 
     def _launch(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
-        rows, room, sampling = key
+        rows, room, sampling, chooses = key
         lines = self._lines
         batch = Batch(
             token_ids=lines[SOURCE, :rows],
@@ -167,6 +173,7 @@ class DecodeStep:
             logit_rows=self._logit_rows[:rows],
             states=lines[STATE].view(torch.int32)[:rows],
             token_table=self._state[: self._max_rows + self.max_tokens],
+            lora=self._lora[:rows] if chooses else None,
             hidden=None if self._hidden_read is None else self._hidden_read[:rows],
         )
         work = None if room is None or self._work is None else self._work.by_shape
@@ -222,6 +229,22 @@ class DecodeStep:
         if scheduled:
             self._upload_tables([share.block_table for share in scheduled])
         return self._divide(lens, kv_len) if self._backend.deterministic or len(fed) > count else None
+
+    def _upload_lora(self, scheduled: Sequence[Scheduled]) -> bool:
+        """What each token takes of each adapter; whether any takes any."""
+        if not any(share.lora for share in scheduled):
+            return False
+        upload = self._lora_uploads.take()
+        scales = upload.numpy().reshape(self._lora.shape)
+        scales[:] = 0
+        row = 0
+        for share in scheduled:
+            end = row + len(share.token_ids)
+            if share.lora:
+                scales[row:end] = share.lora
+            row = end
+        self._lora_uploads.copy(upload, self._lora.view(-1))
+        return True
 
     def _divide(self, lens: np.ndarray, kv_lens: np.ndarray) -> int:
         assert self._work is not None

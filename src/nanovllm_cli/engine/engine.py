@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
@@ -164,6 +164,7 @@ class Engine:
         self._check_id(request_id)
         self._check_priority(priority)
         params.check_vocabulary(self._vocab_size)
+        lora = self._lora(params.lora)
         prompt = self._checked_prompt(prompt_ids)
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -177,23 +178,34 @@ class Engine:
             arrival=self._clock(),
             priority=priority,
             cache_salt=cache_salt,
+            lora=lora,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )
         self._begin(request, self._detokenizer_factory)
 
-    def embed(self, request_id: str, prompt_ids: Iterable[int], pooling: Pooling, *, priority: int = 0) -> None:
-        """Queues a text whose hidden state is wanted: the `pooled` of its last output. Raises as `add` does."""
+    def embed(
+        self,
+        request_id: str,
+        prompt_ids: Iterable[int],
+        pooling: Pooling,
+        *,
+        priority: int = 0,
+        lora: Iterable[Lora] = (),
+    ) -> None:
+        """Queues a text whose hidden state is wanted: the `pooled` of its last output. lora: see SamplingParams. Raises as `add`
+        does."""
         if self._embedding_refusal is not None:
             raise UnsupportedError(self._embedding_refusal.message, self._embedding_refusal.hint)
         self._check_id(request_id)
         self._check_priority(priority)
         if pooling not in get_args(Pooling):
             raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
+        scales = self._lora(lora)
         prompt = self._checked_prompt(prompt_ids, room=0)
         request = Request(
             request_id, prompt, _EMBEDS, len(prompt) + 1, (), self._clock(), priority=priority,
-            whole=self._embeds_whole, pooling=pooling, second=self._second_text(prompt),
+            whole=self._embeds_whole, pooling=pooling, second=self._second_text(prompt), lora=scales,
         )  # fmt: skip
         self._begin(request, None)
 
@@ -282,6 +294,18 @@ class Engine:
             scheduled_tokens=self._stepper.num_tokens,
             generated_tokens=self._generated_tokens,
         )
+
+    def _lora(self, chosen: Iterable[Lora]) -> tuple[float, ...]:
+        """What the request takes of each adapter that may be chosen; empty for none."""
+        scales = dict.fromkeys([module.name for module in self._config.lora_modules], 0.0)
+        for name, scale in chosen:
+            if name not in scales:
+                raise UsageError(
+                    f"lora: no adapter is called {name[:100]!r}",
+                    f"known: {', '.join(scales)}" if scales else "the engine has none: lora_modules names some",
+                )
+            scales[name] = scale
+        return tuple(scales.values()) if any(scales.values()) else ()
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:

@@ -61,7 +61,7 @@ class GraphCache:
 
     def logits(self, inputs: StepInputs, keeps_hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] and, if they are kept, rows [T, hidden], by a graph that is there or is recorded now."""
-        key = (*(tensor.shape for tensor in _tensors(inputs)), keeps_hidden)
+        key = (*(tensor.shape for tensor in _tensors(inputs)), inputs.batch.lora is None, keeps_hidden)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool, keeps_hidden)
@@ -76,6 +76,8 @@ def _tensors(inputs: StepInputs) -> Iterator[torch.Tensor]:
     yield inputs.batch.token_ids
     if inputs.batch.hidden is not None:
         yield inputs.batch.hidden
+    if inputs.batch.lora is not None:
+        yield inputs.batch.lora
     for pair in inputs.angles.values():
         yield from pair
     yield from inputs.step.tensors

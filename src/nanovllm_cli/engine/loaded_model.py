@@ -28,7 +28,7 @@ from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
-from nanovllm_cli.quant.low_rank import Beside, padded, side_by_side
+from nanovllm_cli.quant.low_rank import Beside, Choice, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
@@ -72,9 +72,10 @@ class LoadedModel:
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = read_spec(checkpoint, reader)
-        if config.lora:
-            checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora)
+        if config.lora or config.lora_modules:
+            checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)
+        self._chosen = Chosen() if config.lora_modules else None
         self.lora = [(each.scale, stamps(Path(each.name))) for each in config.lora]
         self.dtype = platform.resolve_dtype(matrix_types(checkpoint))
         platform.enter()
@@ -97,7 +98,7 @@ class LoadedModel:
         self.formats: Counter[Format | None] = Counter()
         self.num_multiplied_whole = 0
         backend = self.platform.backend(self.own_spec, self.dtype)
-        return Kit(self.dtype, self._make_storage, self.platform.ops, backend, group=self._group)
+        return Kit(self.dtype, self._make_storage, self.platform.ops, backend, group=self._group, chosen=self._chosen)
 
     def _count(self) -> None:
         """What depends on the weights' formats."""
@@ -171,10 +172,25 @@ class LoadedModel:
         return total
 
     def _with_adapters(self, weight: WeightStorage, parts: dict[str, int], ranges: list[range]) -> WeightStorage:
-        """With the products of adapters beside those of a weight that is stored quantized. ranges: its rows, if not all."""
-        added = [[Beside(each.down, self._rows_of(name, each.up.float(), count) * each.scale)
-                  for each in self._beside.get(name, ())] for name, count in parts.items()]  # fmt: skip
-        sides = side_by_side(list(parts.values()), added, weight.width)
+        """With the products of adapters beside a weight's own: those that all rows have, and those that rows choose. ranges: its
+        rows, if not all."""
+        for choose in (False, True):
+            added = [[Beside(each.down, self._rows_of(name, each.up.float(), count) * each.scale, each.module or 0)
+                      for each in self._beside.get(name, ()) if (each.module is not None) == choose]
+                     for name, count in parts.items()]  # fmt: skip
+            if any(added):
+                weight = self._with_product(weight, parts, ranges, added, self._chosen if choose else None)
+        return weight
+
+    def _with_product(
+        self,
+        weight: WeightStorage,
+        parts: dict[str, int],
+        ranges: list[range],
+        added: list[list[Beside]],
+        chosen: Chosen | None,
+    ) -> WeightStorage:
+        sides, modules = side_by_side(list(parts.values()), added, weight.width)
         largest = sides.up.to(self.dtype).abs().float() @ sides.down.to(self.dtype).abs().float().sum(1)
         if not bool(largest.isfinite().all()):
             raise CheckpointError(f"an adapter of {next(iter(parts))} has values that {self.dtype} cannot hold")
@@ -185,7 +201,8 @@ class LoadedModel:
             return storage
 
         up = torch.cat([sides.up[own.start : own.stop] for own in ranges]) if ranges else sides.up
-        return self.platform.with_product(weight, kept(sides.down), kept(up), self.dtype)
+        choice = None if chosen is None else Choice(modules.to(self.platform.ops.device), chosen)
+        return self.platform.with_product(weight, kept(sides.down), kept(up), self.dtype, choice)
 
     def _rows_of(self, name: str, up: torch.Tensor, count: int) -> torch.Tensor:
         """In the order in which the layer has the weight's, of which this one has so many."""

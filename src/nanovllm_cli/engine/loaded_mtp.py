@@ -26,7 +26,7 @@ class LoadedMTP(LoadedModel):
                 f"{checkpoint.path} has no layer that predicts further tokens (MTP)",
                 "leave --mtp away; --speculate N and --draft-model NAME guess without one",
             )
-        self.platform, self._group, self._beside = loaded.platform, None, {}
+        self.platform, self._group, self._beside, self._chosen = loaded.platform, None, {}, None
         self.spec = self.own_spec = mtp_spec(loaded.spec)
         self.dtype = loaded.dtype
         reader = open_reader(checkpoint)

@@ -51,6 +51,7 @@ class Scheduled(NamedTuple):
     drafted: token_ids are guesses of a model that drafts, which a state is to take back as well, though nobody draws behind them.
     every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
     state: the sequence's, of a model that keeps some. second: see `Request`.
+    lora: what this sequence's rows take of each adapter that requests choose from; empty where they take none.
     keeps_hidden: the runner keeps the rows of all tokens behind the last norm, for what guesses by them (`engine/mtp.py`).
     """
 
@@ -69,6 +70,7 @@ class Scheduled(NamedTuple):
     state: int = 0
     second: int = 0
     keeps_hidden: bool = False
+    lora: tuple[float, ...] = ()
 
     @property
     def known(self) -> list[int]:

@@ -14,6 +14,7 @@ from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.low_rank import Choice
 from nanovllm_cli.quant.storage import WeightStorage
 
 KeptRows = tuple[Scheduled, torch.Tensor]
@@ -68,7 +69,9 @@ class Platform(Protocol):
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         """Weights that read the same input, as one with all their rows."""
 
-    def with_product(self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype) -> WeightStorage:
+    def with_product(
+        self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype, choice: Choice | None
+    ) -> WeightStorage:
         """A weight whose products have up (down x) added to them; see `quant/low_rank.py`."""
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend: ...

@@ -1,7 +1,7 @@
 """Which full blocks of tokens have their K and V in the cache, found by what they hold.
 
 A block is known by a chain: its digest covers its tokens and the digest of the block before it, the first one the
-request's salt. Digests are keyed with a secret of the process, so nobody outside can aim for a collision; should one
+request's salt and adapters. Digests are keyed with a secret of the process, so nobody outside can aim for a collision; should one
 happen anyway, the entry's tokens, salt and parent are compared and it is a miss. This file knows digests and block
 numbers; whether a block is in use, free or evicted is `block_manager.py`'s business.
 """
@@ -13,7 +13,7 @@ import secrets
 from array import array
 from typing import NamedTuple
 
-from nanovllm_cli.engine.sequence import Sequence
+from nanovllm_cli.engine.sequence import Salt, Sequence
 
 DIGEST_BYTES = 16
 ROOT_UID = 0
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     parent_uid: int
     digest: bytes
     tokens: bytes
-    salt: str | None
+    salt: Salt
     block: int
 
 
@@ -104,8 +104,10 @@ class PrefixCache:
         start = index * self._block_size
         return array("q", sequence.token_ids[start : start + self._block_size]).tobytes()
 
-    def _root(self, salt: str | None) -> bytes:
-        return self._hash(b"no salt" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass"))
+    def _root(self, salt: Salt) -> bytes:
+        text, lora = salt
+        root = self._hash(b"no salt" if text is None else b"salt:" + text.encode("utf-8", "surrogatepass"))
+        return self._hash(root + array("d", lora).tobytes()) if lora else root
 
     def _hash(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=self._key).digest()

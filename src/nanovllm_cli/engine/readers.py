@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+from nanovllm_cli.config import Lora
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -63,14 +64,18 @@ class Readers:
                 yield output
 
     def embed(
-        self, prompts: Mapping[str, Sequence[int]], pooling: Pooling, progress: Callable[[int, int], None] | None = None
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        pooling: Pooling,
+        progress: Callable[[int, int], None] | None = None,
+        lora: Sequence[Lora] = (),
     ) -> list[list[float]]:
         """What each text's pooled vector becomes, by request ids -> token ids, in their order. progress: told (done, all).
         Raises as `Engine.embed`, and RequestError for a text whose numbers are not finite."""
         done: dict[str, list[float]] = {}
         try:
             for request_id, prompt in prompts.items():
-                self.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=pooling))
+                self.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=pooling, lora=lora))
             for output in self.finished(prompts):
                 if output.pooled is None:
                     raise RequestError(f"the text could not be embedded: {output.outputs[0].error}")

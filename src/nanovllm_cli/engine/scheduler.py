@@ -288,7 +288,7 @@ class Scheduler:
                 len(request.prompt_ids),
                 request.pooling,
                 num_guesses,
-                state=max(0, sequence.state), second=request.second,
+                state=max(0, sequence.state), second=request.second, lora=request.lora,
             )
         )
         self._members.append(sequence)

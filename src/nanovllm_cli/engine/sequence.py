@@ -16,6 +16,8 @@ from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 
 NO_STATE = -1
+Salt = tuple[str | None, tuple[float, ...]]
+"""What must be equal, beside the tokens, where cached K and V are shared: `cache_salt` and `lora` of a request."""
 
 
 class Status(Enum):
@@ -34,6 +36,7 @@ class Request:
     max_len: most tokens of prompt and answer together. stop_ids: ids that end an answer.
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
+    lora: see `Scheduled`; what is cached of a prompt depends on it, too.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
     draws nothing. second: where the second of two texts begins that are read together, or 0. pooled: what its chunks gave so far.
@@ -50,6 +53,7 @@ class Request:
     priority: int = 0
     rank: tuple[float, int] = (0.0, 0)
     cache_salt: str | None = None
+    lora: tuple[float, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     whole: bool = False
@@ -142,5 +146,5 @@ class Sequence:
         self.num_held = max(0, num_tokens - num_known)
 
     @property
-    def salt(self) -> str | None:
-        return self.request.cache_salt
+    def salt(self) -> Salt:
+        return self.request.cache_salt, self.request.lora

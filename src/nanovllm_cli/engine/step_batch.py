@@ -52,6 +52,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
         segments=_segments(scheduled),
+        lora=_lora(scheduled, lens),
     ), owners
 
 
@@ -60,3 +61,11 @@ def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:
         return None
     return torch.cat([torch.arange(share.start, share.start + len(share.token_ids)) >= (share.second or math.inf)
                       for share in scheduled]).long()  # fmt: skip
+
+
+def _lora(scheduled: list[Scheduled], lens: np.ndarray) -> torch.Tensor | None:
+    width = max(len(share.lora) for share in scheduled)
+    if width == 0:
+        return None
+    scales = [share.lora or (0.0,) * width for share in scheduled]
+    return torch.from_numpy(np.repeat(np.array(scales, np.float32), lens, axis=0))

@@ -299,17 +299,6 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     return x
 
 
-def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x + y [T, width] fp32, and bias [width] of dtype: rounded to it once."""
-    out = new_tensor((x.shape[0], x.shape[1]), dtype)
-    ints = (
-        address_of(x, torch.float32, *out.shape), address_of(y, torch.float32, *out.shape),
-        0 if bias is None else address_of(bias, dtype, out.shape[1]), out.data_ptr(), *out.shape,
-    )  # fmt: skip
-    launch(cpu_fused.add, out.numel(), tags_of(dtype), ints)
-    return out
-
-
 # ---- the paged cache ----
 
 

@@ -68,6 +68,13 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     return (cap * torch.tanh(scaled / cap) if cap > 0 else scaled).to(x.dtype)
 
 
+def scale_ranks(x: torch.Tensor, scales: torch.Tensor, modules: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, R] fp32 times what each row takes of each rank's adapter, scales [T, A] and modules [R]; 0 where that is 0, whatever
+    x is. Punica (Chen et al. 2023) has a product for each adapter instead."""
+    taken = scales[:, modules.long()]
+    return torch.where(taken == 0, 0.0, x * taken).to(dtype)
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu; or swiglu_oai, gpt-oss's
     gate * sigmoid(1.702 gate) * (1 + up), of a gate of at most 7 and an up between -7 and 7. Or relu2, which has no gate:

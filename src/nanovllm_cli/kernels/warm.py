@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import (
+    adapters,
     conv,
     cpu,
     cpu_sampling,
@@ -52,7 +53,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
     angles = torch.zeros(1, 8)
     run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
-    tiles = torch.tensor([[0, 0, 1, 0, 1]])
+    tiles, modules = torch.tensor([[0, 0, 1, 0, 1]]), torch.zeros(64, dtype=torch.int32)
 
     def step() -> torch.Tensor:
         x = norms.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
@@ -62,7 +63,8 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.scale(gates.gated_activation(add_onto(x, x), "silu"), 1.0)
         logits = cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
-        cpu.add(logits, logits, None, dtype)
+        ranks = adapters.scale_ranks(logits, angles[:, :1], modules, dtype)
+        adapters.add(logits, weight.matmul(ranks, None, torch.float32), None, dtype)
         return logits
 
     step()

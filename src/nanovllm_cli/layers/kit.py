@@ -13,6 +13,7 @@ from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import Mixer, own_mixer, own_units
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.mixer_spec import MixerSpec
+from nanovllm_cli.quant.low_rank import Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 
 
@@ -39,7 +40,7 @@ each other, each in its format."""
 
 class Kit(NamedTuple):
     """dtype: of activations, norms and biases. place: what the names of weights made here begin with. group: the processes that
-    compute the model together, if there are several."""
+    compute the model together, if there are several. chosen: tells weights which adapters rows take, where requests choose."""
 
     dtype: torch.dtype
     make: MakeStorage
@@ -47,6 +48,7 @@ class Kit(NamedTuple):
     backend: AttentionBackend
     place: str = ""
     group: Group | None = None
+    chosen: Chosen | None = None
 
     def at(self, place: str) -> Kit:
         """The kit for a part of the model."""

@@ -184,6 +184,7 @@ class Decoder:
         self.ops = kit.ops
         self.device = kit.ops.device
         self.backend = kit.backend
+        self.chosen = kit.chosen
         if shared is None:
             self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
             self.embedding = Embedding(
@@ -241,6 +242,7 @@ class Decoder:
     def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
         batch = inputs.batch
+        self._choose(batch)
         residual, x = self.enter(batch)
         every = None if self.per_layer is None else self.per_layer(batch.token_ids, batch.token_table, residual)
         rows, width = batch.logit_rows, self.spec.per_layer_width
@@ -255,7 +257,9 @@ class Decoder:
                 break  # nothing is asked, and what is to be kept is
             x, residual, all_asked = None if x is None else x.taken(rows), residual[rows], True
             every, own = None if every is None else every[rows], None if own is None else own[rows]
-            inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows]))
+            lora = None if batch.lora is None else batch.lora[rows]
+            inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows], lora=lora))
+            self._choose(inputs.batch)
             if block.has_halves:
                 x = block.fed(x, residual, inputs.batch.slots, own)
         if not all_asked:
@@ -264,6 +268,11 @@ class Decoder:
             return self.norm(x, residual)
         assert x is None, "no model ends without a norm where something has still to join"
         return residual
+
+    def _choose(self, batch: Batch) -> None:
+        """Weights with adapters that requests choose read rows like the batch's from now on."""
+        if self.chosen is not None:
+            self.chosen.scales = batch.lora
 
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         """What the first block reads: the residual stream [T, hidden], and what has still to join it."""

@@ -19,6 +19,7 @@ from typing import cast
 
 from nanovllm_cli import errors
 from nanovllm_cli.children import child_environment
+from nanovllm_cli.config import Lora
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
 from nanovllm_cli.model_spec import Pooling
@@ -208,13 +209,15 @@ class EngineClient:
         link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt))
         return stream
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]:
+    async def embed(
+        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+    ) -> Sequence[float]:
         link = self._checked_link()
         request_id = next(self._ids)
         self._note_arrival()
         vector: asyncio.Future[Sequence[float]] = asyncio.get_running_loop().create_future()
         self._vectors[request_id] = vector
-        link.send(Embed(request_id, list(prompt_ids), pooling, priority))
+        link.send(Embed(request_id, list(prompt_ids), pooling, priority, list(lora)))
         try:
             return await vector
         except asyncio.CancelledError:

@@ -124,7 +124,9 @@ class Loop:
             return
         try:
             if isinstance(message, Embed):
-                self._engine.embed(request_id, message.prompt_ids, message.pooling, priority=message.priority)
+                self._engine.embed(
+                    request_id, message.prompt_ids, message.pooling, priority=message.priority, lora=message.lora
+                )
             else:
                 salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
                 self._engine.add(

@@ -121,7 +121,9 @@ class Generator:
             told: ApiError | None = None
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(work.model.engine.embed(ids, pooling, priority=priority)) for ids in each]
+                    lora = work.model.default_params.lora
+                    embed = partial(work.model.engine.embed, pooling=pooling, priority=priority, lora=lora)
+                    tasks = [group.create_task(embed(ids)) for ids in each]
             except* ApiError as failed:
                 told = next(error for error in failed.exceptions if isinstance(error, ApiError))
             finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.outputs import FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -55,6 +55,7 @@ class Embed(Message):
     prompt_ids: list[int]
     pooling: Pooling
     priority: int = 0
+    lora: list[Lora] = []
 
 
 class Abort(Message):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
+from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -67,7 +68,9 @@ class EnginePort(Protocol):
     ) -> Stream:
         """Raises ApiError 503 where it cannot take requests now."""
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]: ...
+    async def embed(
+        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+    ) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class ServedModel:
     """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
 
     thinking_switch: the template's variable that turns reasoning on and off, if it has one. format: how it writes reasoning and
-    calls; None where it has no template. scoring: of a reranker, which embeds nothing.
+    calls; None where it has no template. scoring: of a reranker, which embeds nothing. lora_modules: names of the adapters that
+    its requests may choose; one of them under its own name is chosen by default_params.
     """
 
     id: str
@@ -88,6 +92,7 @@ class ServedModel:
     thinking_switch: str | None = None
     format: AnswerFormat | None = None
     scoring: Scoring | None = None
+    lora_modules: tuple[str, ...] = ()
 
     def cut_to(self, most: int | None) -> int | None:
         """Tokens that a request's `truncate_prompt_tokens` leaves of a text; None: all. Raises ApiError."""
@@ -98,12 +103,13 @@ class ServedModel:
 
 
 class ModelCard(NamedTuple):
-    """A line of /v1/models. created: Unix seconds, when this server first had it."""
+    """A line of /v1/models. created: Unix seconds, when this server first had it. parent: the model that an adapter is for."""
 
     id: str
     created: int
     state: EngineState
     context_len: int | None
+    parent: str | None = None
 
 
 class Models(Protocol):

@@ -72,6 +72,7 @@ def _openai(card: ModelCard) -> Mapping[str, Any]:
         "object": "model",
         "created": card.created,
         "owned_by": "nanovllm",
+        "parent": card.parent,
         "max_model_len": card.context_len,
         "state": card.state.value,
     }

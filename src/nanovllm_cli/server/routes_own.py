@@ -30,6 +30,7 @@ from nanovllm_cli.server.schemas_own import (
     DetokenizeAnswer,
     DetokenizeRequest,
     Healthy,
+    LoraAdaptersAnswer,
     PropsAnswer,
     SlotsAnswer,
     TokenizeAnswer,
@@ -91,6 +92,14 @@ def router(context: ServerContext) -> APIRouter:
                 raise ApiError(503, "no slot is free", code="no_slot_available", retry_after=1)
             rows = [{"id": i, "n_ctx": served.facts.context_len, "is_processing": i < num_running} for i in range(count)]
             return JsonResponse(rows)
+
+    @routes.get("/lora-adapters", responses=answers(LoraAdaptersAnswer))
+    async def lora_adapters(model: str | None = None) -> Response:
+        """As llama-server counts them, for the field `lora` of a request."""
+        async with context.models.peek(model) as served:
+            chosen = dict(served.default_params.lora)
+            rows = enumerate(served.lora_modules)
+            return JsonResponse([{"id": i, "name": name, "scale": chosen.get(name, 0.0)} for i, name in rows])
 
     @routes.post("/tokenize", responses=answers(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest, exchange: CurrentExchange) -> Response:

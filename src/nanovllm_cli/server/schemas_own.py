@@ -79,6 +79,7 @@ class ModelAnswer(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None
     max_model_len: int | None
     state: str
 
@@ -86,6 +87,18 @@ class ModelAnswer(BaseModel):
 class ModelsAnswer(BaseModel):
     object: Literal["list"]
     data: list[ModelAnswer]
+
+
+class LoraAdapter(BaseModel):
+    """One that requests may choose, by its id or its name, which is also a model's. scale: of requests that choose none."""
+
+    id: int
+    name: str
+    scale: float
+
+
+class LoraAdaptersAnswer(RootModel[list[LoraAdapter]]):
+    """All of them."""
 
 
 class AnthropicModelAnswer(BaseModel):

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, with_config
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from nanovllm_cli.config import MAX_LORA_MODULES, MAX_SCALE
 from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import (
@@ -113,6 +114,11 @@ class ResponseFormat(StrictModel):
     schema_: JsonObject | None = Field(default=None, alias="schema")
 
 
+class LoraScale(StrictModel):
+    id: int = Field(ge=0, lt=MAX_LORA_MODULES)
+    scale: float = Field(ge=-MAX_SCALE, le=MAX_SCALE)
+
+
 class SamplingFields(StrictModel):
     """What SamplingParams has, but for what each route names in its own way (how many tokens, log-probabilities)."""
 
@@ -167,6 +173,10 @@ class SamplingFields(StrictModel):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = _bounded("prompt_logprobs")
 
+    lora: Annotated[
+        Annotated[list[LoraScale], FIRST_ERROR, Field(max_length=MAX_LORA_MODULES)] | dict[str, float] | ShortText | None,
+        explained("an adapter's name, an object of names and scales, or a list of {id, scale} as /lora-adapters counts them"),
+    ] = None
     priority: Priority | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=SHORT)
 
@@ -212,7 +222,6 @@ class SamplingFields(StrictModel):
     logits_processors: Unsupported = None
     vllm_xargs: Unsupported = None
     kv_transfer_params: Unsupported = None
-    lora: Unsupported = None
 
     def sampling(self, model: ServedModel, **more: Any) -> SamplingParams:
         """These fields over the model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens
@@ -230,6 +239,8 @@ class SamplingFields(StrictModel):
                 given[name] = value
         if self.logit_bias is not None:
             given["logit_bias"] = _biases(self.logit_bias, model.tokenizer)
+        if self.lora is not None:
+            given["lora"] = _lora(self.lora, model)
         if self.seed is not None:  # OpenAI's are signed
             given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
         try:
@@ -276,8 +287,26 @@ class SamplingFields(StrictModel):
 
 _OTHER_NAMES = {"repetition_penalty": "repeat_penalty", "penalty_last_n": "repeat_last_n", "n": "n_cmpl"}
 _SAID_AS_THEY_ARE = [
-    each.name for each in fields(SamplingParams) if each.name in SamplingFields.model_fields.keys() - {"logit_bias", "seed"}
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in SamplingFields.model_fields.keys() - {"logit_bias", "lora", "seed"}
 ]
+
+
+def _lora(given: str | dict[str, float] | list[LoraScale], model: ServedModel) -> dict[str, float]:
+    """What a request chooses, in place of what its model's name says."""
+    names = model.lora_modules
+    if isinstance(given, list):
+        if (most := max((each.id for each in given), default=-1)) >= len(names):
+            raise invalid_value(f"lora: there is no adapter {most}; /lora-adapters lists them", "lora")
+        chosen = {names[each.id]: each.scale for each in given}
+        if len(chosen) < len(given):
+            raise invalid_value("lora: an adapter is there twice", "lora")
+        return chosen
+    chosen = {given: 1.0} if isinstance(given, str) else given
+    if (stranger := next((name for name in chosen if name not in names), None)) is not None:
+        raise invalid_value(f"lora: no adapter is called {stranger[:100]!r}; /lora-adapters lists them", "lora")
+    return chosen
 
 
 def _biases(given: dict[str, float] | list[list[Any]], tokenizer: Tokenizer) -> dict[int, float]:

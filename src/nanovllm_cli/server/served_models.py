@@ -13,12 +13,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, draining
@@ -71,6 +71,13 @@ class _Turn:
     task: asyncio.Task[None]
 
 
+class _Asked(NamedTuple):
+    """What a name means: a model, or an adapter that its requests choose."""
+
+    slot: _Slot
+    adapter: str | None = None
+
+
 class _Slot:
     """users: the tasks that use the model, once for each use. waiting: those that do as soon as it is loaded."""
 
@@ -117,7 +124,8 @@ class ServedModels:
         self._observer = observer or Observer()
         self._tell = on_loading or (lambda _name, _progress: None)
         self._slots = [_Slot(each, self._engine(each)) for each in models]
-        self._by_name = {name: slot for slot in self._slots for name in slot.settings.names}
+        self._by_name = {name: _Asked(slot) for slot in self._slots for name in slot.settings.names}
+        self._by_name |= {name: _Asked(slot, name) for slot in self._slots for name, _ in slot.settings.config.lora_modules}
         self._first = self._slots[:max_loaded]
         for slot in self._first:
             slot.engine.announce()
@@ -147,9 +155,8 @@ class ServedModels:
 
     def cards(self) -> list[ModelCard]:
         return [
-            ModelCard(name, slot.created, self._state_of(slot), slot.context_len)
-            for slot in self._slots
-            for name in slot.settings.names
+            ModelCard(name, slot.created, self._state_of(slot), slot.context_len, adapter and slot.settings.names[0])
+            for name, (slot, adapter) in self._by_name.items()
         ]
 
     def _state_of(self, slot: _Slot) -> EngineState:
@@ -164,12 +171,13 @@ class ServedModels:
         return self._use(self._find(name))
 
     def peek(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
-        slot = self._find(name)
-        was_loaded = slot.text is not None and slot.engine.facts is not None
-        return nullcontext(self._served(slot)) if was_loaded else self._use(slot)
+        asked = self._find(name)
+        was_loaded = asked.slot.text is not None and asked.slot.engine.facts is not None
+        return nullcontext(self._served(asked)) if was_loaded else self._use(asked)
 
     @asynccontextmanager
-    async def _use(self, slot: _Slot) -> AsyncIterator[ServedModel]:
+    async def _use(self, asked: _Asked) -> AsyncIterator[ServedModel]:
+        slot = asked.slot
         user = asyncio.current_task()
         # Who uses it already is let in again: it cannot be unloaded before he leaves.
         is_let_in = user in slot.users or (slot.is_loaded and slot is not self._leaving)
@@ -178,25 +186,29 @@ class ServedModels:
         try:
             if not is_let_in:
                 await self._wait_for(slot)
-            yield self._served(slot)
+            yield self._served(asked)
         finally:
             (slot.users if user in slot.users else slot.waiting).remove(user)
             slot.used = time.monotonic()
             self._news.set()
 
-    def _find(self, name: str | None) -> _Slot:
+    def _find(self, name: str | None) -> _Asked:
         if name is None:
-            return self._slots[0]
+            return _Asked(self._slots[0])
         if name not in self._by_name:
             message = f"the model {name[:100]!r} is not served here; these are: {', '.join(self._by_name)}"
             raise ApiError(404, message, code="model_not_found", param="model")
         return self._by_name[name]
 
-    def _served(self, slot: _Slot) -> ServedModel:
+    def _served(self, asked: _Asked) -> ServedModel:
+        slot, adapter = asked
         engine, text = slot.engine, slot.text
         if engine.facts is None or text is None:
             raise ApiError(503, f"the model is {engine.state}", code="model_not_ready", retry_after=2)
-        return ServedModel(slot.settings.names[0], slot.created, engine, engine.facts, *text)
+        name, modules = slot.settings.names[0], tuple([module.name for module in slot.settings.config.lora_modules])
+        if adapter is not None:
+            name, text = adapter, text._replace(default_params=replace(text.default_params, lora=(Lora(adapter),)))
+        return ServedModel(name, slot.created, engine, engine.facts, *text, modules)
 
     async def _wait_for(self, slot: _Slot) -> None:
         """Until it is loaded and this request is one of its users."""

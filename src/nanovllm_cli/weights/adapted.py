@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.config import Lora
+from nanovllm_cli.config import Lora, LoraModule
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import MISTRAL, MIXTRAL
@@ -45,6 +45,7 @@ _MOST_NOISE = 0.3
 """Of blocks, relative: what two bits a number lose."""
 
 _NOT_BESIDE = {".experts.": "experts"} | dict.fromkeys((".kv_b.", ".k_b.", ".v_b."), "weights that are taken apart by head")
+_NOT_CHOSEN = _NOT_BESIDE | {"head.weight": "the head"}
 _PARTS = ("model.language_model.", "language_model.model.", "language_model.")
 """Where a model that also sees has the one that writes text."""
 _TRUNK = "backbone."
@@ -52,17 +53,25 @@ _TRUNK = "backbone."
 
 
 class Adapted(NamedTuple):
-    """checkpoint: with all that could be added to it; beside: what its quantized weights get at run time, by our names."""
+    """checkpoint: with all that could be added to it; beside: what its quantized weights get at run time, and those that
+    requests choose adapters for, by our names."""
 
     checkpoint: Checkpoint
     beside: Sums
 
 
 def adapt(
-    checkpoint: Checkpoint, reader: WeightReader, spec: ModelSpec, lora: Iterable[Lora], *, rounds: bool = False
+    checkpoint: Checkpoint,
+    reader: WeightReader,
+    spec: ModelSpec,
+    lora: Iterable[Lora],
+    modules: Sequence[LoraModule] = (),
+    *,
+    rounds: bool = False,
 ) -> Adapted:
-    """`checkpoint` of a model of `spec`, as `reader` reads it, with adapters that are paths on this machine. rounds: to the type
-    that a weight is stored in; else what changed is float32 at the least.
+    """`checkpoint` of a model of `spec`, as `reader` reads it, with adapters that are paths on this machine. modules: those that
+    requests choose, of which nothing can be in the weights. rounds: to the type that a weight is stored in; else what changed is
+    float32 at the least.
 
     Raises what `open_adapter` raises, and UsageError where an adapter is for another model.
     """
@@ -78,6 +87,13 @@ def adapt(
                 raise UnsupportedError(f"{each.name}: an adapter of quantized {what} ({name})", "take the unquantized model")
             else:
                 beside.setdefault(ours[name], []).append(added)
+    for number, module in enumerate(modules):
+        for name, added in _fitted(open_adapter(Path(module.path), 1.0), checkpoint, spec, shapes, ours).items():
+            if (what := next((what for part, what in _NOT_CHOSEN.items() if part in ours[name]), None)) is not None:
+                raise UnsupportedError(
+                    f"{module.path}: requests can't choose an adapter of {what} ({name})", "--lora takes it, for all requests"
+                )
+            beside.setdefault(ours[name], []).append(added._replace(module=number))
     apart = unstacked(checkpoint) if holds_several(checkpoint) else checkpoint
     return Adapted(_Sum(apart, plain, rounds=rounds) if plain else checkpoint, beside)
 

@@ -49,11 +49,13 @@ _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class LowRank(NamedTuple):
-    """What is added to a weight: scale * up [N, r] @ down [r, K]; of any float type, and finite."""
+    """What is added to a weight: scale * up [N, r] @ down [r, K]; of any float type, and finite. module: the adapter's number, of
+    one that requests choose."""
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    module: int | None = None
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Of the sum's rows, those from the first to before the second, in fp32."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.config import EngineConfig, Lora, LoraModule
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
@@ -124,7 +124,12 @@ def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: Load
 
 def find_parts(config: EngineConfig, *, offline: bool = False, progress: LoadProgress | None = None) -> EngineConfig:
     """The same, with adapters and draft model by their paths on this machine. Raises what `resolve` raises."""
-    config = replace(config, lora=find_adapters(config.lora, offline=offline, progress=progress))
+    modules = find_adapters([Lora(module.path) for module in config.lora_modules], offline=offline, progress=progress)
+    config = replace(
+        config,
+        lora=find_adapters(config.lora, offline=offline, progress=progress),
+        lora_modules=tuple(LoraModule(own.name, path) for own, (path, _) in zip(config.lora_modules, modules, strict=True)),
+    )
     if config.draft_model is None:
         return config
     try:

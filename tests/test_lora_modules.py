@@ -1,0 +1,274 @@
+"""Adapters that requests choose from: each row of a batch with its own, against PEFT in fp32 and engines that have one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from emulation.compare import close_to_rounding, random
+from emulation.device import EmulatedDevice
+from emulation.emulator import ORDERS, Emulator, needs_emulation
+from engines import engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli import SamplingParams
+from nanovllm_cli.config import EngineConfig, Lora, LoraModule
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.kernels import adapters, reference
+from nanovllm_cli.kernels.ranks import scale_ranks
+from test_adapters import CASES, EVEN, adapted_by_hand, blocks, rounded, trained  # noqa: F401
+from test_cuda_engine import engine_on, kernels_not_rehearsed
+from test_cuda_quantized import SHAPE, worker_on
+from test_models import prompts, whole_batch
+from test_quant_engine import difference, expected_logits, write_gguf
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # what PEFT asks transformers
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+]
+Chosen = list[dict[str, float]]
+
+
+def modules(folder: Path, *names: str) -> dict[str, str]:
+    return {name: str(folder / name) for name in names}
+
+
+def logits_choosing(worker: Worker, names: list[str], tokens: list[list[int]], chosen: Chosen) -> list[torch.Tensor]:
+    """Of each prompt's rows, all prompts in one batch, each with what it chooses."""
+    lens = torch.tensor([len(ids) for ids in tokens])
+    scales = torch.tensor([[each.get(name, 0.0) for name in names] for each in chosen])
+    batch = replace(whole_batch(tokens), lora=scales.repeat_interleave(lens, 0) if scales.any() else None)
+    with torch.inference_mode():
+        worker.platform.enter()
+        logits = worker.model.logits(worker.model.run(worker.model.prepare(batch), worker.runner.cache))
+    return list(logits.split(lens.tolist()))
+
+
+CHOSEN: Chosen = [{}, {"one": 1.0}, {"two": -0.5}, {"one": 0.5, "two": 2.0}]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, `base`, and two adapters of it, `one` and `two`, the second of queries and values alone."""
+    folder = tmp_path_factory.mktemp("qwen")
+    save(random_model(Qwen3Config(**EVEN)), folder / "base")
+    trained(Qwen3Config(**EVEN), folder / "one", 1)
+    trained(Qwen3Config(**EVEN), folder / "two", 2, target_modules=["q_proj", "v_proj"])
+    return folder
+
+
+def test_each_row_has_what_its_request_chooses(qwen: Path) -> None:
+    worker = worker_for(qwen / "base", lora_modules=modules(qwen, "one", "two"))
+    tokens = prompts(EVEN["vocab_size"])[: len(CHOSEN)]
+    found = logits_choosing(worker, ["one", "two"], tokens, CHOSEN)
+    plain = logits_choosing(worker_for(qwen / "base"), [], tokens, [{}] * 4)
+    for ids, chosen, actual, base in zip(tokens, CHOSEN, found, plain, strict=True):
+        expected = expected_logits(adapted_by_hand(qwen, *chosen.items()), [ids])
+        assert difference(actual, expected) < 1e-4
+        assert torch.equal(actual, base) if not chosen else difference(actual, base) > 0.01
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "qwen3, the head"])
+def test_equal_to_peft(case: str, tmp_path: Path) -> None:
+    config, settings = CASES[case]
+    if case == "youtu":  # of whose matrices one is taken apart by head
+        settings = settings | {"target_modules": ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"]}
+    save(random_model(config), tmp_path / "base")
+    model = trained(config, tmp_path / "adapter", **settings)
+    worker = worker_for(tmp_path / "base", lora_modules=modules(tmp_path, "adapter"))
+    tokens = prompts(config.vocab_size)[:2]
+    with_it, without = logits_choosing(worker, ["adapter"], tokens, [{"adapter": 1.0}, {}])
+    assert difference(with_it, expected_logits(model, tokens[:1])) < 1e-4
+    assert difference(without, expected_logits(random_model(config), tokens[1:])) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
+def test_beside_weights_of_any_format(kind: str, dtype: str, blocks: Callable[[str], Path], tmp_path: Path) -> None:  # noqa: F811
+    """Beside one that all requests have, too; and those that choose none get the very bits that they get where there is none."""
+    for seed, name in enumerate(("all", "one", "two"), 1):
+        trained(LlamaConfig(**EVEN), tmp_path / name, seed)
+    lora = (str(tmp_path / "all"),)
+    worker = worker_for(blocks(kind), lora=lora, lora_modules=modules(tmp_path, "one", "two"), dtype=dtype)
+    tokens = prompts(EVEN["vocab_size"])[: len(CHOSEN)]
+    together = logits_choosing(worker, ["one", "two"], tokens, CHOSEN)
+    (without,) = logits_choosing(worker_for(blocks(kind), lora=lora, dtype=dtype), [], tokens[:1], [{}])
+    assert torch.equal(together[0], without)
+    for ids, chosen, actual in zip(tokens, CHOSEN, together, strict=True):
+        assert torch.equal(logits_choosing(worker, ["one", "two"], [ids], [chosen])[0], actual)
+        base = random_model(LlamaConfig(**EVEN)) if kind == "f32" else rounded(kind.upper())
+        expected = adapted_by_hand(tmp_path, ("all", 1.0), *chosen.items(), base=base)
+        assert difference(actual, expected_logits(expected, [ids])) < (1e-4 if dtype == "float32" else 0.15)
+
+
+# ---- through the engine ----
+
+
+def answers(worker: Worker, requests: list[tuple[list[int], SamplingParams]], **settings: Any) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in run(engine_for(worker, **settings), requests)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_do_not_depend_on_who_else_chooses_what(dtype: str, qwen: Path) -> None:
+    """Steps are recorded all the same; and an adapter that is chosen answers as one that is part of the model."""
+    named = modules(qwen, "one", "two")
+    worker = worker_for(qwen / "base", lora_modules=named, dtype=dtype)
+    tokens = prompts(EVEN["vocab_size"])[:4] * 2
+    requests = [(ids, greedy(20, lora=chosen)) for ids, chosen in zip(tokens, [*CHOSEN, *reversed(CHOSEN)], strict=True)]
+    together = answers(worker, requests, lora_modules=named)
+    assert worker.runner.graphs._graphs
+    assert together == [answers(worker, [request], lora_modules=named)[0] for request in requests]
+    assert together == answers(worker, requests, lora_modules=named, num_blocks=12, max_num_batched_tokens=7)
+    plain = worker_for(qwen / "base", dtype=dtype)
+    assert answers(plain, [requests[0]]) == together[:1]
+    if dtype == "float32":
+        merged = worker_for(qwen / "base", lora=[named["one"]])
+        assert answers(merged, [(tokens[1], greedy(20))]) == together[1:2]
+
+
+def test_a_prompt_is_read_again_for_another_adapter(qwen: Path) -> None:
+    """What is in the cache of one is found by requests that choose the same, and by no others."""
+    named = modules(qwen, "one", "two")
+    engine = engine_for(worker_for(qwen / "base", lora_modules=named), lora_modules=named)
+    ids = list(range(2, 52))
+    kinds: list[Any] = [(), "one", {"one": 0.5}, "two", {"one": 1.0, "two": 1.0}]
+    found = [run(engine, [(ids, greedy(8, lora=kind))])[0] for kind in kinds]
+    assert [output.metrics.num_cached_tokens for output in found] == [0] * 5
+    assert len({tuple(output.outputs[0].token_ids) for output in found}) == 5
+    again = [run(engine, [(ids, greedy(8, lora=kind))])[0] for kind in [*kinds, {"one": 0.0}, {"one": 1}, {"two": 1, "one": 1}]]
+    assert [output.metrics.num_cached_tokens for output in again] == [48] * 8
+    assert [output.outputs[0].token_ids for output in again] == [found[i].outputs[0].token_ids for i in [0, 1, 2, 3, 4, 0, 1, 4]]
+
+
+def test_several_answers_guesses_and_log_probabilities(qwen: Path) -> None:
+    """Whatever a request may ask for beside."""
+    named = modules(qwen, "one", "two")
+    ids = [5, 6, 7] * 8
+    plain = worker_for(qwen / "base", lora=[named["one"]])
+    worker = worker_for(qwen / "base", lora_modules=named, num_speculative_tokens=4)
+    (alone,) = run(engine_for(plain), [(ids, greedy(24))])
+    guessing = engine_for(worker, lora_modules=named, num_speculative_tokens=4)
+    both = run(guessing, [(ids, greedy(24, lora="one")), (ids, greedy(24))])
+    assert both[0].outputs[0].token_ids == alone.outputs[0].token_ids != both[1].outputs[0].token_ids
+    params = SamplingParams(seed=3, n=3, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
+    (expected,) = run(engine_for(plain), [(ids, params)])
+    actual, _ = run(engine_for(worker, lora_modules=named), [(ids, replace(params, lora="one")), (ids, params)])
+    assert [each.token_ids for each in actual.outputs] == [each.token_ids for each in expected.outputs]
+    there, here = ([entry.logprob for entry in output.prompt_logprobs[1:]] for output in (expected, actual))
+    assert here == pytest.approx(there, abs=1e-3)
+
+
+# ---- on a GPU ----
+
+
+@needs_emulation
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_is_one_rounding_from_float64(dtype: torch.dtype, order: int) -> None:
+    for tokens, width, count in ((1, 16, 1), (3, 48, 2), (2, 272, 5), (5, 1, 3), (4, 33, 64), (1, 301, 4), (7, 512, 2)):
+        x, scales, owners = ranks(tokens, width, count)
+        got = scale_ranks(Emulator(order), x, scales, owners, dtype)
+        close_to_rounding(got, reference.scale_ranks(x.double(), scales.double(), owners, torch.float64))
+
+
+def ranks(tokens: int, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of which some are not taken, and one that is not would be NaN."""
+    x, scales = random(tokens, width, scale=4.0), random(tokens, count) * (random(tokens, count) > 0)
+    owners = torch.arange(width, dtype=torch.int32) % count
+    x[:, :1] = torch.where(scales[:, :1] == 0, torch.inf, x[:, :1])
+    return x, scales, owners
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cpu_rounds_once_too(dtype: torch.dtype) -> None:
+    for tokens, width, count in ((1, 16, 1), (3, 48, 2), (5, 1, 3), (700, 112, 7)):
+        x, scales, owners = ranks(tokens, width, count)
+        expected = reference.scale_ranks(x.double(), scales.double(), owners, torch.float64)
+        close_to_rounding(adapters.scale_ranks(x, scales, owners, dtype), expected)
+
+
+@needs_emulation
+def test_requests_choose_on_a_gpu(tmp_path: Path) -> None:
+    """Beside quantized weights and plain ones; recorded and not, guessed or one by one, with every kernel compiled beforehand."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(Qwen3Config(**SHAPE)), ["Q4_0", "Q8_0", "F16"])
+    for seed, name in enumerate(("one", "two"), 1):
+        trained(Qwen3Config(**SHAPE), tmp_path / name, seed)
+    named = modules(tmp_path, "one", "two")
+    tokens = [[3, 4, 5], [7], list(range(20, 41)), [9, 8]]
+    on_gpu = logits_choosing(worker_on(path, EmulatedDevice(), lora_modules=named), ["one", "two"], tokens, CHOSEN)
+    on_cpu = logits_choosing(
+        worker_for(path, lora_modules=named, dtype="float32", num_blocks=16), ["one", "two"], tokens, CHOSEN
+    )
+    for there, here in zip(on_gpu, on_cpu, strict=True):
+        assert difference(there, here) < 0.07
+    requests = [(ids, greedy(5, lora=chosen)) for ids, chosen in zip(tokens, CHOSEN, strict=True)]
+
+    def answered(**settings: Any) -> list[Any]:
+        device = EmulatedDevice()
+        engine = engine_on(path, device, lora_modules=named, **settings)
+        found = [output.outputs[0].token_ids for output in run(engine, requests)]
+        assert bool(device.graphs) == (not settings.get("eager"))
+        return found
+
+    expected = answered(eager=True)
+    assert answered() == expected
+    assert answered(num_speculative_tokens=3) == expected
+    lone = [(ids, params) for ids, params in requests if not params.lora]
+    assert [output.outputs[0].token_ids for output in run(engine_on(path, EmulatedDevice()), lone)] == expected[:1]
+    assert kernels_not_rehearsed(path, lora_modules=named) == set()
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ("three", "no adapter is called 'three'"), ({"one": 1.0, "three": 0}, "no adapter is called 'three'"),
+        (["one", "one"], "twice"), ({"one": float("nan")}, "the scale of 'one'"), ({"one": "1"}, "the scale of 'one'"),
+        ({"one": 1e7}, "the scale of 'one'"), ({"one": True}, "the scale of 'one'"), ([3], "lora"), (3, "lora must be a list"),
+        ("", "lora must be strings"), ("x" * 201, "lora must be strings"), ([["one", 1, 2]], "lora"), (None, "lora"),
+    ],
+)  # fmt: skip
+def test_requests_that_choose_what_is_not_there(lora: Any, told: str, qwen: Path) -> None:
+    named = modules(qwen, "one", "two")
+    with pytest.raises(UsageError, match=told):
+        engine_for(worker_for(qwen / "base", lora_modules=named), lora_modules=named).add("x", [3], greedy(1, lora=lora))
+
+
+def test_an_engine_without_any(qwen: Path) -> None:
+    with pytest.raises(UsageError, match="no adapter is called 'one'"):
+        engine_for(worker_for(qwen / "base")).add("x", [3], greedy(1, lora="one"))
+
+
+@pytest.mark.parametrize(
+    ("case", "told"), [("qwen3, the head", r"the head \(lm_head.weight\)"), ("youtu", r"weights that are taken apart by head \(")]
+)
+def test_what_requests_can_not_choose(case: str, told: str, tmp_path: Path) -> None:
+    config, settings = CASES[case]
+    save(random_model(config), tmp_path / "base")
+    trained(config, tmp_path / "adapter", **settings)
+    with pytest.raises(UnsupportedError, match=f"can't choose an adapter of {told}"):
+        worker_for(tmp_path / "base", lora_modules=modules(tmp_path, "adapter"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [3, "a", ["a"], [("a",)], {"": "x"}, {"a": ""}, {"a": 1}, [("a", "x"), ("a", "y")], {"a\n": "x"}, {"x" * 201: "x"},
+     {str(i): "x" for i in range(65)}],
+)  # fmt: skip
+def test_configs_that_name_none(given: Any) -> None:
+    with pytest.raises(UsageError, match="adapter"):
+        EngineConfig(lora_modules=given)
+
+
+def test_configs_that_do() -> None:
+    assert EngineConfig(lora_modules={"a": "x", "b": "x"}).lora_modules == (LoraModule("a", "x"), LoraModule("b", "x"))  # type: ignore[arg-type]
+    for given in ("a", ["a"], {"a": 1}, [("a", 1.0)], (Lora("a"),)):
+        assert SamplingParams(lora=given).lora == (Lora("a"),)  # type: ignore[arg-type]
