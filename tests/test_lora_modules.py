@@ -19,7 +19,8 @@ from nanovllm_cli import SamplingParams
 from nanovllm_cli.config import EngineConfig, Lora, LoraModule
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
-from nanovllm_cli.kernels import adapters, reference
+from nanovllm_cli.kernels import reference
+from nanovllm_cli.kernels.adapters import Side, Sides
 from nanovllm_cli.kernels.ranks import scale_ranks
 from test_adapters import CASES, EVEN, adapted_by_hand, blocks, rounded, trained  # noqa: F401
 from test_cuda_engine import engine_on, kernels_not_rehearsed
@@ -185,11 +186,35 @@ def ranks(tokens: int, width: int, count: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_cpu_rounds_once_too(dtype: torch.dtype) -> None:
-    for tokens, width, count in ((1, 16, 1), (3, 48, 2), (5, 1, 3), (700, 112, 7)):
-        x, scales, owners = ranks(tokens, width, count)
-        expected = reference.scale_ranks(x.double(), scales.double(), owners, torch.float64)
-        close_to_rounding(adapters.scale_ranks(x, scales, owners, dtype), expected)
+@pytest.mark.parametrize("takes", [True, False])
+def test_what_a_cpu_adds(takes: bool, dtype: torch.dtype) -> None:
+    """Against float64: any number of rows, ranks of any kind, of which parts of a weight have their own."""
+    for tokens, width, n, sides_of in ((1, 64, 96, (16,)), (5, 32, 64, (16, 144)), (200, 617, 1070, (16, 32, 80))):
+        x, y = random(tokens, width, dtype=dtype), random(tokens, n, dtype=dtype)
+        downs = [random(rank, width, dtype=dtype, scale=width**-0.5) for rank in sides_of]
+        ups = [random(n, rank, dtype=dtype) for rank in sides_of]
+        for up in ups:
+            up[: n // 2, up.shape[1] // 2 :] = up[n // 2 :, : up.shape[1] // 2] = 0
+        scales = random(tokens, len(sides_of) + 1) * (random(tokens, len(sides_of) + 1) > 0) if takes else None
+        sides = Sides([Side(*pair, module) for module, pair in enumerate(zip(downs, ups, strict=True), 1)], width, dtype)
+        ranks = sides.ranks(x, scales)
+        expected, start = y.double(), 0
+        for module, (down, up) in enumerate(zip(downs, ups, strict=True), 1):
+            taken = torch.ones(tokens) if scales is None else scales[:, module]
+            between = x.double() @ down.double().T * taken[:, None]
+            there = ranks[:, start : start + len(down)][taken != 0]
+            if there.numel():
+                close_to_rounding(there, between[taken != 0], sums=1e-5)
+            own_ranks = torch.where(taken[:, None] == 0, 0.0, ranks[:, start : start + len(down)].double())
+            expected, start = expected + own_ranks @ up.double().T, start + len(down)
+        if scales is not None:  # nobody reads what nobody takes
+            ranks[scales[:, 1:].repeat_interleave(torch.tensor(sides_of), 1) == 0] = torch.nan
+        before = y.clone()
+        sides.onto(y, ranks, scales)
+        close_to_rounding(y, expected, sums=1e-5)
+        if scales is not None:
+            idle = (scales[:, 1:] == 0).all(1)
+            assert torch.equal(y[idle], before[idle])
 
 
 @needs_emulation
@@ -232,7 +257,8 @@ def test_requests_choose_on_a_gpu(tmp_path: Path) -> None:
     [
         ("three", "no adapter is called 'three'"), ({"one": 1.0, "three": 0}, "no adapter is called 'three'"),
         (["one", "one"], "twice"), ({"one": float("nan")}, "the scale of 'one'"), ({"one": "1"}, "the scale of 'one'"),
-        ({"one": 1e7}, "the scale of 'one'"), ({"one": True}, "the scale of 'one'"), ([3], "lora"), (3, "lora must be a list"),
+        ({"one": 1e7}, "the scale of 'one'"), ({"one": True}, "the scale of 'one'"), ([3], "lora"),
+        (3, "lora must be an adapter's name, a list of names"),
         ("", "lora must be strings"), ("x" * 201, "lora must be strings"), ([["one", 1, 2]], "lora"), (None, "lora"),
     ],
 )  # fmt: skip

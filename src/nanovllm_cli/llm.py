@@ -77,8 +77,9 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    lora, lora_modules, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype: of weights and
-    activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the KV cache has room.
+    lora, lora_modules, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype:
+    of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the KV
+    cache has room.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
     formats: how many numbers of the matrices are kept in which format; None is the compute type. embedding: what its files say of

@@ -357,6 +357,8 @@ def _ids(name: str, value: object, most: int) -> tuple[int, ...]:
 def _lora(value: object) -> tuple[Lora, ...]:
     """A name alone is one adapter, of scale 1."""
     entries = [value] if isinstance(value, str) else list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(entries, list | tuple):
+        raise _refused("lora", value, "an adapter's name, a list of names, or names with their scales")
     chosen: dict[str, float] = {}
     for entry in _sequence("lora", entries, MAX_LORA_MODULES):
         name, scale = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (entry, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from nanovllm_cli.quant.cpu_low_rank import CpuLowRank
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format import Format
-from nanovllm_cli.quant.low_rank import Choice
+from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 
 MOST_DRAFTED = 8
@@ -105,10 +105,10 @@ class CpuPlatform:
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CpuStacked(parts, dtype)
 
-    def with_product(
-        self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype, choice: Choice | None
+    def with_adapters(
+        self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None
     ) -> WeightStorage:
-        return CpuLowRank(weight, down, up, dtype, self._pool, choice)
+        return CpuLowRank(weight, sides, dtype, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):

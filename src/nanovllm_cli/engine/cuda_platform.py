@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDequantized
 from nanovllm_cli.quant.format import Format
-from nanovllm_cli.quant.low_rank import Choice
+from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,10 +114,15 @@ class CudaPlatform:
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CudaStacked(parts, dtype, self.launcher)
 
-    def with_product(
-        self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype, choice: Choice | None
+    def with_adapters(
+        self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None
     ) -> WeightStorage:
-        return CudaLowRank(weight, down, up, dtype, self.launcher, choice)
+        def keep(matrix: torch.Tensor) -> WeightStorage:
+            storage = self.make_storage(None, matrix.shape[0], matrix.shape[1], dtype)
+            storage.load_rows(0, matrix)
+            return storage
+
+        return CudaLowRank(weight, sides, keep, dtype, self.launcher, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)

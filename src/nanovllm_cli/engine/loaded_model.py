@@ -28,7 +28,7 @@ from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
-from nanovllm_cli.quant.low_rank import Beside, Choice, Chosen, padded, side_by_side
+from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
@@ -174,35 +174,23 @@ class LoadedModel:
     def _with_adapters(self, weight: WeightStorage, parts: dict[str, int], ranges: list[range]) -> WeightStorage:
         """With the products of adapters beside a weight's own: those that all rows have, and those that rows choose. ranges: its
         rows, if not all."""
-        for choose in (False, True):
-            added = [[Beside(each.down, self._rows_of(name, each.up.float(), count) * each.scale, each.module or 0)
-                      for each in self._beside.get(name, ()) if (each.module is not None) == choose]
-                     for name, count in parts.items()]  # fmt: skip
-            if any(added):
-                weight = self._with_product(weight, parts, ranges, added, self._chosen if choose else None)
+        found = {each.module for name in parts for each in self._beside.get(name, ())}
+        if None in found:
+            weight = self.platform.with_adapters(weight, [self._side(weight, parts, ranges, None)], self.dtype, None)
+        if modules := sorted(module for module in found if module is not None):
+            sides = [self._side(weight, parts, ranges, module) for module in modules]
+            weight = self.platform.with_adapters(weight, sides, self.dtype, self._chosen)
         return weight
 
-    def _with_product(
-        self,
-        weight: WeightStorage,
-        parts: dict[str, int],
-        ranges: list[range],
-        added: list[list[Beside]],
-        chosen: Chosen | None,
-    ) -> WeightStorage:
-        sides, modules = side_by_side(list(parts.values()), added, weight.width)
-        largest = sides.up.to(self.dtype).abs().float() @ sides.down.to(self.dtype).abs().float().sum(1)
+    def _side(self, weight: WeightStorage, parts: dict[str, int], ranges: list[range], module: int | None) -> Beside:
+        """What one module adds, or all of those that nobody chooses do."""
+        added = [[Beside(each.down, self._rows_of(name, each.up.float(), count) * each.scale)
+                  for each in self._beside.get(name, ()) if each.module == module] for name, count in parts.items()]  # fmt: skip
+        side = side_by_side(list(parts.values()), added, weight.width, module or 0)
+        largest = side.up.to(self.dtype).abs().float() @ side.down.to(self.dtype).abs().float().sum(1)
         if not bool(largest.isfinite().all()):
             raise CheckpointError(f"an adapter of {next(iter(parts))} has values that {self.dtype} cannot hold")
-
-        def kept(side: torch.Tensor) -> WeightStorage:
-            storage = self.platform.make_storage(None, side.shape[0], side.shape[1], self.dtype)
-            storage.load_rows(0, side)
-            return storage
-
-        up = torch.cat([sides.up[own.start : own.stop] for own in ranges]) if ranges else sides.up
-        choice = None if chosen is None else Choice(modules.to(self.platform.ops.device), chosen)
-        return self.platform.with_product(weight, kept(sides.down), kept(up), self.dtype, choice)
+        return side._replace(up=torch.cat([side.up[own.start : own.stop] for own in ranges])) if ranges else side
 
     def _rows_of(self, name: str, up: torch.Tensor, count: int) -> torch.Tensor:
         """In the order in which the layer has the weight's, of which this one has so many."""

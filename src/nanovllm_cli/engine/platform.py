@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.format import Format
-from nanovllm_cli.quant.low_rank import Choice
+from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 
 KeptRows = tuple[Scheduled, torch.Tensor]
@@ -69,10 +70,11 @@ class Platform(Protocol):
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         """Weights that read the same input, as one with all their rows."""
 
-    def with_product(
-        self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype, choice: Choice | None
+    def with_adapters(
+        self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None
     ) -> WeightStorage:
-        """A weight whose products have up (down x) added to them; see `quant/low_rank.py`."""
+        """A weight whose products have up (down x) of each side added to them, or of those that rows choose; see
+        `quant/low_rank.py`."""
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend: ...
 

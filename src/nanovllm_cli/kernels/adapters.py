@@ -1,29 +1,110 @@
-"""What adapters add to a weight's products, on a CPU."""
+"""Adapters beside a weight on a CPU: their narrow matrices, packed, and what rows add of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_fused
+from nanovllm_cli.kernels import cpu, cpu_adapters
+from nanovllm_cli.kernels.cpu_adapters import SIDE_FIELDS
+from nanovllm_cli.kernels.simd import TILE_COLUMNS
+from nanovllm_cli.kernels.simd_ir import LANES
+
+_COLUMNS = 512
+"""Of a task with several rows, each of whose numbers lie behind each other: memory is read ahead along them."""
 
 
-def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x + y [T, width] fp32, and bias [width] of dtype: rounded to it once."""
-    out = cpu.new_tensor((x.shape[0], x.shape[1]), dtype)
-    ints = (
-        cpu.address_of(x, torch.float32, *out.shape), cpu.address_of(y, torch.float32, *out.shape),
-        0 if bias is None else cpu.address_of(bias, dtype, out.shape[1]), out.data_ptr(), *out.shape,
-    )  # fmt: skip
-    cpu.launch(cpu_fused.add, out.numel(), cpu.tags_of(dtype), ints)
-    return out
+class Side:
+    """One adapter: down [rank, K] and up [N, rank], of a type that is computed in; rank a multiple of 16. module: its column in
+    the table of what rows take."""
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor, module: int) -> None:
+        self.rank, self.module = down.shape[0], module
+        assert up.shape[1] == self.rank, (up.shape, self.rank)
+        assert self.rank % LANES == 0, self.rank
+        self.down, self.up = _narrow(down), _packed(up)
+        a_step = 4 // down.element_size()  # numbers in 32 bits
+        self.spans = torch.tensor([_span(rows, a_step) for rows in torch.split(up, TILE_COLUMNS)], dtype=torch.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
 
 
-def scale_ranks(x: torch.Tensor, scales: torch.Tensor, modules: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `reference.scale_ranks`."""
-    out, num_modules = cpu.new_tensor((x.shape[0], x.shape[1]), dtype), scales.shape[1]
-    ints = (
-        cpu.address_of(x, torch.float32, *out.shape), cpu.address_of(scales, torch.float32, out.shape[0], num_modules),
-        cpu.address_of(modules, torch.int32, out.shape[1]), out.data_ptr(), *out.shape, num_modules,
-    )  # fmt: skip
-    cpu.launch(cpu_fused.scale_ranks, out.numel(), cpu.tags_of(dtype), ints)
-    return out
+class Sides:
+    """Those of a weight, in the order in which they are added. dtype: what is computed in."""
+
+    def __init__(self, sides: Sequence[Side], width: int, dtype: torch.dtype) -> None:
+        self._sides = sides
+        self._width = width
+        self._dtype = dtype
+        starts = np.cumsum([0, *(side.rank for side in sides)])
+        self._ranks = int(starts[-1])
+        rows = [
+            (side.down.data_ptr(), side.up.data_ptr(), side.rank, int(start), side.module, side.spans.data_ptr())
+            for side, start in zip(sides, starts, strict=False)
+        ]
+        self._table = torch.tensor(rows, dtype=torch.int64)
+        assert self._table.shape == (len(sides), SIDE_FIELDS)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(side.num_bytes for side in self._sides)
+
+    @property
+    def recordable(self) -> bool:
+        return cpu.recordable(self._width, self._dtype)
+
+    def ranks(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """What is between the two products: of each row of x [T, K] that takes of a side, its columns. scales [T, modules] fp32;
+        without one every row takes all of every side."""
+        x = cpu.paired(x)
+        tokens, width = x.shape
+        found = cpu.new_tensor((tokens, self._ranks), self._dtype)
+        groups = max(side.rank for side in self._sides) // LANES
+        ints = (
+            cpu.address_of(x, self._dtype, tokens, width), tokens, width * x.element_size(), width * x.element_size() // 4,
+            self._table.data_ptr(), len(self._sides), groups, *_chosen(scales, tokens), found.data_ptr(), self._ranks,
+        )  # fmt: skip
+        cpu.launch(cpu_adapters.down, tokens * width * self._ranks, cpu.tags_of(self._dtype), ints)
+        return found
+
+    def onto(self, y: torch.Tensor, ranks: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """y [T, N] += what its rows take."""
+        tokens, n = y.shape
+        ints = (
+            self._table.data_ptr(), len(self._sides), *_chosen(scales, tokens),
+            cpu.address_of(ranks, self._dtype, tokens, self._ranks), self._ranks,
+            cpu.address_of(y, y.dtype, tokens, n), tokens, n, _COLUMNS if tokens > 1 else TILE_COLUMNS,
+        )  # fmt: skip
+        cpu.launch(cpu_adapters.up, tokens * n * self._ranks, cpu.tags_of(self._dtype, y.dtype), ints)
+
+
+def _chosen(scales: torch.Tensor | None, tokens: int) -> tuple[int, int]:
+    """Address and width of the table, or none."""
+    return (0, 0) if scales is None else (cpu.address_of(scales, torch.float32, tokens, scales.shape[1]), scales.shape[1])
+
+
+def _narrow(down: torch.Tensor) -> torch.Tensor:
+    """Sixteen ranks side by side, a word of each behind the last one's."""
+    down = cpu.paired(down)
+    a_step = 4 // down.element_size()
+    return down.view(-1, LANES, down.shape[1] // a_step, a_step).transpose(1, 2).contiguous()
+
+
+def _packed(matrix: torch.Tensor) -> torch.Tensor:
+    rows, width = matrix.shape
+    packed = cpu.zeros(cpu.packed_size(rows, width, matrix.dtype), matrix.dtype)
+    cpu.pack_rows(packed, 0, matrix.contiguous())
+    return packed
+
+
+def _span(rows: torch.Tensor, a_step: int) -> tuple[int, int]:
+    """Of some rows of an up: the first steps along its ranks that are not all zeros, and how many there are."""
+    used = rows.count_nonzero(0).nonzero()[:, 0].tolist()
+    if not used:
+        return 0, 0
+    first = used[0] // a_step
+    return first, used[-1] // a_step + 1 - first

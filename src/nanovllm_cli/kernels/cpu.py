@@ -269,16 +269,22 @@ def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Te
     return out
 
 
+def paired(x: torch.Tensor) -> torch.Tensor:
+    """x [T, k] as a matmul reads it: with a zero behind each row of bf16 whose width is odd."""
+    if x.shape[1] % _PAIRS[x.dtype] == 0:
+        return x
+    assert _thread.recording is None, "an odd width needs a copy, which can't be recorded"
+    return torch.nn.functional.pad(x, (0, 1))
+
+
 def matmul(
     x: torch.Tensor, packed: torch.Tensor, num_rows: int, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """x [T, k] times a packed [num_rows, k] weight, transposed: [T, num_rows] in out_dtype, which is x's or float32.
     bias [num_rows] in out_dtype."""
+    x = paired(x)
     tokens, width = x.shape
     pair = _PAIRS[x.dtype]
-    if width % pair:
-        assert _thread.recording is None, "an odd width needs a copy, which can't be recorded"
-        x, width = torch.nn.functional.pad(x, (0, 1)), width + 1
     assert packed.numel() == packed_size(num_rows, width, x.dtype)
     out = new_tensor((tokens, num_rows), out_dtype)
     ints = (

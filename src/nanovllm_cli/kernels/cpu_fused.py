@@ -161,33 +161,6 @@ def sigmoid_gate(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
-def add(arguments, thread, team):
-    """out [num_rows, width] = x + y + bias, both fp32; bias [width] of out's type, where it is not 0."""
-    tag, x, y, bias, out, num_rows, width = fields(arguments)
-    shape = (num_rows, width)
-    one, other = floats_at(x, shape), floats_at(y, shape)
-    offset, result = carray(typed_pointer(bias if bias != 0 else out, tag), (width,)), carray(typed_pointer(out, tag), shape)
-    for r in share(num_rows, thread, team):
-        a, b, target = one[r], other[r], result[r]
-        for i in range(width):
-            store(target, i, a[i] + b[i] + (load(offset, i) if bias != 0 else np.float32(0.0)))
-
-
-@kernel(fastmath=FAST)
-def scale_ranks(arguments, thread, team):
-    """out [num_rows, width] = x [num_rows, width] fp32 * scales [num_rows, num_modules] fp32, of the module [width] int32 of each
-    column; 0 where that is 0. See `reference.scale_ranks`."""
-    tag, x, scales, modules, out, num_rows, width, num_modules = fields(arguments)
-    ranks, taken = floats_at(x, (num_rows, width)), floats_at(scales, (num_rows, num_modules))
-    owners, result = carray(typed_pointer(modules, np.int32(0)), (width,)), carray(typed_pointer(out, tag), (num_rows, width))
-    for r in share(num_rows, thread, team):
-        numbers, factors, target = ranks[r], taken[r], result[r]
-        for i in range(width):
-            factor = factors[owners[i]]
-            store(target, i, numbers[i] * factor if factor != np.float32(0.0) else np.float32(0.0))
-
-
-@kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
     """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI
     (see reference.gated_activation)."""

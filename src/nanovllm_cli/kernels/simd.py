@@ -74,7 +74,7 @@ _VECTORS_OF_ROWS = {rows: VECTORS if WIDE else vectors for rows, vectors in ((1,
 ASKING_PASSES = 3 if WIDE else 1
 """Passes over a panel, all rows in the first of them at best, that ask for as many lines of what comes next as they have steps;
 those with fewer registers ask for four times as many."""
-_WIDENED_STEPS = 128
+WIDENED_STEPS = 128
 """Pairs whose x are widened at a time: 6 KiB."""
 
 
@@ -281,8 +281,8 @@ def _make_dot(name: str, make_columns: Callable[[int], Any]) -> Any:
 
 @intrinsic
 def _room_for_widened(typing: Any) -> Any:
-    """The address of fp32 [MAX_ROWS][2 * _WIDENED_STEPS] on the stack."""
-    room = ir.ArrayType(F32, MAX_ROWS * 2 * _WIDENED_STEPS)
+    """The address of fp32 [MAX_ROWS][2 * WIDENED_STEPS] on the stack."""
+    room = ir.ArrayType(F32, MAX_ROWS * 2 * WIDENED_STEPS)
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         memory = cgutils.alloca_once(builder, room)
@@ -294,10 +294,10 @@ def _room_for_widened(typing: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy")
 def _widen(rows, x, xs, steps, target):
-    """Pairs of bf16 of some rows as fp32, 2 * _WIDENED_STEPS of them a row."""
+    """Pairs of bf16 of some rows as fp32, 2 * WIDENED_STEPS of them a row."""
     for r in range(rows):
         pairs = carray(typed_pointer(x + r * xs, np.uint16(0)), (2 * steps,))
-        words = carray(typed_pointer(target + r * 8 * _WIDENED_STEPS, np.uint32(0)), (2 * steps,))
+        words = carray(typed_pointer(target + r * 8 * WIDENED_STEPS, np.uint32(0)), (2 * steps,))
         for i in range(2 * steps):
             words[i] = np.uint32(pairs[i]) << np.uint32(16)
 
@@ -312,11 +312,11 @@ def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any
     @named(name)
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         memory = _room_for_widened()
-        for first in range(0, steps, _WIDENED_STEPS):
-            some, at = min(_WIDENED_STEPS, steps - first), first * step
+        for first in range(0, steps, WIDENED_STEPS):
+            some, at = min(WIDENED_STEPS, steps - first), first * step
             _widen(rows, x + 4 * first, xs, some, memory)
             widened(
-                rows, memory, 8 * _WIDENED_STEPS, w0 + at, w1 + at, w2 + at, w3 + at, step, some, out, os, add + first,
+                rows, memory, 8 * WIDENED_STEPS, w0 + at, w1 + at, w2 + at, w3 + at, step, some, out, os, add + first,
                 ahead + 4 * 64 * first,
             )  # fmt: skip
 
@@ -324,7 +324,7 @@ def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any
 
 
 def _make_paged_dot(name: str, vectors: int, products: _Products) -> Any:
-    """The dot over 16 or 64 columns of a weight in pages, of _WIDENED_STEPS steps at most, added to `out`: see `_make_tile`."""
+    """The dot over 16 or 64 columns of a weight in pages, of WIDENED_STEPS steps at most, added to `out`: see `_make_tile`."""
     inner = _make_dot(f"{name}_onto", lambda rows: _make_paged_columns(f"{name}_onto", rows, vectors, products))
     widens = products is _WIDENED
 
@@ -334,7 +334,7 @@ def _make_paged_dot(name: str, vectors: int, products: _Products) -> Any:
         if widens:
             memory = _room_for_widened()
             _widen(rows, x, xs, steps, memory)
-            x, xs = memory, 8 * _WIDENED_STEPS
+            x, xs = memory, 8 * WIDENED_STEPS
         inner(rows, x, xs, table, page_bits, begin, 0, step, steps, out, os, 1, 0)
 
     return dot

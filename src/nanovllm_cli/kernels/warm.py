@@ -53,7 +53,8 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
     angles = torch.zeros(1, 8)
     run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
-    tiles, modules = torch.tensor([[0, 0, 1, 0, 1]]), torch.zeros(64, dtype=torch.int32)
+    tiles = torch.tensor([[0, 0, 1, 0, 1]])
+    beside = adapters.Sides([adapters.Side(torch.zeros(16, 64, dtype=dtype), torch.zeros(64, 16, dtype=dtype), 0)], 64, dtype)
 
     def step() -> torch.Tensor:
         x = norms.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
@@ -63,8 +64,8 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.scale(gates.gated_activation(add_onto(x, x), "silu"), 1.0)
         logits = cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
-        ranks = adapters.scale_ranks(logits, angles[:, :1], modules, dtype)
-        adapters.add(logits, weight.matmul(ranks, None, torch.float32), None, dtype)
+        for y in (x, logits):
+            beside.onto(y, beside.ranks(x, None), None)
         return logits
 
     step()

@@ -1,12 +1,12 @@
-"""Weights with a low-rank product beside them, W x + up (down x): what an adapter adds to a weight that is stored quantized.
+"""Weights with low-rank products beside them, W x + up (down x): what adapters add, to a weight that is stored quantized or where
+requests choose.
 
-Its two matrices are plain storages of the compute type, so a device needs nothing new for them but an addition. Several adapters,
-and those of weights whose rows lie behind each other (q, k, v), are one product: their ranks stand side by side.
+Of an adapter the parts of a weight whose rows lie behind each other (q, k, v) are one product: their ranks stand side by side. So
+do those of adapters that all rows have. Where requests choose, down x is multiplied by what the row takes of the adapter, which
+makes one batch of all of them. A step in which nobody takes any is computed as if there were none, and so, to the bit, is a row
+that takes none.
 
-Where requests choose among adapters, each rank belongs to one, and down x is multiplied by what the row takes of that: one product
-again, whoever is in the batch. Rows that take none lose nothing but time, and a step without any adapter not even that.
-
-Legend: N rows and K columns of a weight, R all ranks together, T rows of a step, A adapters to choose from.
+Legend: N rows and K columns of a weight, R ranks, T rows of a step, A adapters to choose from.
 """
 
 from __future__ import annotations
@@ -39,36 +39,19 @@ class Chosen:
         self.scales: torch.Tensor | None = None
 
 
-class Choice(NamedTuple):
-    """modules [R] int32: the adapter that each rank belongs to."""
-
-    modules: torch.Tensor
-    chosen: Chosen
-
-
 class LowRankStorage:
-    """Most of a WeightStorage: everything of `inner` but its products. choice: where requests choose."""
+    """Most of a WeightStorage: everything of `inner` but its products. chosen: where requests choose."""
 
-    def __init__(self, inner: WeightStorage, down: WeightStorage, up: WeightStorage, choice: Choice | None) -> None:
+    def __init__(self, inner: WeightStorage, chosen: Chosen | None) -> None:
         self.num_rows = inner.num_rows
         self.width = inner.width
         self._inner = inner
-        self._down = down
-        self._up = up
-        self._choice = choice
+        self._chosen = chosen
 
     @property
     def _is_idle(self) -> bool:
         """Whether nobody in the step takes any of what it adds."""
-        return self._choice is not None and self._choice.chosen.scales is None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._inner.num_bytes + self._down.num_bytes + self._up.num_bytes
-
-    @property
-    def recordable(self) -> bool:
-        return self._inner.recordable and self._down.recordable and self._up.recordable
+        return self._chosen is not None and self._chosen.scales is None
 
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         self._inner.load_rows(first_row, rows)
@@ -81,17 +64,16 @@ def padded(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-def side_by_side(num_rows: Sequence[int], added: Sequence[Sequence[Beside]], width: int) -> tuple[Beside, torch.Tensor]:
-    """One product for parts of so many rows behind each other, each with what is added to it; and the module of each rank, [R]."""
+def side_by_side(num_rows: Sequence[int], added: Sequence[Sequence[Beside]], width: int, module: int) -> Beside:
+    """One product for parts of so many rows behind each other, each with what is added to it."""
     rank = padded(sum(each.down.shape[0] for part in added for each in part))
-    down, up, modules = torch.zeros(rank, width), torch.zeros(sum(num_rows), rank), torch.zeros(rank, dtype=torch.int32)
+    down, up = torch.zeros(rank, width), torch.zeros(sum(num_rows), rank)
     row, column = 0, 0
     for rows, part in zip(num_rows, added, strict=True):
         for each in part:
             columns = slice(column, column + each.down.shape[0])
             down[columns] = each.down
             up[row : row + rows, columns] = each.up
-            modules[columns] = each.module
             column = columns.stop
         row += rows
-    return Beside(down, up), modules
+    return Beside(down, up, module)
