@@ -155,7 +155,8 @@ def test_results_of_other_settings_are_not_lost(tmp_path: Path) -> None:
     assert nanovllm(tmp_path, *args).code == 0
     kept = (tmp_path / "out.jsonl").read_text()
     (tmp_path / "adapter").mkdir()
-    for other in (["--temp", "0.3"], ["--raw"], ["-sys", "x"], ["--lora", "adapter"], ["--lora-scaled", "adapter:2"]):
+    for other in (["--temp", "0.3"], ["--raw"], ["-sys", "x"], ["--lora", "adapter"], ["--lora-scaled", "adapter:2"],
+                  ["--lora-modules", "a=adapter"]):  # fmt: skip
         refused = nanovllm(tmp_path, *args, *other)
         assert refused.code == 2
         assert "holds results of other prompts, another model or other settings" in refused.err

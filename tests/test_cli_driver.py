@@ -113,6 +113,7 @@ class LLM:
         self.resolved = found
         self.config, self.options = config, options | {"revision": found.revision}
         self.lora, self.draft_model, self.mtp = config.lora, config.draft_model, config.mtp
+        self.lora_modules = config.lora_modules
         self.tokenizer = Tokenizer()
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
         self.chat_template = None if model == "base" else Template(source)

@@ -1,4 +1,4 @@
-"""activation.cu, embedding.cu and blocks.cu, emulated: against float64, and byte for byte where nothing is computed."""
+"""scale.cu, ranks.cu, activation.cu, embedding.cu, blocks.cu, emulated: against float64, and byte for byte where nothing is computed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from emulation.compare import behind_nan, close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, needs_emulation
 from nanovllm_cli.kernels import activation, blocks, cpu, embedding, reference, scale
+from nanovllm_cli.kernels.ranks import scale_ranks
 
 pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16
@@ -73,6 +74,22 @@ def test_a_sum_of_other_numbers_is_refused() -> None:
     for y in (x.half(), x[:2].clone(), x.T.contiguous().T, x.view(8, 3)):
         with pytest.raises(AssertionError):
             scale.add(Emulator(), x, y, 2.0)
+
+
+# ---- ranks ----
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_rows_take_is_one_rounding_from_float64(dtype: torch.dtype, order: int) -> None:
+    """Of some they take nothing, and one of these would be infinite."""
+    shapes = ((1, 16, 1), (3, 48, 2), (2, 272, 5), (5, 1, 3), (4, 33, 64), (1, 301, 4), (7, 512, 2), (9, 257, 7))
+    for tokens, width, count in shapes:
+        x, scales = random(tokens, width, scale=4.0), random(tokens, count) * (random(tokens, count) > 0)
+        modules = torch.arange(width, dtype=torch.int32) % count
+        x[:, :1] = torch.where(scales[:, :1] == 0, torch.inf, x[:, :1])
+        got = scale_ranks(Emulator(order), x, scales, modules, dtype)
+        close_to_rounding(got, reference.scale_ranks(x.double(), scales.double(), modules, torch.float64))
 
 
 # ---- activation ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,22 @@ from transformers import LlamaConfig, Qwen3Config
 
 from emulation.compare import close_to_rounding, random
 from emulation.device import EmulatedDevice
-from emulation.emulator import ORDERS, Emulator, needs_emulation
+from emulation.emulator import needs_emulation
 from engines import engine_for, greedy, random_model, run, save, worker_for
-from nanovllm_cli import SamplingParams
+from live_server import live_server
+from nanovllm_cli import LLM, SamplingParams
 from nanovllm_cli.config import EngineConfig, Lora, LoraModule
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
-from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.adapters import Side, Sides
-from nanovllm_cli.kernels.ranks import scale_ranks
 from test_adapters import CASES, EVEN, adapted_by_hand, blocks, rounded, trained  # noqa: F401
+from test_cli_driver import nanovllm as driven
+from test_cli_real import nanovllm as real
 from test_cuda_engine import engine_on, kernels_not_rehearsed
 from test_cuda_quantized import SHAPE, worker_on
 from test_models import prompts, whole_batch
 from test_quant_engine import difference, expected_logits, write_gguf
+from tiny_adapter import write_adapter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # what PEFT asks transformers
@@ -164,25 +167,7 @@ def test_several_answers_guesses_and_log_probabilities(qwen: Path) -> None:
     assert here == pytest.approx(there, abs=1e-3)
 
 
-# ---- on a GPU ----
-
-
-@needs_emulation
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_is_one_rounding_from_float64(dtype: torch.dtype, order: int) -> None:
-    for tokens, width, count in ((1, 16, 1), (3, 48, 2), (2, 272, 5), (5, 1, 3), (4, 33, 64), (1, 301, 4), (7, 512, 2)):
-        x, scales, owners = ranks(tokens, width, count)
-        got = scale_ranks(Emulator(order), x, scales, owners, dtype)
-        close_to_rounding(got, reference.scale_ranks(x.double(), scales.double(), owners, torch.float64))
-
-
-def ranks(tokens: int, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of which some are not taken, and one that is not would be NaN."""
-    x, scales = random(tokens, width, scale=4.0), random(tokens, count) * (random(tokens, count) > 0)
-    owners = torch.arange(width, dtype=torch.int32) % count
-    x[:, :1] = torch.where(scales[:, :1] == 0, torch.inf, x[:, :1])
-    return x, scales, owners
+# ---- kernels ----
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -298,3 +283,84 @@ def test_configs_that_do() -> None:
     assert EngineConfig(lora_modules={"a": "x", "b": "x"}).lora_modules == (LoraModule("a", "x"), LoraModule("b", "x"))  # type: ignore[arg-type]
     for given in ("a", ["a"], {"a": 1}, [("a", 1.0)], (Lora("a"),)):
         assert SamplingParams(lora=given).lora == (Lora("a"),)  # type: ignore[arg-type]
+
+
+# ---- by name, and over HTTP ----
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an adapter of the bundled model, `adapter`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_adapter(folder / "adapter")
+    return folder
+
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def said(tiny: Path) -> dict[float, str]:
+    """What the bundled model goes on with, by how much of the adapter it takes."""
+    params = [SamplingParams(temperature=0, max_tokens=16, lora={"sql": scale}) for scale in (0.0, 0.5, 1.0)]
+    config = EngineConfig(lora_modules={"sql": str(tiny / "adapter")}, max_model_len=256)  # type: ignore[arg-type]
+    with LLM("tiny", config=config) as llm:
+        texts = [output.outputs[0].text for output in llm.generate([PROMPT] * 3, params)]
+        plain, chosen = (llm.embed("a cat", lora=lora) for lora in ((), "sql"))  # type: ignore[arg-type]
+    assert len(set(texts)) == 3
+    assert plain != chosen
+    return dict(zip((0.0, 0.5, 1.0), texts, strict=True))
+
+
+def test_lines_of_a_batch_choose(tiny: Path, said: dict[float, str]) -> None:
+    lines = [{"prompt": PROMPT} | more for more in ({}, {"lora": "sql"}, {"lora": {"sql": 0.5}}, {"lora": "none"}, {"lora": 3})]
+    (tiny / "in.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    common = ("run", "tiny", "--raw", "--temp", "0", "-n", "16", "--batch", "in.jsonl")
+    done = real(tiny, *common, "--lora-modules", "sql=adapter")
+    assert done.returncode == 1, done.stderr
+    assert "with the adapter adapter for requests that choose sql" in done.stderr
+    *answered, stranger, wrong = map(json.loads, done.stdout.splitlines())
+    assert [line["answers"][0]["text"] for line in answered] == [said[0.0], said[1.0], said[0.5]]
+    assert "no adapter is called 'none'" in stranger["error"]["message"]
+    assert "lora must be an adapter's name" in wrong["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["run", "tiny", "--lora-modules", "sql=adapter", "x"], "--lora-modules has no meaning without --batch"),
+        (["run", "tiny", "--lora-modules", "sql", "--batch", "b"], "'sql' is not an adapter with its name"),
+        (["run", "--url", "http://127.0.0.1:1", "--batch", "b", "--lora-modules", "a=b"], "has no meaning with --url"),
+        (["serve", "tiny", "tiny", "--alias", "a,b", "--lora-modules", "a=adapter"], "has no meaning with several models"),
+        (["serve", "tiny", "--lora-modules", "tiny=adapter"], "two models would be called 'tiny'"),
+        (["serve", "tiny", "--lora-modules", "a=adapter", "--lora-modules", "a=b"], "two adapters are called 'a'"),
+        (["serve", "tiny", "--lora-init-without-apply"], "here it is --lora-modules NAME=PATH"),
+    ],
+)
+def test_what_a_command_refuses(args: list[str], told: str, tiny: Path) -> None:
+    done = driven(tiny, *args)
+    assert (done.code, done.out) == (2, ""), done.err
+    assert told in done.err
+
+
+def test_a_server_has_them_as_models(tiny: Path, said: dict[float, str]) -> None:
+    """By their names, as vLLM; by their numbers, as llama.cpp; and the model beside them as it is."""
+    with live_server("tiny", "--lora-modules", f"sql={tiny / 'adapter'}", "-c", "256") as server:
+        assert [(card["id"], card["parent"]) for card in server.get("/v1/models")[1]["data"]] == [("tiny", None), ("sql", "tiny")]
+        assert server.get("/lora-adapters")[1] == [{"id": 0, "name": "sql", "scale": 0.0}]
+        body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+        for more, scale in (
+            ({}, 0.0), ({"model": "sql"}, 1.0), ({"lora": "sql"}, 1.0), ({"lora": {"sql": 0.5}}, 0.5),
+            ({"lora": [{"id": 0, "scale": 0.5}]}, 0.5), ({"model": "sql", "lora": []}, 0.0),
+        ):  # fmt: skip
+            status, answer = server.post("/v1/completions", body | more)
+            assert (status, answer["choices"][0]["text"]) == (200, said[scale]), more
+            assert answer["model"] == more.get("model", "tiny")
+        for more in (
+            {"lora": "none"}, {"lora": [{"id": 1, "scale": 1.0}]}, {"lora": [{"id": 0}]}, {"lora": 3}, {"lora": {"sql": 1e9}},
+            {"lora": [{"id": 0, "scale": 1.0}] * 2}, {"lora": {"sql": "1"}}, {"lora": [{"id": -1, "scale": 1.0}]},
+        ):  # fmt: skip
+            status, answer = server.post("/v1/completions", body | more)
+            assert (status, answer["error"]["param"]) == (400, "lora"), more
+        vectors = [server.post("/v1/embeddings", {"input": "a cat", "model": name})[1]["data"][0] for name in ("tiny", "sql")]
+        assert vectors[0] != vectors[1]

@@ -200,6 +200,20 @@ def test_adapters_added_to_weights_and_beside_them(quant: str | None, tmp_path: 
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_adapters_that_requests_choose(quant: str | None, tmp_path: Path, quick: RankServer) -> None:
+    """Those of the other process, too."""
+    settings = {"lora_modules": {"sql": str(write_adapter(tmp_path / "adapter"))}, "quant": quant}
+    each = [SamplingParams(max_tokens=8, logprobs=2, lora=lora, **PLAIN) for lora in ((), "sql", {"sql": 0.5})]
+    found = []
+    for size in (1, 2):
+        with load(resolve("tiny").path, tensor_parallel_size=size, **settings) as llm:
+            outputs = [output.outputs[0] for output in llm.generate([prompt(20)] * 3, each)]
+            found.append([(output.token_ids, output.logprobs) for output in outputs])
+    assert found[0] == found[1]
+    assert len({tuple(ids) for ids, _ in found[0]}) == 3
+
+
 def test_facts_are_those_of_the_whole(folder: Path, quick: RankServer) -> None:
     with load(folder) as alone, load(folder, tensor_parallel_size=2) as together:
         for name in ("kv_bytes", "num_parameters", "formats", "threads", "context_len"):

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             "nanovllm serve qwen3:0.6b qwen3:4b --max-models 1 --sleep-idle 600",
             "Two models behind one address, in memory one at a time.",
         ),
+        Example("nanovllm serve tiny --lora-modules sql=adapter", "Requests to the model sql have the adapter, others don't."),
         Example("nanovllm serve tiny --host 0.0.0.0 --api-key-file keys.txt", "For the network, with keys, one a line."),
     ),
     "bench": (
