@@ -1,4 +1,4 @@
-"""scale.cu, ranks.cu, activation.cu, embedding.cu, blocks.cu, emulated: against float64, and byte for byte where nothing is computed."""
+"""scale.cu, ranks.cu, activation.cu, embedding.cu, blocks.cu: against float64, and byte for byte where nothing is computed."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from nanovllm_cli.kernels.cpu_adapters import SIDE_FIELDS
 from nanovllm_cli.kernels.simd import TILE_COLUMNS
 from nanovllm_cli.kernels.simd_ir import LANES
 
-_COLUMNS = 512
-"""Of a task with several rows, each of whose numbers lie behind each other: memory is read ahead along them."""
+_COLUMNS = 256
+"""Of a task: a row's numbers lie behind each other, and memory is read ahead along them."""
 
 
 class Side:
@@ -24,9 +24,8 @@ class Side:
         self.rank, self.module = down.shape[0], module
         assert up.shape[1] == self.rank, (up.shape, self.rank)
         assert self.rank % LANES == 0, self.rank
-        self.down, self.up = _narrow(down), _packed(up)
-        a_step = 4 // down.element_size()  # numbers in 32 bits
-        self.spans = torch.tensor([_span(rows, a_step) for rows in torch.split(up, TILE_COLUMNS)], dtype=torch.int32)
+        self.down = _narrow(down)
+        self.up, self.spans = _reaching(up)
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +76,7 @@ class Sides:
         ints = (
             self._table.data_ptr(), len(self._sides), *_chosen(scales, tokens),
             cpu.address_of(ranks, self._dtype, tokens, self._ranks), self._ranks,
-            cpu.address_of(y, y.dtype, tokens, n), tokens, n, _COLUMNS if tokens > 1 else TILE_COLUMNS,
+            cpu.address_of(y, y.dtype, tokens, n), tokens, n, _COLUMNS,
         )  # fmt: skip
         cpu.launch(cpu_adapters.up, tokens * n * self._ranks, cpu.tags_of(self._dtype, y.dtype), ints)
 
@@ -94,17 +93,16 @@ def _narrow(down: torch.Tensor) -> torch.Tensor:
     return down.view(-1, LANES, down.shape[1] // a_step, a_step).transpose(1, 2).contiguous()
 
 
-def _packed(matrix: torch.Tensor) -> torch.Tensor:
-    rows, width = matrix.shape
-    packed = cpu.zeros(cpu.packed_size(rows, width, matrix.dtype), matrix.dtype)
-    cpu.pack_rows(packed, 0, matrix.contiguous())
-    return packed
-
-
-def _span(rows: torch.Tensor, a_step: int) -> tuple[int, int]:
-    """Of some rows of an up: the first steps along its ranks that are not all zeros, and how many there are."""
-    used = rows.count_nonzero(0).nonzero()[:, 0].tolist()
-    if not used:
-        return 0, 0
-    first = used[0] // a_step
-    return first, used[-1] // a_step + 1 - first
+def _reaching(up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What of up [N, rank] is not zeros, for 64 outputs after another; and its spans."""
+    a_step = 4 // up.element_size()
+    parts, spans, place = [], [], 0
+    for rows in torch.split(up, TILE_COLUMNS):
+        used = rows.count_nonzero(0).nonzero()[:, 0].tolist()
+        begin, end = (used[0] // a_step, used[-1] // a_step + 1) if used else (0, 0)
+        reached = torch.zeros(TILE_COLUMNS, (end - begin) * a_step, dtype=up.dtype)
+        reached[: len(rows)] = rows[:, begin * a_step : end * a_step]
+        parts.append(reached.view(TILE_COLUMNS, -1, a_step).transpose(0, 1).flatten())
+        spans.append((place, begin, end - begin))
+        place += end - begin
+    return torch.cat(parts), torch.tensor(spans, dtype=torch.int64)

@@ -4,10 +4,10 @@ A weight has some adapters beside it; which row takes how much of which is read 
 that there is. Rows behind each other that take the same adapter share its weights; it costs nothing where nobody takes it. A
 row's bits depend on what it takes alone.
 
-A down is kept as [ranks / 16, K / e, 16, e], an up as cpu_matmul has weights. `sides` is [num_sides, 6] int64: where an
-adapter's down and up lie, its rank, a multiple of 16, its first column between the products, its column in the table, and where
-its spans lie: [blocks of 64 outputs, 2] int32, the first of its ranks' steps that reaches the block, and how many do. Of adapters
-of q, k and v each has its own.
+A down is kept as [ranks / 16, K / e, 16, e]. An up is kept for each 64 outputs as [ranks / e, 64, e], of the ranks alone that
+reach them: of an adapter's for q, k and v each has its own. `sides` is [num_sides, 6] int64: where an adapter's down and up lie,
+its rank, a multiple of 16, its first column between the products, its column in the table, and where its spans lie: [N / 64, 3]
+int64, of each 64 outputs where their part of up begins, in steps of 32 bits along ranks, the first of these, and how many.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nanovllm_cli.kernels.simd_ir import LANES
 
 SIDE_FIELDS = 6
 DOWN, UP, RANK, FIRST, MODULE, SPANS = range(SIDE_FIELDS)
+PLACE, BEGIN, STEPS = range(3)
 STEP = 4 * LANES
 ONE_PAGE = 62
 """Steps of a page, by a power of two: a down lies in one."""
@@ -107,12 +108,11 @@ def up(arguments, thread, team):
                         _take_row(target[start + r], column, sums[r])
                 for run in range(num_runs):
                     side, row, rows = runs[run, 0], runs[run, 1], runs[run, 2]
-                    spans = carray(typed_pointer(table[side, SPANS], np.int32(0)), (num_blocks, 2))
-                    begin, steps = spans[block, 0], spans[block, 1]
-                    if steps == 0:
+                    spans = carray(typed_pointer(table[side, SPANS], np.int64(0)), (num_blocks, 3))
+                    if spans[block, STEPS] == 0:
                         continue
-                    w = table[side, UP] + (block * (table[side, RANK] * size // 4) + begin) * 256
-                    at = between + ((start + row) * width + table[side, FIRST]) * size + begin * 4
+                    w, steps = table[side, UP] + spans[block, PLACE] * 256, spans[block, STEPS]
+                    at = between + ((start + row) * width + table[side, FIRST]) * size + spans[block, BEGIN] * 4
                     dot64(tag, rows, at, width * size, w, w + 64, w + 128, w + 192, 256, steps, sums_at + row * 256, 256, 1)
                 for r in range(many):
                     if changes[r] != 0:
