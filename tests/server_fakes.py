@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -196,7 +197,9 @@ class FakeEngine:
     ) -> Stream:
         raise ApiError(503, "this engine is a stand-in")
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]:
+    async def embed(
+        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+    ) -> Sequence[float]:
         raise ApiError(503, "this engine is a stand-in")
 
 

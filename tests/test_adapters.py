@@ -684,7 +684,7 @@ def test_run_says_what_the_library_says(tiny: Path) -> None:
         (["run", "tiny", "--lora-scaled", "adapter:nan", "x"], 2, "is not an adapter with its scale"),
         (["run", "tiny", "--lora-scaled", ":2", "x"], 2, "is not an adapter with its scale"),
         (["run", "tiny", "--adapter-path", "adapter", "x"], 2, "here it is --lora"),
-        (["chat", "tiny", "--lora-modules", "a=adapter"], 2, "here it is --lora NAME"),
+        (["chat", "tiny", "--lora-modules", "a=adapter"], 2, "did you mean --lora"),
         (["run", "--url", "http://127.0.0.1:1", "--lora", "adapter", "x"], 2, "--lora has no meaning with --url"),
         (["serve", "tiny", "tiny", "--alias", "a,b", "--lora", "adapter"], 2, "--lora has no meaning with several models"),
         (["convert", "tiny", "--lora", "adapter", "--to", "hf", "-o", "adapter", "--force"], 2, "is an adapter that is read"),

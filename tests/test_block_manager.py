@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.engine.sequence import Request, Salt, Sequence
 from nanovllm_cli.sampling_params import SamplingParams
 
 SIZE = 4
 
 
-def sequence_of(tokens: list[int], salt: str | None = None) -> Sequence:
-    request = Request("r", tuple(tokens), SamplingParams(), 1000, (), 0.0, cache_salt=salt)
+SALTS: list[Salt] = [(None, ()), ("a", ()), ("a", (1.0, 0.0)), (None, (0.0, 1.0))]
+
+
+def sequence_of(tokens: list[int], salt: Salt = (None, ())) -> Sequence:
+    request = Request("r", tuple(tokens), SamplingParams(), 1000, (), 0.0, cache_salt=salt[0], lora=salt[1])
     return Sequence(0, request, 0, 0, list(tokens))
 
 
@@ -187,10 +190,10 @@ class Cache(RuleBasedStateMachine):
         self.memory: dict[tuple[int, int], int] = {}
         self.live: list[Sequence] = []
         self.pins: list[int] = []
-        self.salts: dict[str | None, int] = {None: 0, "a": 0, "b": 0}
+        self.salts: dict[Salt, int] = dict.fromkeys(SALTS, 0)
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=18), salt=st.sampled_from([None, "a", "b"]))
-    def admit(self, tokens: list[int], salt: str | None) -> None:
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=18), salt=st.sampled_from(SALTS))
+    def admit(self, tokens: list[int], salt: Salt) -> None:
         sequence = sequence_of(tokens, salt)
         before = self.blocks.num_available
         if self.blocks.admit(sequence, 0):

@@ -22,6 +22,7 @@ from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDense
 from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quant.low_rank import Beside
 from test_cuda_delta import check_nothing_is_lost
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
 from test_cuda_quantized import worker_on
@@ -142,7 +143,14 @@ def test_so_do_stacked_and_adapted_weights() -> None:
         return weight
 
     stacked = CudaStacked([dense(10, 32), dense(23, 32)], bf16, launcher)
-    adapted = CudaLowRank(dense(33, 32), dense(3, 32), dense(33, 3), bf16, launcher)
+    side = Beside(torch.randn(16, 32, generator=generator) / 6, torch.randn(33, 16, generator=generator) / 4)
+
+    def keep(matrix: torch.Tensor) -> CudaDense:
+        weight = CudaDense(*matrix.shape, bf16, launcher, False)
+        weight.load_rows(0, matrix)
+        return weight
+
+    adapted = CudaLowRank(dense(33, 32), [side], keep, bf16, launcher)
     x = torch.randn(5, 32, generator=generator).bfloat16()
     for weight in (stacked, adapted):
         expected = reference.gated_activation(weight.matmul(x, None, bf16), "relu2")

@@ -65,7 +65,7 @@ def test_programs_are_known_by_all_their_names() -> None:
     [
         ("--temprature", ["--temp"]), ("-temp", ["--temp"]), ("--top_k", ["--top-k"]), ("-prompt", ["--prompt"]),
         ("--context-size", ["--ctx-size"]), ("--api-keys", ["--api-key"]), ("--reasoning-parse", ["--reasoning-parser"]),
-        ("--path", []), ("--rpcs", []), ("-lcx", []), ("--load-modes", []),
+        ("--path", []), ("--rpcs", []), ("-lcx", []), ("--load-mod", []),
     ],
 )  # fmt: skip
 def test_only_what_is_spelt_much_alike_is_a_slip(typed: str, meant: list[str]) -> None:

@@ -18,7 +18,7 @@ from emulation.emulator import needs_emulation
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from live_server import live_server
 from nanovllm_cli import LLM, SamplingParams
-from nanovllm_cli.config import EngineConfig, Lora, LoraModule
+from nanovllm_cli.config import EngineConfig, LoraModule
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.kernels.adapters import Side, Sides
@@ -281,8 +281,6 @@ def test_configs_that_name_none(given: Any) -> None:
 
 def test_configs_that_do() -> None:
     assert EngineConfig(lora_modules={"a": "x", "b": "x"}).lora_modules == (LoraModule("a", "x"), LoraModule("b", "x"))  # type: ignore[arg-type]
-    for given in ("a", ["a"], {"a": 1}, [("a", 1.0)], (Lora("a"),)):
-        assert SamplingParams(lora=given).lora == (Lora("a"),)  # type: ignore[arg-type]
 
 
 # ---- by name, and over HTTP ----

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
+from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -63,8 +64,22 @@ def refusal(name: str, value: object) -> str:
 
 
 def test_every_field_is_bounded_by_some_test_here() -> None:
-    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, "logit_bias", "constraint", "reasoning"}
+    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, "logit_bias", "lora", "constraint", "reasoning"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == tested
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, "", "x" * 201, ["a", "a"], [3], [["a", 1, 2]], {"a": "1"}, {"a": True}, {"a": math.nan}, {"a": 1e7}, {3: 1.0},
+     [str(i) for i in range(65)], ["\ud800"]],
+)  # fmt: skip
+def test_adapters_are_names_and_scales(value: object) -> None:
+    refusal("lora", value)
+
+
+def test_adapters_become_names_and_scales() -> None:
+    for value in ("a", ["a"], {"a": 1}, [("a", 1.0)], (Lora("a"),)):
+        assert SamplingParams(lora=value).lora == (Lora("a", 1.0),)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["constraint", "reasoning"])

@@ -27,6 +27,7 @@ from nanovllm_cli.server.messages import Loading
 from nanovllm_cli.server.served_models import ModelSettings
 from nanovllm_cli.server.settings import ServeSettings
 from test_cli_driver import environment
+from tiny_adapter import write_adapter
 
 KEY = "a-key-that-is-long-enough"
 
@@ -183,6 +184,7 @@ def test_defaults_are_those_of_the_settings(parsed: Callable[..., Served]) -> No
 @pytest.mark.parametrize("example", EXAMPLES["serve"], ids=lambda example: example.line)
 def test_examples_are_command_lines(example: Any, parsed: Callable[..., Served], tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text(KEY)
+    write_adapter(tmp_path / "adapter")
     aliases = "\n".join(f'"{name}" = "tiny"' for name in re.findall(r"qwen3:\S+", example.line))
     (tmp_path / "nanovllm.toml").write_text(f"[aliases]\n{aliases}\n")
     words = re.sub(r" --port \d+", "", example.line).split()[2:]

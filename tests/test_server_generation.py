@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm_cli.config import Lora
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
@@ -77,7 +78,9 @@ class Engine:
     def _abort(self) -> None:
         self.aborted += 1
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]:
+    async def embed(
+        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+    ) -> Sequence[float]:
         self.priorities.append(priority)
         if self.error is not None:
             raise self.error

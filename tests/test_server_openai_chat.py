@@ -676,7 +676,7 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["audio", "web_search_options", "functions", "function_call", "chat_template", "documents", "vllm_xargs", "lora"]
+    "name", ["audio", "web_search_options", "functions", "function_call", "chat_template", "documents", "vllm_xargs"]
 )
 def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
     assert refused(**{name: {"a": 1}}) == {

@@ -42,7 +42,7 @@ from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
-from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.sampling_params import SamplingParams, params_for
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.messages import template_messages, template_tools
@@ -78,8 +78,7 @@ class LLM:
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
     lora, lora_modules, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype:
-    of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the KV
-    cache has room.
+    of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
     formats: how many numbers of the matrices are kept in which format; None is the compute type. embedding: what its files say of
@@ -254,7 +253,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
-        (params,) = _params_for(self.default_params if params is None else params, 1)
+        (params,) = params_for(self.default_params if params is None else params, 1)
         self.prepare([params])
         ids, request_id = self._ids(prompt), self._new_id()
         try:
@@ -281,7 +280,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._add(request_id, ids, _params_for(params, 1)[0])
+                    self._add(request_id, ids, params_for(params, 1)[0])
                     running.add(request_id)
                 if not running:
                     return
@@ -304,8 +303,8 @@ class LLM:
         `generate` does."""
         if (refusal := self.embedding.refusal) is not None:
             raise UnsupportedError(refusal.message, refusal.hint)
-        prompts, chosen = [self._ids(text) for text in _listed(texts)], SamplingParams(lora=lora).lora
-        return self._pooled(prompts, self.pooling if pooling is None else pooling, progress, chosen)
+        prompts = [self._ids(text) for text in _listed(texts)]
+        return self._pooled(prompts, self.pooling if pooling is None else pooling, progress, SamplingParams(lora=lora).lora)
 
     def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
         """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
@@ -386,7 +385,7 @@ class LLM:
     # ---- inside ----
 
     def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
-        each = _params_for(self.default_params if params is None else params, len(prompts))
+        each = params_for(self.default_params if params is None else params, len(prompts))
         self.prepare(each)
         ids = [self._new_id() for _ in prompts]
         done: dict[str, RequestOutput] = {}
@@ -449,13 +448,3 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_for(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise UsageError("params is a SamplingParams, or a list with one for each prompt")
-    if len(params) != count:
-        raise UsageError(f"{count} prompts and {len(params)} sampling parameters", "give one for all, or one for each")
-    return list(params)

@@ -266,6 +266,17 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
+def params_for(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """One for each of so many prompts."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise UsageError("params is a SamplingParams, or a list with one for each prompt")
+    if len(params) != count:
+        raise UsageError(f"{count} prompts and {len(params)} sampling parameters", "give one for all, or one for each")
+    return list(params)
+
+
 class LogitBias(Mapping[int, float]):
     """A mapping that cannot change: hashable, ordered by id, equal to the dict it was made of."""
 

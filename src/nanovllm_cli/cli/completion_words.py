@@ -52,6 +52,7 @@ _VALUES: dict[str, Values] = {
     "FILE": Values("files"),
     "PATH": Values("files"),
     "PATH:SCALE": Values("files"),
+    "NAME=PATH": Values("files"),
     "FOLDER": Values("folders"),
     "JSON|@FILE": Values("files"),
     "TEXT|@FILE": Values("files"),

@@ -137,7 +137,6 @@ _EXPLAINED = {
     ("--trust-remote-code", "--code-revision"): "no code that comes with a model is ever run: leave it out",
     ("-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split", "-sm", "--split-mode"):
         "a model runs on one GPU, or on a CPU's processors; -tp N divides it among processes there",
-    ("--lora-modules",): "here it is --lora NAME; requests choose adapters of nanovllm serve, and lines of run --batch",
     ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base"): "--lora NAME is all that an adapter needs: leave it out",
     ("--lora-init-without-apply",): "here it is --lora-modules NAME=PATH, which requests choose by their field lora",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",

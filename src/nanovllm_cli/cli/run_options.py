@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanovllm_cli.cli.adapter_options import LoraModules
 from nanovllm_cli.cli.answer import ReasoningChoice
 from nanovllm_cli.cli.command import OUTPUT, PROMPT, option
-from nanovllm_cli.cli.options import Choice, LoraModules
+from nanovllm_cli.cli.options import Choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.adapter_options import LoraModules, LoraNames, LoraScaled, adapters
 from nanovllm_cli.cli.command import MESSAGES, MODEL, option
 from nanovllm_cli.cli.options import (
     ActivationsChoice,
     ChatTemplateChoice,
     Device,
     DType,
-    LoraModules,
-    LoraNames,
-    LoraScaled,
     ModelNames,
     Offline,
     Quant,
     Revision,
-    adapters,
 )
 from nanovllm_cli.config import EngineConfig, Lora, LoraModule, Policy
 from nanovllm_cli.errors import UsageError
