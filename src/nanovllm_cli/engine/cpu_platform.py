@@ -46,7 +46,7 @@ class CpuPlatform:
         self.progress = progress or NullProgress()
         self.threads = _num_threads(config, self.progress)
         self._thread: int | None = None
-        self._has_integer = False
+        self._has_integer = self._has_adapters = False
         self._pool = cpu.MemoryPool()
         self.ops = CpuOps(self._pool)
 
@@ -108,6 +108,9 @@ class CpuPlatform:
     def with_adapters(
         self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None
     ) -> WeightStorage:
+        if not self._has_adapters:
+            self._has_adapters = True
+            self._warm_up(warm.adapters_are_compiled(dtype), lambda: warm.warm_up_adapters(dtype))
         return CpuLowRank(weight, sides, dtype, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:

@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
-dtype and kind of KV cache, and apart from them those of integer weights, of experts, of convolutions, of the delta rule and
-of latent attention.
+dtype and kind of KV cache, and apart from them those of integer weights, of adapters, of experts, of convolutions, of the delta
+rule and of latent attention.
 
 The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
 it is done, so that only the first says so.
@@ -54,7 +54,6 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     angles = torch.zeros(1, 8)
     run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
     tiles = torch.tensor([[0, 0, 1, 0, 1]])
-    beside = adapters.Sides([adapters.Side(torch.zeros(16, 64, dtype=dtype), torch.zeros(64, 16, dtype=dtype), 0)], 64, dtype)
 
     def step() -> torch.Tensor:
         x = norms.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
@@ -64,8 +63,6 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.scale(gates.gated_activation(add_onto(x, x), "silu"), 1.0)
         logits = cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
-        for y in (x, logits):
-            beside.onto(y, beside.ranks(x, None), None)
         return logits
 
     step()
@@ -130,6 +127,20 @@ def warm_up_experts(dtype: torch.dtype) -> None:
         add_onto(mixture(x, logits), x)
     program.replay()
     _mark(_marker("experts", dtype))
+
+
+def adapters_are_compiled(dtype: torch.dtype) -> bool:
+    """The same for `warm_up_adapters`."""
+    return os.path.exists(_marker("adapters", dtype))
+
+
+def warm_up_adapters(dtype: torch.dtype) -> None:
+    """Run the kernels of adapters beside a weight once on next to nothing, onto what is of dtype and, as a router's is, fp32."""
+    down, up = torch.zeros(16, 64, dtype=dtype), torch.zeros(64, 16, dtype=dtype)
+    sides, x = adapters.Sides([adapters.Side(down, up, 0)], 64, dtype), torch.zeros(1, 64, dtype=dtype)
+    for y in (torch.zeros(1, 64, dtype=dtype), torch.zeros(1, 64)):
+        sides.onto(y, sides.ranks(x, None), None)
+    _mark(_marker("adapters", dtype))
 
 
 def conv_is_compiled(dtype: torch.dtype) -> bool:
