@@ -62,8 +62,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.scale(gates.gated_activation(add_onto(x, x), "silu"), 1.0)
-        logits = cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
-        return logits
+        return cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
 
     step()
     with cpu.Program(cpu.MemoryPool()) as program:
