@@ -485,6 +485,16 @@ def test_what_lies_beside_the_weights_comes_along_or_is_named(tmp_path: Path) ->
     assert {path.name for path in (tmp_path / "m").iterdir()} == files
 
 
+def test_a_tokenizer_that_merges_nothing_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", LlamaConfig(**BASE))
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UnsupportedError, match="BPE without any merges has no place in GGUF"):
+        converted(source, tmp_path / "m.gguf", "gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
 def test_any_architecture_can_change_its_dtype(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnows"], "x": 1}')
     values = {"a": torch.randn(3, 4), "codes": torch.arange(5), "e": torch.empty(0, 2), "s": torch.tensor(1.5)}

@@ -341,7 +341,10 @@ def _is_byte(token: str) -> bool:
 
 
 def _merges(state: dict[str, Any]) -> list[str]:
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
+    if not merges:  # an array of none is no field, and readers want one
+        raise UnsupportedError("BPE without any merges has no place in GGUF", "keep the model as a Hugging Face folder")
+    return merges
 
 
 def _model_scores(folder: Path, tokens: list[str]) -> list[float] | None:
