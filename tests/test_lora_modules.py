@@ -332,6 +332,7 @@ def test_lines_of_a_batch_choose(tiny: Path, said: dict[float, str]) -> None:
         (["serve", "tiny", "tiny", "--alias", "a,b", "--lora-modules", "a=adapter"], "has no meaning with several models"),
         (["serve", "tiny", "--lora-modules", "tiny=adapter"], "two models would be called 'tiny'"),
         (["serve", "tiny", "--lora-modules", "a=adapter", "--lora-modules", "a=b"], "two adapters are called 'a'"),
+        (["serve", "tiny", "--lora-modules", "a=adapter", "b=adapter"], "say --lora-modules b=adapter"),
         (["serve", "tiny", "--lora-init-without-apply"], "here it is --lora-modules NAME=PATH"),
     ],
 )

@@ -71,6 +71,8 @@ def serve(
         refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them away")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
+    if (stray := next((name for name in names if model.modules and "=" in name and not Path(name).exists()), None)) is not None:
+        raise UsageError(f"{stray} is no model: --lora-modules takes one adapter", f"say --lora-modules {stray}")
     if len(names) > 1:
         own = ["lora", "lora_scaled", "lora_modules"]
         refuse_typed(ctx, own, "has no meaning with several models", "serve the model of the adapter alone")
