@@ -22,6 +22,7 @@ from nanovllm_cli.config import EngineConfig, LoraModule
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.kernels.adapters import Side, Sides
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_adapters import CASES, EVEN, adapted_by_hand, blocks, rounded, trained  # noqa: F401
 from test_cli_driver import nanovllm as driven
 from test_cli_real import nanovllm as real
@@ -234,6 +235,23 @@ def test_requests_choose_on_a_gpu(tmp_path: Path) -> None:
     assert kernels_not_rehearsed(path, lora_modules=named) == set()
 
 
+def test_their_memory_is_counted(qwen: Path, tmp_path: Path) -> None:
+    """Before they are loaded, and no less than they take, however narrow each is."""
+    trained(Qwen3Config(**EVEN), tmp_path / "narrow", r=1)
+    named = {str(i): str(tmp_path / "narrow") for i in range(20)}
+    counted: list[int] = []
+
+    class Counted(Worker):
+        def _beside_bytes(self) -> int:
+            counted.append(super()._beside_bytes())
+            return counted[-1]
+
+    with open_checkpoint(qwen / "base") as checkpoint:
+        worker = Counted(checkpoint, EngineConfig(threads=2, num_blocks=16, lora_modules=named, dtype="float32"))  # type: ignore[arg-type]
+    taken = worker.weight_bytes - worker_for(qwen / "base", dtype="float32").weight_bytes
+    assert 0 < taken <= counted[0]
+
+
 # ---- what is refused ----
 
 
@@ -332,6 +350,7 @@ def test_lines_of_a_batch_choose(tiny: Path, said: dict[float, str]) -> None:
         (["serve", "tiny", "tiny", "--alias", "a,b", "--lora-modules", "a=adapter"], "has no meaning with several models"),
         (["serve", "tiny", "--lora-modules", "tiny=adapter"], "two models would be called 'tiny'"),
         (["serve", "tiny", "--lora-modules", "a=adapter", "--lora-modules", "a=b"], "two adapters are called 'a'"),
+        (["serve", "tiny", "tiny", "--alias", "a,a"], "two models would be called 'a'"),
         (["serve", "tiny", "--lora-modules", "a=adapter", "b=adapter"], "say --lora-modules b=adapter"),
         (["serve", "tiny", "--lora-init-without-apply"], "here it is --lora-modules NAME=PATH"),
     ],
@@ -361,5 +380,16 @@ def test_a_server_has_them_as_models(tiny: Path, said: dict[float, str]) -> None
         ):  # fmt: skip
             status, answer = server.post("/v1/completions", body | more)
             assert (status, answer["error"]["param"]) == (400, "lora"), more
+        for path, body in (
+            ("/v1/embeddings", {"input": "x"}), ("/embeddings", {"content": "x"}), ("/v1/score", {"text_1": "x", "text_2": "y"}),
+            ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+            ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}),
+        ):  # fmt: skip
+            status, answer = server.post(path, body | {"lora": "sql"})
+            assert (status, "lora: here an adapter is chosen by its name" in str(answer)) == (400, True), path
+            assert server.post(path, body | {"model": "sql"})[0] == 200, path
         vectors = [server.post("/v1/embeddings", {"input": "a cat", "model": name})[1]["data"][0] for name in ("tiny", "sql")]
         assert vectors[0] != vectors[1]
+        for more, text in (([], said[0.0]), (["-m", "sql"], said[1.0])):
+            done = driven(tiny, "run", "--url", server.url, "--raw", "--temp", "0", "-n", "16", "-q", *more, "-p", PROMPT)
+            assert (done.code, done.out.rstrip("\n")) == (0, text.rstrip("\n")), done.err

@@ -69,8 +69,9 @@ def named_by_word(served: Sequence[ServedModel], words: Sequence[str]) -> tuple[
 
 
 def only_model(served: Sequence[ServedModel]) -> str:
-    """The one that need not be named. Raises UsageError where there are several."""
-    if len(served) > 1:
+    """The one that need not be named, whatever adapters it has. Raises UsageError where there are several."""
+    own = [each for each in served if not each.is_adapter] or served
+    if len(own) != 1:
         names = ", ".join(each.id for each in served[:8])
         raise UsageError(f"the server has several models: {names}", "name one of them first, or by -m")
-    return served[0].id
+    return own[0].id

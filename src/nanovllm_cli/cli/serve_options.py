@@ -101,7 +101,7 @@ class ServedOptions:
             names = [(each,) for each in aliases]
         else:
             raise UsageError(f"{len(ids)} models have {len(aliases)} aliases", "one --alias for each, in their order")
-        flat = [name for each in names for name in each] + [name for name, _ in self.lora_modules or ()]
+        flat = [name for each in names for name in each] + [name for name, _ in self.modules if len(ids) == 1]
         if len(set(flat)) < len(flat):
             twice = next(name for name in flat if flat.count(name) > 1)
             raise UsageError(f"two models would be called {twice!r}", "give each a name by --alias, and adapters others")

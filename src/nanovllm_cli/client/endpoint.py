@@ -45,10 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel(NamedTuple):
-    """context_len: tokens of prompt and answer together, where the server says."""
+    """context_len: tokens of prompt and answer together, where the server says. is_adapter: of another one that it has."""
 
     id: str
     context_len: int | None
+    is_adapter: bool = False
 
 
 def checked_key(key: str | None) -> str | None:
@@ -200,7 +201,8 @@ def _model(entry: Any) -> ServedModel:
     # vLLM's name for it, llama-server's
     meta = entry.get("meta")
     known = [entry.get("max_model_len"), meta.get("n_ctx_train") if isinstance(meta, dict) else None]
-    return ServedModel(name, next((count for value in known if (count := token_count(value))), None))
+    context_len = next((count for value in known if (count := token_count(value))), None)
+    return ServedModel(name, context_len, isinstance(entry.get("parent"), str))
 
 
 def _seconds_to_wait(status: int, headers: Mapping[str, str], attempt: int) -> float | None:

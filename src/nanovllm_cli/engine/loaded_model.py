@@ -166,7 +166,10 @@ class LoadedModel:
         """At most: as if each weight had two others behind it, with adapters of the same ranks."""
         total = 0
         for sums in self._beside.values():
-            rank = padded(3 * sum(each.down.shape[0] for each in sums))
+            ranks: Counter[int | None] = Counter()
+            for each in sums:
+                ranks[each.module] += 3 * each.down.shape[0]
+            rank = sum(map(padded, ranks.values()))
             total += self.platform.dense_bytes(rank, sums[0].down.shape[1], self.dtype)
             total += self.platform.dense_bytes(sums[0].up.shape[0], rank, self.dtype)
         return total

@@ -4,7 +4,7 @@ requests choose.
 Of an adapter the parts of a weight whose rows lie behind each other (q, k, v) are one product: their ranks stand side by side. So
 do those of adapters that all rows have. Where requests choose, down x is multiplied by what the row takes of the adapter, which
 makes one batch of all of them. A step in which nobody takes any is computed as if there were none, and so, to the bit, is a row
-that takes none.
+that takes none (on a GPU where it has to be deterministic: a gate within a product may be summed in another order).
 
 Legend: N rows and K columns of a weight, R ranks, T rows of a step, A adapters to choose from.
 """

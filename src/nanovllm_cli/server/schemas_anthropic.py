@@ -14,7 +14,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.anthropic_messages import MESSAGES_SCHEMA, SYSTEM_SCHEMA
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.reading import object_schema
-from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, ChosenByModel, ModelName, StrictModel, Unsupported
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 _TOOL = object_schema(
@@ -78,6 +78,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     compaction: Unsupported = None
+    lora: ChosenByModel = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """What is said of how to draw, over a model's defaults. A message is one answer."""

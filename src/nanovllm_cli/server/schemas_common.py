@@ -44,8 +44,15 @@ def _refuse(value: object, info: ValidationInfo) -> None:
         raise ApiError(400, f"{info.field_name} is not supported", code="unsupported", param=info.field_name)
 
 
+def _refuse_choice(value: object) -> None:
+    if value is not None:
+        raise ApiError(400, "lora: here an adapter is chosen by its name, as the model", code="unsupported", param="lora")
+
+
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
 """A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken, and a list of none."""
+ChosenByModel = Annotated[None, BeforeValidator(_refuse_choice)]
+"""`lora` of a request that chooses an adapter by the model's name alone."""
 Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no effect on the answer"})]
 """A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping."""
 ShortText = Annotated[str, StringConstraints(max_length=SHORT)]

@@ -18,6 +18,7 @@ from nanovllm_cli.server.schemas_common import (
     MAX_MESSAGES,
     OPEN,
     STOP_BESIDE_TOOLS,
+    ChosenByModel,
     JsonObject,
     ModelName,
     Priority,
@@ -311,6 +312,7 @@ class EmbeddingRequest(StrictModel):
     add_special_tokens: Literal[True] | None = None
     truncate_prompt_tokens: Truncation = None
     priority: Priority | None = None
+    lora: ChosenByModel = None
     user: Tolerated = None
 
 
@@ -324,6 +326,7 @@ class NativeEmbeddingRequest(StrictModel):
     embd_normalize: int | None = Field(default=None, ge=-1, le=64)
     pooling: Literal["mean", "last", "cls"] | None = None
     priority: Priority | None = None
+    lora: ChosenByModel = None
 
 
 SeveralTexts = Annotated[
@@ -346,6 +349,7 @@ class ScoreRequest(StrictModel):
     truncate_prompt_tokens: Truncation = None
     pooling: Literal["mean", "last", "cls"] | None = None
     priority: Priority | None = None
+    lora: ChosenByModel = None
     user: Tolerated = None
 
 
@@ -362,4 +366,5 @@ class RerankRequest(StrictModel):
     truncate_prompt_tokens: Truncation = None
     pooling: Literal["mean", "last", "cls"] | None = None
     priority: Priority | None = None
+    lora: ChosenByModel = None
     user: Tolerated = None

@@ -136,7 +136,7 @@ def _fitted(
         known = known_as(name)
         if known is None or len(shapes[known]) != 2:
             strangers.append(name)
-        elif ours[known] == "embedding.weight":
+        elif ours[known] in ("embedding.weight", "per_layer_embedding.weight"):
             raise UnsupportedError(f"{adapter.path}: an adapter of the embedding ({name})", MERGE_FIRST)
         elif (shape := (added.up.shape[0], added.down.shape[1])) != shapes[known]:
             raise UsageError(f"{adapter.path}: {name} is {list(shape)}, and in the model {list(shapes[known])}", _other(adapter))
