@@ -590,7 +590,8 @@ def test_a_folder_that_is_closed_is_no_fault_of_ours() -> None:
         ("[aliases]\na = 1", "not the name of a model"),
         ("[models]\nm = 1", "is not a table"),
         ("run = 1", "is not a table"),
-        ('[default]\ntemp = "\udcff"'.encode("utf-8", "surrogateescape").decode("latin-1"), None),
+        ('[default]\ntemp = "\udcff"'.encode("utf-8", "surrogateescape").decode("latin-1"), r"nanovllm.toml:2: not UTF-8"),
+        ('[default]\napi-key = "secret"', "'api-key' is no setting in .default."),
     ],
 )
 def test_settings_without_effect_are_refused(config: Path, text: str, says: str | None) -> None:

@@ -105,6 +105,8 @@ def _sentence(message: str) -> str:
     message = " ".join(message.split()).removesuffix(".").replace(": Value error, ", ": ").replace(". Choose from:", ":")
     for theirs, ours in _NUMBERS.items():
         message = message.replace(theirs, ours)
+    for theirs, ours in (("greater", "at least"), ("less", "at most")):
+        message = message.replace(f"Input should be {theirs} than or equal to", f"must be {ours}")
     return message[:1].lower() + message[1:]
 
 

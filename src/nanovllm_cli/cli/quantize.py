@@ -166,6 +166,7 @@ def quantize(
         if options.target_bpw is not None:
             plan = pipeline.plan_with_target(original, plan, options.target_bpw, method, progress)
         if options.dry_run:
+            pipeline.check_method(original, plan, method)
             _print_weights(plan, screen)
         else:
             verification = None if options.no_verify else pipeline.Verification(verify_text, options.verify_tokens)

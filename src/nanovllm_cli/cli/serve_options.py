@@ -132,7 +132,7 @@ class AccessOptions:
         "--api-key",
         help="A key that requests must carry; other users of this machine see it, unlike a file or the environment. "
         "Repeatable.",
-        panel=ACCESS, metavar="TEXT",
+        panel=ACCESS, metavar="KEY",
     )
     api_key_file: str | None = _file("--api-key-file", "Keys, one a line; what changes in it counts at once.", ACCESS)
     allowed_host: list[str] | None = option(

@@ -62,6 +62,9 @@ class SettingsFile:
             self.text = TomlText(data.decode("utf-8").replace("\r\n", "\n"))
         except OSError as failure:
             raise UsageError(f"cannot read {path}: {failure.strerror}") from failure
+        except UnicodeDecodeError as failure:
+            where = data.count(b"\n", 0, failure.start) + 1
+            raise UsageError(f"{path}:{where}: not UTF-8", f"convert it: iconv -f ISO-8859-1 -t UTF-8 {path}") from failure
         except (ValueError, RecursionError) as failure:
             raise UsageError(f"{path} is not TOML: {failure}", "correct that line") from failure
         self.tables: Table = self.text.tables

@@ -220,20 +220,29 @@ def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, prog
         progress.advance(sum(item.weight.stored_bytes for item in items))
 
 
-def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadProgress) -> Algorithm:
+def check_method(original: Original, plan: Plan, method: Method) -> None:
+    """UnsupportedError for a plan that the method can't carry out."""
     if method.algorithm == "rtn":
-        return RoundToNearest(original)
+        return
     if method.algorithm == "imatrix":
-        weighable(plan)  # or it is refused before anything is read
-        if method.importance is not None:
-            return RoundToNearest(original, from_file(plan, method.importance, progress))
-        return RoundToNearest(original, measured(plan, Walk(original, method.sequences(original), progress), progress))
+        weighable(plan)
+        return
     if any(item.weight.dealt is not None for item in plan.items):
         raise UnsupportedError(
             f"{original.name} has columns in another order than its GGUF file, and is not calibrated for one",
             "make a file of it first, and quantize that: nanovllm convert MODEL; or use --algorithm imatrix, or rtn",
         )
     {"gptq": check_gptq, "awq": check_awq}[method.algorithm](plan)
+
+
+def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadProgress) -> Algorithm:
+    check_method(original, plan, method)  # before anything is read
+    if method.algorithm == "rtn":
+        return RoundToNearest(original)
+    if method.algorithm == "imatrix":
+        if method.importance is not None:
+            return RoundToNearest(original, from_file(plan, method.importance, progress))
+        return RoundToNearest(original, measured(plan, Walk(original, method.sequences(original), progress), progress))
     walk = Walk(original, method.sequences(original), progress)
     return Calibrated(original, plan, walk, {"gptq": by_gptq, "awq": by_awq}[method.algorithm])
 
