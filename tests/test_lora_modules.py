@@ -235,6 +235,26 @@ def test_requests_choose_on_a_gpu(tmp_path: Path) -> None:
     assert kernels_not_rehearsed(path, lora_modules=named) == set()
 
 
+@needs_emulation
+def test_a_deterministic_gpu_gives_rows_what_they_have_alone(tmp_path: Path) -> None:
+    """To the bit, those that choose none as where there is none."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(Qwen3Config(**SHAPE)), ["Q4_0", "Q8_0", "F16"])
+    for seed, name in enumerate(("one", "two"), 1):
+        trained(Qwen3Config(**SHAPE), tmp_path / name, seed)
+    named = modules(tmp_path, "one", "two")
+    tokens = [[3, 4, 5], [7], list(range(20, 41)), [9, 8]]
+    requests = [(ids, greedy(4, lora=chosen, logprobs=2)) for ids, chosen in zip(tokens, CHOSEN, strict=True)]
+
+    def answered(*each: Any, **settings: Any) -> list[Any]:
+        engine = engine_on(path, EmulatedDevice(), deterministic=True, **settings)
+        return [output.outputs[0].logprobs for output in run(engine, list(each))]
+
+    together = answered(*requests, lora_modules=named)
+    assert together == [answered(request, lora_modules=named)[0] for request in requests]
+    assert together[:1] == answered(requests[0])
+
+
 def test_their_memory_is_counted(qwen: Path, tmp_path: Path) -> None:
     """Before they are loaded, and no less than they take, however narrow each is."""
     trained(Qwen3Config(**EVEN), tmp_path / "narrow", r=1)
