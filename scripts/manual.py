@@ -138,12 +138,12 @@ def _examples(name: str) -> Iterator[str]:
 
 def _environment(command: Page, root: Page) -> Iterator[str]:
     yield from _heading("Environment")
-    variables = [each.variable for each in command.options if each.variable]
+    variables = [each.variables[0] for each in command.options if each.variables]
     if variables:
         without = [
             max(each.flags, key=len)
             for each in command.options
-            if not each.variable and each.name not in ("help", "version")
+            if not each.variables and each.name not in ("help", "version")
         ]
         exception = f" Not for {', '.join(without)}." if without else ""
         sample = next((name for name in ("NANOVLLM_TEMP", "NANOVLLM_MODEL") if name in variables), variables[0])

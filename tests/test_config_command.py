@@ -80,6 +80,17 @@ def test_a_flag_wins_over_the_environment_that_over_the_project_that_over_the_us
     assert told(NANOVLLM_TEMP="") == "0.5"
 
 
+def test_a_variable_may_have_any_long_flags_name(home: Path) -> None:
+    for name in ("NANOVLLM_PREDICT", "NANOVLLM_N_PREDICT"):
+        assert ok(nanovllm(home, "run", "-q", "tiny", "params", **{name: "5"})) == "Sampl\n", "five tokens"
+        assert ["predict", "=", "5", name, "run"] in [
+            line.split() for line in ok(nanovllm(home, "config", "run", **{name: "5"})).splitlines()
+        ]
+        wrong = nanovllm(home, "run", "-q", "tiny", "params", **{name: "x"})
+        assert f"the value comes from the environment variable {name}" in wrong.err
+    assert ok(nanovllm(home, "config", "get", "serve.parallel", NANOVLLM_MAX_NUM_SEQS="4")).strip() == "4"
+
+
 def test_a_models_settings_win_over_its_commands(home: Path) -> None:
     (home / "nanovllm.toml").write_text('[run]\ntop-k = 5\n[models.tiny]\ntop-k = 6\n[aliases]\nsmall = "tiny"\n')
     assert ok(nanovllm(home, "config", "get", "run.top-k")) == "5\n"

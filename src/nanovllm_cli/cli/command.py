@@ -36,12 +36,18 @@ def option(*flags: str, help: str, panel: str, default: Any = None, **more: Any)
 
 
 def typer_option(*flags: str, help: str, panel: str, **more: Any) -> Any:
-    """typer.Option whose environment variable is NANOVLLM_ and its longest flag: for the type of fields that several groups have,
-    as in `Offline = Annotated[bool, typer_option("--offline", …)]`. panel: the section of the help it is in."""
-    longest = max(flags, key=len).split("/")[0]
-    variable = ENVIRONMENT_PREFIX + longest.lstrip("-").replace("-", "_").upper()
-    settings: dict[str, Any] = {"envvar": variable, "show_envvar": False, "show_default": False} | more
+    """typer.Option whose environment variables are NANOVLLM_ and a long flag each, first the longest where envvar says no other:
+    for the type of fields that several groups have, as in `Offline = Annotated[bool, typer_option("--offline", …)]`. panel: the
+    section of the help it is in."""
+    longest, *others = sorted((flag.split("/")[0] for flag in flags if flag.startswith("--")), key=len, reverse=True) or flags
+    settings: dict[str, Any] = {"envvar": _variable(longest), "show_envvar": False, "show_default": False} | more
+    if settings["envvar"] is not None:
+        settings["envvar"] = list(dict.fromkeys((settings["envvar"], *map(_variable, (longest, *others)))))
     return typer.Option(*flags, help=help, rich_help_panel=panel, **settings)
+
+
+def _variable(flag: str) -> str:
+    return ENVIRONMENT_PREFIX + flag.lstrip("-").replace("-", "_").upper()
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
@@ -350,7 +356,7 @@ def source_of(ctx: Any, param: Any) -> str | None:
     """Where a value comes from that was not typed: a variable, or a place in a settings file."""
     source = ctx.get_parameter_source(param.name)
     if source is not None and source.name == "ENVIRONMENT":
-        return f"the environment variable {param.envvar}"
+        return f"the environment variable {next(filter(os.environ.get, param.envvar))}"
     if source is not None and source.name == "DEFAULT_MAP":
         return str(ctx.meta[ORIGINS][param.name])
     return None

@@ -21,7 +21,8 @@ class Parameter:
     """An option, or an argument (which has no flags).
 
     off: the flags that turn a switch off. value: what stands behind the flag, as the help shows it; "" for a switch.
-    choices: the words that it can be, where that is a short list. variable: its environment variable.
+    choices: the words that it can be, where that is a short list. variables: of the environment, by the names of its long flags;
+    the first is the one that settings files go by.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Parameter:
     section: str
     repeats: bool
     required: bool
-    variable: str | None
+    variables: tuple[str, ...]
 
     @property
     def is_argument(self) -> bool:
@@ -43,9 +44,9 @@ class Parameter:
     def key(self) -> str | None:
         """Its name in settings files, where it may stand in them: whatever the environment may set and names no file and no
         server. A file in a project that somebody only looks at does not say what is read or written, nor who gets a key."""
-        if self.variable is None or self.value in _NOT_FOR_FILES:
+        if not self.variables or self.value in _NOT_FOR_FILES:
             return None
-        return self.variable.removeprefix(ENVIRONMENT_PREFIX).replace("_", "-").lower()
+        return self.variables[0].removeprefix(ENVIRONMENT_PREFIX).replace("_", "-").lower()
 
     @property
     def setting_names(self) -> list[str]:
@@ -111,7 +112,7 @@ def parameters(command: Any) -> tuple[Parameter, ...]:
     """Of a command itself, the help's own flag last."""
     found = [parameter(each) for each in command.params if not getattr(each, "hidden", False)]
     section = found[-1].section if found and not found[-1].is_argument else "Options"
-    return *found, Parameter("help", HELP_FLAGS, (), "", (), "This text.", section, False, False, None)
+    return *found, Parameter("help", HELP_FLAGS, (), "", (), "This text.", section, False, False, ())
 
 
 def paragraphs(text: str | None) -> list[str]:
@@ -136,7 +137,7 @@ def parameter(param: Any) -> Parameter:
         section=getattr(param, "rich_help_panel", None) or default,
         repeats=repeats,
         required=bool(param.required),
-        variable=param.envvar if is_option else None,
+        variables=tuple(param.envvar or ()) if is_option else (),
     )
 
 

@@ -171,8 +171,8 @@ def shown(value: Any) -> str:
 
 
 def _variable(each: Parameter) -> str | None:
-    """Its environment variable, if that is set to something."""
-    return each.variable if each.variable and os.environ.get(each.variable) else None
+    """The first of its environment variables that is set to something."""
+    return next(filter(os.environ.get, each.variables), None)
 
 
 def _default(each: Parameter) -> str:
@@ -181,7 +181,7 @@ def _default(each: Parameter) -> str:
 
 
 def unknown_variables(root: Page) -> Iterator[str]:
-    known = {each.variable for command in root.every() for each in command.options if each.variable} | _NO_OPTION
+    known = {name for command in root.every() for each in command.options for name in each.variables} | _NO_OPTION
     for name in sorted(os.environ):
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
