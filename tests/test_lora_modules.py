@@ -203,22 +203,30 @@ def test_what_a_cpu_adds(takes: bool, dtype: torch.dtype) -> None:
             assert torch.equal(y[idle], before[idle])
 
 
-@needs_emulation
-def test_requests_choose_on_a_gpu(tmp_path: Path) -> None:
-    """Beside quantized weights and plain ones; recorded and not, guessed or one by one, with every kernel compiled beforehand."""
-    path = tmp_path / "model.gguf"
-    write_gguf(path, random_model(Qwen3Config(**SHAPE)), ["Q4_0", "Q8_0", "F16"])
+FEW = [[3, 4, 5], [7], list(range(20, 41)), [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def for_gpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A file of quantized weights and plain ones, and two adapters of it."""
+    folder = tmp_path_factory.mktemp("gpu")
+    write_gguf(folder / "model.gguf", random_model(Qwen3Config(**SHAPE)), ["Q4_0", "Q8_0", "F16"])
     for seed, name in enumerate(("one", "two"), 1):
-        trained(Qwen3Config(**SHAPE), tmp_path / name, seed)
-    named = modules(tmp_path, "one", "two")
-    tokens = [[3, 4, 5], [7], list(range(20, 41)), [9, 8]]
-    on_gpu = logits_choosing(worker_on(path, EmulatedDevice(), lora_modules=named), ["one", "two"], tokens, CHOSEN)
+        trained(Qwen3Config(**SHAPE), folder / name, seed)
+    return folder / "model.gguf", modules(folder, "one", "two")
+
+
+@needs_emulation
+def test_requests_choose_on_a_gpu(for_gpus: tuple[Path, dict[str, str]]) -> None:
+    """Recorded and not, guessed or one by one, with every kernel compiled beforehand."""
+    path, named = for_gpus
+    on_gpu = logits_choosing(worker_on(path, EmulatedDevice(), lora_modules=named), ["one", "two"], FEW, CHOSEN)
     on_cpu = logits_choosing(
-        worker_for(path, lora_modules=named, dtype="float32", num_blocks=16), ["one", "two"], tokens, CHOSEN
+        worker_for(path, lora_modules=named, dtype="float32", num_blocks=16), ["one", "two"], FEW, CHOSEN
     )
     for there, here in zip(on_gpu, on_cpu, strict=True):
         assert difference(there, here) < 0.07
-    requests = [(ids, greedy(5, lora=chosen)) for ids, chosen in zip(tokens, CHOSEN, strict=True)]
+    requests = [(ids, greedy(5, lora=chosen)) for ids, chosen in zip(FEW, CHOSEN, strict=True)]
 
     def answered(**settings: Any) -> list[Any]:
         device = EmulatedDevice()
@@ -236,15 +244,10 @@ def test_requests_choose_on_a_gpu(tmp_path: Path) -> None:
 
 
 @needs_emulation
-def test_a_deterministic_gpu_gives_rows_what_they_have_alone(tmp_path: Path) -> None:
+def test_a_deterministic_gpu_gives_rows_what_they_have_alone(for_gpus: tuple[Path, dict[str, str]]) -> None:
     """To the bit, those that choose none as where there is none."""
-    path = tmp_path / "model.gguf"
-    write_gguf(path, random_model(Qwen3Config(**SHAPE)), ["Q4_0", "Q8_0", "F16"])
-    for seed, name in enumerate(("one", "two"), 1):
-        trained(Qwen3Config(**SHAPE), tmp_path / name, seed)
-    named = modules(tmp_path, "one", "two")
-    tokens = [[3, 4, 5], [7], list(range(20, 41)), [9, 8]]
-    requests = [(ids, greedy(4, lora=chosen, logprobs=2)) for ids, chosen in zip(tokens, CHOSEN, strict=True)]
+    path, named = for_gpus
+    requests = [(ids, greedy(4, lora=chosen, logprobs=2)) for ids, chosen in zip(FEW, CHOSEN, strict=True)]
 
     def answered(*each: Any, **settings: Any) -> list[Any]:
         engine = engine_on(path, EmulatedDevice(), deterministic=True, **settings)

@@ -26,7 +26,7 @@ from ptx.device import PtxMachine
 pytestmark = pytest.mark.skipif(missing_ptx() is not None, reason=str(missing_ptx()))
 HERE = Path(__file__).parent
 BF16, FP16 = torch.bfloat16, torch.float16
-TAKES_LONG = "interprets for most of a minute what the kernels' own tests on the newest PTX do, too"
+TAKES_LONG = "takes most of a minute: run where CI is not set"
 
 
 @pytest.mark.timeout(600)

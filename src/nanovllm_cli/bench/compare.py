@@ -83,7 +83,7 @@ def compare(sources: Sources, *, fail_under: float | None = None, metrics: Itera
     """The first source against each of the others. metrics: only those of these names. A row fails where its ratio is below
     `fail_under`. Raises UsageError where there is nothing to compare."""
     if fail_under is not None and not 0 < fail_under < math.inf:
-        raise UsageError(f"--fail-under must be above 0, not {fail_under:g}", "it is a ratio such as 0.95")
+        raise UsageError(f"--fail-under must be a number above 0, not {fail_under:g}", "it is a ratio such as 0.95")
     wanted = set(metrics)
     baseline, *files = sources
     names = _key_names(sources)

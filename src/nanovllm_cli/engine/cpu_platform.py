@@ -47,8 +47,7 @@ class CpuPlatform:
         self.threads = _num_threads(config, self.progress)
         self._thread: int | None = None
         self._has_integer = self._has_adapters = False
-        self._pool = cpu.MemoryPool()
-        self.ops = CpuOps(self._pool)
+        self.ops = CpuOps()
 
     @property
     def processor(self) -> str:

@@ -23,6 +23,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
+from nanovllm_cli.engine.step_batch import lora_rows
 from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.kernels.device import Device, Graph
@@ -232,17 +233,11 @@ class DecodeStep:
 
     def _upload_lora(self, scheduled: Sequence[Scheduled]) -> bool:
         """What each token takes of each adapter; whether any takes any."""
-        if not any(share.lora for share in scheduled):
+        if (rows := lora_rows(scheduled)) is None:
             return False
         upload = self._lora_uploads.take()
         scales = upload.numpy().reshape(self._lora.shape)
-        scales[:] = 0
-        row = 0
-        for share in scheduled:
-            end = row + len(share.token_ids)
-            if share.lora:
-                scales[row:end] = share.lora
-            row = end
+        scales[: len(rows)], scales[len(rows) :] = rows, 0.0
         self._lora_uploads.copy(upload, self._lora.view(-1))
         return True
 

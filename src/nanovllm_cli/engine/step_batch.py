@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
         segments=_segments(scheduled),
-        lora=_lora(scheduled, lens),
+        lora=None if (lora := lora_rows(scheduled)) is None else torch.from_numpy(lora),
     ), owners
 
 
@@ -63,9 +64,10 @@ def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:
                       for share in scheduled]).long()  # fmt: skip
 
 
-def _lora(scheduled: list[Scheduled], lens: np.ndarray) -> torch.Tensor | None:
+def lora_rows(scheduled: Sequence[Scheduled]) -> np.ndarray | None:
+    """[T, A] fp32: what each token takes of each adapter that requests choose from. None where nobody takes any."""
     width = max(len(share.lora) for share in scheduled)
     if width == 0:
         return None
-    scales = [share.lora or (0.0,) * width for share in scheduled]
-    return torch.from_numpy(np.repeat(np.array(scales, np.float32), lens, axis=0))
+    scales = np.array([share.lora or (0.0,) * width for share in scheduled], np.float32)
+    return np.repeat(scales, [len(share.token_ids) for share in scheduled], axis=0)
