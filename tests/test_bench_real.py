@@ -47,7 +47,7 @@ def test_the_table_of_a_real_model(tmp_path: Path) -> None:
 
 
 def test_a_context_that_the_model_does_not_have(tmp_path: Path) -> None:
-    done = bench(tmp_path, TINY, "-p", "900000", "-n", "0")
-    assert done.returncode == 5
-    assert "choose smaller -p" in done.stderr
-    assert done.stdout == ""
+    done = bench(tmp_path, TINY, "-p", "512", "-n", "1", "-d", "0,90000")
+    assert (done.returncode, done.stdout) == (5, "")
+    hint = "hint: pp512 @ d90000 takes 90,513 tokens of context, the last one drawn included: choose a smaller -p or -d, or"
+    assert hint in done.stderr

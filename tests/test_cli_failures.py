@@ -100,6 +100,10 @@ BAD_USAGE = {
     "run tiny hi -ctk q8_0": "invalid value for '-ctk' / '--cache-type-k': 'q8_0' is not a KV cache type: auto, float32,",
     "run tiny hi -t 0": "--threads must be at least 1",
     "run tiny hi --dtype int3": "invalid value for '--dtype'",
+    "run tiny hi --dtype fp16": "invalid value for '--dtype': 'fp16' is not one of 'auto', 'float32', 'bfloat16', 'float16'\n"
+    "hint: did you mean float16?",
+    "chat tiny --think true": "invalid value for '--think': 'true' is not one of 'on', 'off'\nhint: did you mean on?",
+    "run tiny hi --reasoning shwo": "invalid value for '--reasoning': 'shwo' is not one of 'show', 'hide', 'auto'\nhint: did you",
     "run tiny hi --device gpu": "invalid value for '--device': 'gpu' is not a device: auto, cpu, cuda, cuda:N",
     "run tiny hi --reasoning maybe": "invalid value for '--reasoning'",
     "run tiny hi --think maybe": "invalid value for '--think'",
@@ -116,9 +120,16 @@ BAD_USAGE = {
     "--verson": "no such option: --verson\nhint: did you mean --version?",
     "-hf org/repo": "-hf stands before any command",
     "--temp=1 tiny": "--temp stands before any command",
+    "run tiny -p a -p b": "-p was given twice\nhint: make one text of them; --batch FILE answers several",
+    "chat tiny --prompt=a -p b": "--prompt was given twice\nhint: make one text of them\n",
+    "run tiny hi --choice ''": "--choice is empty\nhint: leave it out for an answer of any form",
+    "run tiny hi --regex ''": "--regex is empty\n",
+    "run tiny hi --json-schema ''": "--json-schema is empty\n",
+    "run tiny hi -jf /dev/null": "--json-schema-file is empty\n",
+    "run tiny hi --grammar ' '": "--grammar is empty\n",
     "run tiny hi --no-warmup": "no such option: --no-warmup\nhint: nothing is run beforehand: leave it out",
     "bench tiny -mmp 0": "no such option: -mmp\nhint: weights are mapped while they load",
-    "run tiny hi -n 0": "--predict must be a whole number from 1 on, or -1, not 0\nhint: -1: no limit but the context",
+    "run tiny hi -n 0": "--predict must be a whole number from 1 on, -1 or -2, not 0\nhint: -1 and -2: no limit but",
     "run tiny hi -b 0": "--batch-size must be at least 1, not 0",
     "serve tiny --top-p 5": "--top-p must be a number from 0 to 1, not 5.0",
     "plan tiny -np 0": "--max-num-seqs must be at least 1, not 0",
@@ -189,6 +200,20 @@ def test_what_is_no_text_is_told_from_text_in_another_encoding(tmp_path: Path) -
     assert (binary.code, failure(binary).splitlines()[1]) == (2, "hint: it holds zero bytes: it is no text")
     latin = nanovllm(tmp_path, "run", "tiny", stdin="gr\u00fcn".encode("latin-1"))
     assert failure(latin).splitlines()[1].startswith("hint: if it is ISO-8859-1")
+
+
+def test_an_option_that_was_given_twice_is_warned_of_and_its_last_value_counts(tmp_path: Path) -> None:
+    """An alias may have the first; a list takes both, and the same value again changes nothing."""
+    twice = ["-n", "5", "--predict=6", "--top-k", "1", "--top-k", "2", "--stop", "a", "--stop", "b"]
+    same = ["--temp", "1", "--temp", "1", "-v", "-v", "-p", "params", "-p", "params", "--no-stats", "--stats", "--no-stats"]
+    told = nanovllm(tmp_path, "run", "tiny", *twice, *same)
+    assert [line for line in told.err.splitlines() if line.startswith("warning")] == [
+        "warning: -n was given twice: the last one counts", "warning: --top-k was given twice: the last one counts",
+    ]  # fmt: skip
+    quiet = nanovllm(tmp_path, "run", "tiny", "-q", *twice, "--predict", "999", "params")
+    assert (quiet.code, quiet.err) == (0, "")
+    assert "top_k=2" in quiet.out
+    assert "max_tokens=999" in quiet.out
 
 
 def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:

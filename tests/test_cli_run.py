@@ -175,6 +175,26 @@ def test_reasoning_is_dropped_in_a_pipe_unless_asked_for(tmp_path: Path) -> None
     assert whole["answers"][0]["reasoning"] == "let me see"
 
 
+def test_an_answer_that_is_cut_off_in_its_reasoning_says_why_nothing_is_there(tmp_path: Path) -> None:
+    words = ["thinker", "say <think>let me see</think>Forty-two.", "--no-stats"]
+    cut = nanovllm(tmp_path, "run", *words, "-n", "12")
+    assert (cut.code, cut.out.strip()) == (0, "")
+    assert cut.err.endswith("cut off while it reasoned: a larger -n leaves room for an answer, --reasoning show shows the rest\n")
+    for more in (["-n", "30"], ["-n", "12", "--reasoning", "show"], ["-n", "12", "--json"], ["-n", "12", "-q"]):
+        assert "cut off" not in nanovllm(tmp_path, "run", *words, *more).err
+
+
+def test_no_limit_is_said_as_in_llama_cpp(tmp_path: Path) -> None:
+    """-1 is without end there, -2 until the context is full: here it is full before there is no end."""
+    for none in ("-1", "-2"):
+        assert "max_tokens=None" in nanovllm(tmp_path, "run", "-q", "short", "-n", none, "params").out
+    assert "-1 or -2 until the context is full" in " ".join(nanovllm(tmp_path, "run", "--help").out.split())
+
+
+def test_one_token_is_no_tokens(tmp_path: Path) -> None:
+    assert "| answer 1 token |" in nanovllm(tmp_path, "run", "tiny", "-n", "1", "say hi").err
+
+
 def test_only_the_code(tmp_path: Path) -> None:
     answer = r"say Sure!\n```python\nprint(1)\n```\nDone."
     assert nanovllm(tmp_path, "run", "-q", "-x", "tiny", answer).out == "print(1)\n"

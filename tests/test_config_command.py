@@ -141,13 +141,14 @@ def test_one_command_with_one_model(home: Path) -> None:
     assert (shown["top-k", "run"]["value"], shown["top-k", "run"]["line"]) == (20, 13)
     assert (shown["min-p", "run"]["value"], shown["min-p", "run"]["default"]) == (None, "the model's own, else 0")
     assert ("mine", "") not in shown
+    assert nanovllm(home, "config", "plan", "--all").out.startswith("model (none) ")
 
 
 def test_the_text_says_the_same(home: Path) -> None:
     lines = ok(nanovllm(home, "config", "run", NANOVLLM_THREADS="3")).splitlines()
     assert [line.split() for line in lines] == [
         ["temp", "=", "0.7", ".config/nanovllm/config.toml:3", "[default]", "run"],
-        ["stop", "=", "a", "#", "b,", "c", ".config/nanovllm/config.toml:4", "[default]", "run"],
+        ["stop", "=", '["a', "#", 'b",', '"c"]', ".config/nanovllm/config.toml:4", "[default]", "run"],
         ["ctx-size", "=", "32K", ".config/nanovllm/config.toml:10", "[run]", "run"],
         ["threads", "=", "3", "NANOVLLM_THREADS", "run"],
         ["top-k", "=", "20", ".config/nanovllm/config.toml:13", '[models."qwen3:8b"]', "run,", "with", "qwen3:8b"],
@@ -160,9 +161,46 @@ def test_nothing_set_is_said_where_people_read(tmp_path: Path) -> None:
     assert "nothing is set" in result.err
 
 
-def test_a_variable_without_an_option_is_pointed_out(home: Path) -> None:
-    result = nanovllm(home, "config", NANOVLLM_TMEP="1", NANOVLLM_DEBUG="1")
-    assert result.err == "NANOVLLM_TMEP is no option's variable; did you mean NANOVLLM_TEMP?\n"
+def test_a_list_is_shown_as_one_however_short_and_wherever_it_stands(home: Path) -> None:
+    """What the environment has of it is split at white space, as the option does."""
+    user(home).write_text('[run]\nstop = ["x"]\nbad-word = []\n')
+    lines = ok(nanovllm(home, "config", "run", NANOVLLM_CHOICE="yes  no")).splitlines()
+    assert [line.split(" .config")[0].split(" NANO")[0].rstrip() for line in lines] == [
+        'stop = ["x"]', "bad-word = []", 'choice = ["yes", "no"]',
+    ]  # fmt: skip
+    assert ok(nanovllm(home, "config", "get", "run.choice", NANOVLLM_CHOICE="yes  no")) == "yes\nno\n"
+    assert nanovllm(home, "config", "set", "stop", "y").err.startswith('stop = ["y"] in ')
+
+
+# ---- variables that no option reads ----
+
+
+def test_a_variable_that_no_option_has_is_warned_of_by_every_command(home: Path) -> None:
+    """Not of one that another command has, nor of what Kubernetes sets beside a service of this name."""
+    user(home).unlink()
+    odd = {"NANOVLLM_TMEP": "1", "NANOVLLM_TOOL_CALL_PARSER": "x", "NANOVLLM_DEBUG": "0", "NANOVLLM_OLD": ""}
+    odd |= {"NANOVLLM_SERVICE_HOST": "10.0.0.1", "NANOVLLM_PORT_80_TCP_ADDR": "10.0.0.1"}
+    warning = "warning: NANOVLLM_TMEP is no option's variable; did you mean NANOVLLM_TEMP?\n"
+    for words in (["run", "tiny", "hi", "--no-stats"], ["config"], ["config", "get", "debug"], ["bench", "compare", "x"]):
+        told = nanovllm(home, *words, **odd)
+        assert told.err.startswith(warning), words
+        assert (told.err.count("NANOVLLM"), "TMEP" in told.out) == (2, False)
+    assert ok(nanovllm(home, "run", "tiny", "-q", "hi", **odd))
+    assert ok(nanovllm(home, "config", "path", **odd))
+    assert ok(nanovllm(home, "--version", **odd))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("NANOVLLM_MAX_TOKENS", "; did you mean NANOVLLM_PREDICT?"),
+        ("NANOVLLM_TEMPERATURE", "; did you mean NANOVLLM_TEMP?"),
+        ("NANOVLLM_PROMPT", ": --prompt is for the command line alone"),
+        ("NANOVLLM_FROBNICATE", ""),
+    ],
+)
+def test_what_a_variable_may_have_been_meant_for(home: Path, name: str, told: str) -> None:
+    assert nanovllm(home, "config", "get", "temp", **{name: "1"}).err == f"warning: {name} is no option's variable{told}\n"
 
 
 # ---- mistakes ----

@@ -431,7 +431,7 @@ def test_depth_counts_brackets_outside_of_strings() -> None:
         ("/apply-template", {"messages": [5] * 200_000}, "messages[0]"),
         ("/v1/completions", {"prompt": [1.5] * 200_000}, "prompt"),
         ("/v1/embeddings", {"input": [{}] * 200_000}, "input"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [5] * 200_000}]}, "messages[0].content"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [5] * 200_000}]}, "messages[0].content[0]"),
         ("/v1/chat/completions", CHAT | {"stop_token_ids": ["x"] * 200_000}, "stop_token_ids[0]"),
         ("/v1/chat/completions", CHAT | {"logit_bias": {str(i): "x" for i in range(100_000)}}, "logit_bias"),
     ],
@@ -679,6 +679,7 @@ def test_a_path_of_its_own_takes_its_own_methods(server: Running) -> None:
     for path, methods in own.items():
         answer = server.ask("OPTIONS", path)
         assert (answer.status, answer.headers["allow"]) == (405, methods), path
+        assert answer.error["message"] == f"this path takes {methods}"
 
 
 def test_a_path_that_is_nearly_one_is_told_from_others(server: Running) -> None:

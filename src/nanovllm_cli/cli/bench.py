@@ -143,11 +143,12 @@ def _open(
 ) -> Loaded:
     from nanovllm_cli.bench.table import Loaded, check_room
 
+    longest, widest = max(trials, key=lambda trial: trial.context_len), max(trials, key=lambda trial: trial.num_blocks)
     config = EngineConfig(
         dtype=model.dtype,
         device=model.device,
         quant=setup.quant,
-        max_model_len=max(trial.context_len for trial in trials),
+        max_model_len=longest.context_len,
         max_num_seqs=max(trial.num_parallel for trial in trials),
         max_num_batched_tokens=setup.step_size,
         cache_type_k=cast(KVCacheDType, setup.cache_type_k),
@@ -160,12 +161,29 @@ def _open(
     before = None
     if limits is not None and config.tensor_parallel_size > 1:  # afterwards this process keeps to some of the processors
         before = limits("cpu", setup.threads)
-    try:
+    with _hinting(longest):
         llm = load(setup.model, SourceOptions(revision=model.revision, offline=model.offline), config, screen).llm
+    with _hinting(widest):
         check_room(llm, trials)
-    except DoesNotFitError as failure:
-        raise DoesNotFitError(failure.message, "choose smaller -p, -n, -d or -npl, or a smaller model") from failure
     if limits is None or before is not None:
         return Loaded(llm, before)
     device = "cpu" if llm.threads is not None else "cuda" if model.device == "auto" else model.device
     return Loaded(llm, limits(device, llm.threads))
+
+
+@contextlib.contextmanager
+def _hinting(trial: Trial) -> Iterator[None]:
+    """An engine that is too small for this one: its own hint is about options that are none here."""
+    from nanovllm_cli.bench.table import name_of
+
+    try:
+        yield
+    except DoesNotFitError as failure:
+        given = {"-p": trial.num_prompt, "-n": trial.num_gen, "-d": trial.depth, "-npl": trial.num_parallel > 1}
+        if trial.num_prompt and trial.num_gen:
+            given = {"-pg": 1, "-d": trial.depth, "-npl": trial.num_parallel > 1}
+        less = " or ".join(flag for flag, value in given.items() if value)
+        each = " a sequence" if trial.num_parallel > 1 else ""
+        needs = f"{name_of(trial)} takes {trial.context_len:,} tokens of context{each}, the last one drawn included"
+        hint = f"{needs}: choose a smaller {less}, or another model"
+        raise DoesNotFitError(failure.message, hint) from failure

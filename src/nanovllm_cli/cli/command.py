@@ -24,6 +24,7 @@ from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import as_words, load_settings
+from nanovllm_cli.cli.slips import typed_twice, unread_variables
 from nanovllm_cli.errors import NanovllmError, UsageError
 
 ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
@@ -132,6 +133,8 @@ class Command(TyperCommand):
         try:
             rest: list[str] = super().parse_args(ctx, args)
             _settle_loudness(ctx)
+            if not ctx.resilient_parsing:
+                self._warn(ctx, words)
             return rest
         except typer.TyperException as failure:
             if getattr(failure, "ctx", ctx) is None:
@@ -140,6 +143,12 @@ class Command(TyperCommand):
             if misspelt is None:
                 raise
             raise misspelt from failure
+
+    def _warn(self, ctx: Any, words: Sequence[str]) -> None:
+        """Of what has no effect, unless with --quiet. words: that were parsed."""
+        slips = [*typed_twice(ctx, words), *(unread_variables(ctx) if self.reads_settings else ())]
+        for slip in [] if ctx.params.get("quiet") else slips:
+            console().line(f"warning: {slip}")
 
     def _model_of(self, ctx: Any, words: list[str], from_file: str | None) -> str | None:
         """The model that this call is about, before anything is judged: its settings are defaults for the rest.

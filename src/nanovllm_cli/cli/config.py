@@ -29,7 +29,6 @@ from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptio
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.settings import (
     PROJECT_FILE,
-    Origin,
     Settings,
     SettingsFile,
     as_words,
@@ -48,7 +47,7 @@ from nanovllm_cli.cli.settings_view import (
     short,
     shown,
     target_of,
-    unknown_variables,
+    value_at,
     value_of,
 )
 from nanovllm_cli.cli.table import aligned
@@ -128,8 +127,6 @@ def show(
     root = _root(ctx)
     assert isinstance(ctx.obj, Settings)
     found = list(rows(root, ctx.obj, ".".join(words or []), options.model, options.all))
-    for variable in unknown_variables(root):
-        screen.say(variable)
     if options.json:
         screen.answer(json.dumps([record(row) for row in found], ensure_ascii=False, indent=2) + "\n")
         return
@@ -152,7 +149,7 @@ def get(*, ctx: typer.Context, key: KeyWord, messages: MessageOptions) -> None:
     origin = value_of(ctx.obj, target)
     if origin is None:
         raise NotSet(f"{key} is not set", "nanovllm config shows what is")
-    value = origin.value if isinstance(origin, Origin) else os.environ[origin]
+    value = value_at(origin, target.parameter)
     screen.answer("".join(f"{shown(each)}\n" for each in (value if isinstance(value, list) else [value])))
 
 
@@ -296,7 +293,7 @@ def _print(found: list[Row], root: Page, screen: Console) -> None:
     for row in found:
         whom = "all that have it" if row.commands == knowing.get(row.key) else ", ".join(row.commands) or "alias"
         with_model = f", with {row.model}" if row.model else ""
-        value = f"= {shown(row.value)}" if row.origin else f"({row.value})"
+        value = f"= {shown(row.value)}" if row.origin else f"({row.value or 'none'})"
         cells.append((f"{row.key} {value}", place(row.origin), whom + with_model))
     for line in aligned(cells, left=(0, 1, 2)):
         screen.answer(line + "\n")

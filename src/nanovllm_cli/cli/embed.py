@@ -24,7 +24,7 @@ from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.progress_line import ProgressLine, counted
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError, UsageError
@@ -171,8 +171,8 @@ class _Run:
         else:
             self._write_nearest(read, self._nearness(query, ids) if query else self._scores(ids))
         count, seconds = sum(map(len, ids)) + len(query), time.monotonic() - began
-        texts = f"{len(ids):,} text{'s' if len(ids) != 1 else ''}"
-        told = f"{texts}, {count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tok/s"
+        rate = count / max(seconds, 1e-9)
+        told = f"{counted(len(ids), 'text')}, {counted(count, 'token')} in {seconds:.1f} s, {rate:,.0f} tok/s"
         logger.info("%s", told, extra={ON_SCREEN: not self.screen.quiet})
         self.screen.say(told, "dim")
 

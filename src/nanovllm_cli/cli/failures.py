@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from typing import Any, NamedTuple
 
 import typer
 
 from nanovllm_cli.cli.command import source_of
-from nanovllm_cli.cli.habits import command_hint, near_flags, option_hint, subcommand_hint, words_hint
+from nanovllm_cli.cli.habits import command_hint, near_flags, near_values, option_hint, subcommand_hint, words_hint
 from nanovllm_cli.errors import NanovllmError
 
 _NUMBERS = {
@@ -77,6 +78,9 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         where = source_of(ctx, param)
         if where is not None:
             return f"the value comes from {where}"
+        told = re.search(r"'(.*)' is not one of ('.*')", error.message)
+        if told and (meant := near_values(told[1], told[2].strip("'").split("', '"))):
+            return f"did you mean {meant[0]}?"
     if name is not None and name[1:2].isdigit():
         return f"{_A_PROMPT}; {help_line}"
     commands = getattr(getattr(ctx, "command", None), "commands", None)

@@ -94,6 +94,8 @@ def _asked(found: Mapping[str, tuple[str, str] | None], budget: Any, budget_name
         raise UsageError(f"{asked[0][0]} and {asked[1][0]} cannot be used together")
     given: dict[str, Any] = {}
     for name, kind, text in asked:
+        if _is_nothing(kind, text):
+            raise UsageError(f"{name} is empty", "leave it out for an answer of any form")
         from nanovllm_cli.constrain.grammar import check
 
         constraint = Constraint(_kind(kind, text), checked(text, name))
@@ -104,6 +106,14 @@ def _asked(found: Mapping[str, tuple[str, str] | None], budget: Any, budget_name
             raise UsageError(f"{budget_name} is a number of tokens, or -1 for no limit")
         given["reasoning_budget"] = budget
     return given
+
+
+def _is_nothing(kind: str, text: str) -> bool:
+    """Whether no answer but an empty one could match: more likely a script's variable that is not set. A choice may be an empty
+    text beside others, and an expression a blank."""
+    if kind == "choice":
+        return text in ("[]", '[""]')
+    return kind != "json_object" and not (text if kind == "regex" else text.strip())
 
 
 def _kind(kind: str, text: str) -> ConstraintKind:

@@ -112,3 +112,8 @@ def duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def counted(number: int, thing: str) -> str:
+    """1 token, 2,048 tokens."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm_cli.cli.progress_line import size
+from nanovllm_cli.cli.progress_line import counted, size
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.system import peak_memory_bytes
 
@@ -120,10 +120,10 @@ class Statistics:
         parts = []
         if self.prompt_tokens is not None:
             cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
-            parts.append(f"prompt {self.prompt_tokens} tokens{cached}" + _per_second(self.prompt_tokens_per_second))
+            parts.append(f"prompt {counted(self.prompt_tokens, 'token')}{cached}" + _per_second(self.prompt_tokens_per_second))
         if self.answer_tokens is not None:
             guesses = f" ({self.held_tokens} of {self.guessed_tokens} guesses held)" if self.guessed_tokens else ""
-            parts.append(f"answer {self.answer_tokens} tokens{guesses}" + _per_second(self.answer_tokens_per_second))
+            parts.append(f"answer {counted(self.answer_tokens, 'token')}{guesses}" + _per_second(self.answer_tokens_per_second))
         if self.time_to_first_token is not None:
             parts.append(f"first token {self.time_to_first_token:.2f} s")
         if self.memory is not None:

@@ -5,19 +5,18 @@ Values come from the environment and from `settings.py`; nothing is changed or p
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, Page, Parameter
+from nanovllm_cli.cli.command_tree import Page, Parameter
 from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file, working_folder
+from nanovllm_cli.cli.toml_text import literal
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import in_home
 
 _LISTS = ("list", "ls", "show")  # what others call it
-_NO_OPTION = {"NANOVLLM_DEBUG"}  # read before there are options
 
 
 class Row(NamedTuple):
@@ -47,15 +46,15 @@ def rows(root: Page, settings: Settings, only: str, model: str | None, with_defa
     commands = [each for each in root.every() if each.settings]
     if only:
         commands = [_named(commands, only)]
-    found: dict[tuple[str, str, str], Row] = {}
+    found: dict[tuple[str, str], Row] = {}
     for command in commands:
         origins = settings.origins(command.name, model)
         for each in command.settings:
             assert each.key is not None
             origin = _variable(each) or origins.get(each.name)
             if origin is not None or with_defaults:
-                value = origin.value if isinstance(origin, Origin) else os.environ[origin] if origin else _default(each)
-                row = found.setdefault((each.key, str(origin), str(value)), Row(each.key, value, origin, []))
+                value = _default(each) if origin is None else value_at(origin, each)
+                row = found.setdefault((each.key, str(origin or value)), Row(each.key, value, origin, []))
                 row.commands.append(command.name)
     yield from found.values()
     if model is None:
@@ -88,6 +87,14 @@ def value_of(settings: Settings, target: Target) -> Origin | str | None:
         return None
     model = target.table[1] if target.table[0] == "models" else None
     return settings.origins(target.command.name, model).get(target.parameter.name)
+
+
+def value_at(origin: Origin | str, option: Parameter | None) -> Any:
+    """What a place in a file or a variable says; of an option that can be repeated, the variable's words are its values."""
+    if isinstance(origin, Origin):
+        return origin.value
+    text = os.environ[origin]
+    return text.split() if option is not None and option.repeats else text
 
 
 def target_of(root: Page, word: str) -> Target:
@@ -161,13 +168,10 @@ def short(file: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else ", ".join(map(str, value))
-        if isinstance(value, list)
-        else str(value)
-    )
+    """On a line of its own: a list as TOML has it, anything else without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return literal(value) if isinstance(value, list) else str(value)
 
 
 def _variable(each: Parameter) -> str | None:
@@ -179,10 +183,3 @@ def _default(each: Parameter) -> str:
     """As the help has it, in brackets at its end."""
     return each.help.rpartition("[")[2].rstrip("].") if each.help.endswith("]") else "off" if not each.value else ""
 
-
-def unknown_variables(root: Page) -> Iterator[str]:
-    known = {name for command in root.every() for each in command.options for name in each.variables} | _NO_OPTION
-    for name in sorted(os.environ):
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            yield f"{name} is no option's variable" + (f"; did you mean {near[0]}?" if near else "")

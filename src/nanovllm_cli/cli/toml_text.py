@@ -66,7 +66,7 @@ class TomlText:
 
     def with_value(self, table: Path, key: str, value: Any) -> str:
         """The text with `key` of `table` set. Raises UsageError where that takes more than a line of its own."""
-        line = f"{_key(key)} = {_literal(value)}"
+        line = f"{_key(key)} = {literal(value)}"
         lines = list(self._lines)
         if lines and not lines[-1].endswith("\n"):
             lines[-1] += "\n"
@@ -175,9 +175,9 @@ def _checked(text: str, wanted: dict[str, Any]) -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else _literal(name)
+    return name if _BARE_KEY.fullmatch(name) else literal(name)
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """Strings, numbers, booleans and lists of them are written in TOML as in JSON."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -7,7 +7,6 @@ addresses never get in: what is no typed error is "internal error" and the reque
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +18,9 @@ from starlette.responses import Response
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.anthropic_errors import anthropic_form
 from nanovllm_cli.server.api_error import ApiError, invalid_value
+from nanovllm_cli.server.wording import either, of_pydantic
 
 _LONGEST_MESSAGE = 200
-_IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 class JsonResponse(Response):
@@ -75,26 +74,20 @@ def _http(error: HTTPException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first field that is wrong: where, and in a few words what. Of a field that may be several things, each of them."""
-    problems = error.errors()
-    param = _param(problems[0], error.body)
-    same = [problem for problem in problems if _param(problem, error.body) == param]
-    text = ", or ".join(dict.fromkeys(map(_text, same)))
+    """The first field that is wrong: where, and in a few words what. Of a field that may be several things, what is wrong inside
+    of the one that it nearly is; else what it may be."""
+    problems = [(_param(problem, error.body), problem) for problem in error.errors()]
+    first = problems[0][0]
+    inside = [place for place, _ in problems if place.startswith(first) and place[len(first) :][:1] in ("", ".", "[")]
+    param = max(inside, key=len) if first else ""
+    text = either(of_pydantic(problem) for place, problem in problems if place == param)
     if not param and not isinstance(error.body, dict):
         text = "the body must be a JSON object"
     message = f"{param}: {text}" if param else text
-    return invalid_value(message[:_LONGEST_MESSAGE], param and param[:_LONGEST_MESSAGE])
+    return invalid_value(message[:_LONGEST_MESSAGE], param[:_LONGEST_MESSAGE] or None)
 
 
-def _text(problem: Mapping[str, Any]) -> str:
-    """In JSON's words."""
-    text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    if problem["type"] == "literal_error":
-        return re.sub(r"\b(True|False|None)\b", lambda found: _IN_JSON[found[0]], text)
-    return text
-
-
-def _param(problem: Mapping[str, Any], body: Any) -> str | None:
+def _param(problem: Mapping[str, Any], body: Any) -> str:
     """Where: messages[0].content. Names of a union's branches, which pydantic puts in between, are left out."""
     path = ""
     source, *location = problem["loc"]
@@ -105,4 +98,4 @@ def _param(problem: Mapping[str, Any], body: Any) -> str | None:
             path, body = f"{path}.{part}", body.get(part)
         elif isinstance(body, list) and isinstance(part, int) and part < len(body):
             path, body = f"{path}[{part}]", body[part]
-    return path.lstrip(".") or None
+    return path.lstrip(".")

@@ -7,7 +7,7 @@ import asyncio
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.routing import ApiRequest, inlined
+from nanovllm_cli.server.wording import of_msgspec
 from nanovllm_cli.text.chat_template import check_variables
 
 T = TypeVar("T")
@@ -32,7 +33,15 @@ def read(kind: type[T], value: Any, path: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         text, _, rest = str(error).partition(_AT)
-        raise invalid(path + rest.rstrip("`"), text[:_LONGEST]) from None
+        place = rest.rstrip("`")
+        more, what = of_msgspec(text, _choices(kind, place.removeprefix(".")))
+        raise invalid(path + place + more, what[:_LONGEST]) from None
+
+
+def _choices(kind: type, field: str) -> list[str]:
+    """The words that a field may be, where there are some."""
+    found = get_args(get_type_hints(kind).get(field))
+    return [word for each in found for word in (get_args(each) or [each]) if isinstance(word, str)]
 
 
 def kind_of(value: Any, path: str, default: str | None = None) -> str:

@@ -341,11 +341,12 @@ def _of_format(wanted: ResponseFormat) -> Constraint | None:
 
 
 def _schema(schema: JsonObject | str) -> Constraint:
-    return Constraint("json_schema", schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
+    text = _said(schema, "the JSON schema") if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    return Constraint("json_schema", text)
 
 
 def _regex(pattern: str) -> Constraint:
-    return Constraint("regex", pattern)
+    return Constraint("regex", _said(pattern, "the regular expression"))
 
 
 def _choice(choices: list[str]) -> Constraint:
@@ -354,4 +355,11 @@ def _choice(choices: list[str]) -> Constraint:
 
 def _grammar(grammar: str) -> Constraint:
     """GBNF defines its rules by `::=`, Lark by a colon."""
-    return Constraint("gbnf" if "::=" in grammar else "lark", grammar)
+    return Constraint("gbnf" if "::=" in grammar else "lark", _said(grammar, "the grammar"))
+
+
+def _said(text: str, what: str) -> str:
+    """What is empty would leave only an empty answer, which nobody asks for."""
+    if not text:
+        raise UsageError(f"{what} is empty", "leave it out for an answer of any form")
+    return text
