@@ -65,6 +65,7 @@ def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), **settings: Any) -
         max_model_len=worker.max_model_len,
         num_blocks=settings.get("num_blocks", worker.num_blocks),
         eos_ids=eos_ids,
+        vision=None if worker.sight is None else worker.sight.spec,
     )
 
 

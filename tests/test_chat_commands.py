@@ -177,6 +177,8 @@ MISTAKES = [
     ("/file .", "is a folder"),
     ("/file ~no-such-user/x", "there is no file ~no-such-user/x"),
     ("/export md ~no-such-user/x", "cannot write ~no-such-user/x"),
+    ("/image", "which image?"),
+    ("/image nowhere.png", "there is no file nowhere.png"),
     ("/load nowhere", "there is no session nowhere"),
     ("/load ../../etc", "cannot be the name of a session"),
     ("/save a/b", "cannot be the name of a session"),

@@ -89,6 +89,7 @@ def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> E
     return Engine(
         worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead, prepare=worker.prepare,
+        vision=None if worker.sight is None else worker.sight.spec,
     )  # fmt: skip
 
 

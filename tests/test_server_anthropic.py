@@ -347,7 +347,7 @@ def user(*blocks: Any) -> Any:
 
 
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
+IMAGE = {"type": "image", "source": {"type": "file", "file_id": "f"}}
 TEXT = {"type": "text", "text": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT]}
 CALLED = [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}]}]
@@ -366,7 +366,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": user()}, "messages"),
     ({"messages": user({"text": "x"})}, "messages[0].content[0].type"),
     ({"messages": user({"type": "text"})}, "messages[0].content[0]"),
-    ({"messages": user({"type": "text", "text": "a"}, IMAGE)}, "messages[0].content[1].type"),
+    ({"messages": user({"type": "text", "text": "a"}, IMAGE)}, "messages[0].content[1].source.type"),
+    ({"messages": user({"type": "image", "source": {"type": "ftp", "url": ""}})}, "messages[0].content[0].source.type"),
+    ({"messages": user({"type": "image", "source": {"type": "base64", "media_type": "image/png"}})}, "messages[0].content[0].source"),
+    ({"messages": [*HI, {"role": "assistant", "content": [IMAGE]}]}, "messages[1].content[0].type"),
     ({"messages": user({"type": "document", "source": {}})}, "messages[0].content[0].type"),
     ({"messages": user({"type": "tool_result", "tool_use_id": "x"})}, "messages[0].content[0].tool_use_id"),
     ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages"),
@@ -381,7 +384,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
                 {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]},
             ]
         },
-        "messages[2].content[0].content[0].type",
+        "messages[2].content[0].content[0].source.type",
     ),
     ({"messages": user(*[{"type": "text", "text": ""}] * 65537)}, "messages"),
     ({"system": 5}, "system"),

@@ -341,7 +341,7 @@ def test_what_the_renderer_is_given_is_no_variable(run: Any, name: str) -> None:
         {"messages": [{"role": "user", "content": "x" * 600}]},  # its ids are too many
         {"messages": [{"role": "user", "content": "x" * 60_000}]},  # its characters are
         {"template_kwargs": {"refuse": True}},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
     ],
 )
 def test_a_conversation_is_called_what_its_client_calls_it(run: Any, more: dict[str, Any], param: str) -> None:

@@ -659,8 +659,51 @@ def test_a_value_out_of_bounds_is_refused(field: str, value: Any) -> None:
     assert error["param"].partition("[")[0].partition(".")[0] == ("messages" if field == "messages" else field)
 
 
-def test_what_may_stand_there_is_said_as_json_says_it() -> None:
-    assert refused(echo=True)["message"] == "echo: should be false"
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("echo", True, "echo: must be false"),
+        ("messages", [], "messages: must not be empty"),
+        ("messages", [5], "messages[0]: must be an object"),
+        ("messages", [{"content": "x"}], "messages[0].role: must be there"),
+        ("messages", [{"role": "user", "content": 5}], "messages[0].content: must be a string or a list"),
+        ("messages", [{"role": "user", "content": ["x"]}], "messages[0].content[0]: must be an object"),
+        ("messages", [{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0].type: must be there"),
+        ("stream_options", [], "stream_options: must be an object"),
+        ("stream", "yes", "stream: must be true or false"),
+        ("temperature", "hot", "temperature: must be a number"),
+        ("temperature", -1, "temperature: must be at least 0"),
+        ("top_k", 1.5, "top_k: must be a whole number"),
+        ("top_logprobs", 21, "top_logprobs: must be at most 20"),
+        ("model", "", "model: must not be empty"),
+        ("cache_salt", "x" * 5000, "cache_salt: must have at most 4096 characters"),
+        ("bad_words", ["x"] * 257, "bad_words: must have at most 256 entries"),
+        ("logit_bias", [[1, 2, 3]], "logit_bias[0]: must have at most 2 entries"),
+        ("logit_bias", {"1": 101}, "logit_bias.1: must be at most 100 or false"),
+        ("reasoning_format", "x", "reasoning_format: must be 'none', 'auto' or 'deepseek'"),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name: must match ^[A-Za-z"),
+    ],
+)
+def test_what_may_stand_there_is_said_as_json_says_it(field: str, value: Any, message: str) -> None:
+    """In our words, not in those of whatever validates."""
+    assert refused(**{field: value})["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"guided_choice": []}, "guided_choice: must not be empty"),
+        ({"guided_regex": ""}, "the regular expression is empty; leave it out"),
+        ({"guided_grammar": ""}, "the grammar is empty; leave it out"),
+        ({"guided_json": ""}, "the JSON schema is empty; leave it out"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: must not be empty"),
+        ({"structured_outputs": {"regex": ""}}, "the regular expression is empty; leave it out"),
+    ],
+)
+def test_a_form_that_is_empty_is_none(fields: dict[str, Any], message: str) -> None:
+    """But for llama.cpp's clients, which say by an empty grammar that there is none."""
+    assert refused(**fields)["message"].startswith(message)
+    assert asked_with(grammar="").form is None
 
 
 NAN = b'{"messages":[{"role":"user","content":"x"}],"temperature":%s}'

@@ -518,9 +518,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": 5}]}, "input[0].type"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"role": "user"}]}, "input[0]"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
-    (message({"type": "input_image", "image_url": "http://127.0.0.1/"}), "input[0].content[0]"),
+    (message({"type": "input_image", "file_id": None}), "input[0].content[0].image_url"),
+    (message({"type": "input_image", "image_url": "data:", "file_id": "f"}), "input[0].content[0].file_id"),
+    (message({"type": "input_image", "image_url": "data:", "detail": "huge"}), "input[0].content[0].detail"),
+    ({"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "data:"}]}]}, "input[0].content[0]"),
     (message({"type": "input_text", "text": "a"}, {"type": "input_file", "file_id": "f"}), "input[0].content[1]"),
     (message({"type": "video"}), "input[0].content[0].type"),
     (message({"type": "input_text", "text": 5}), "input[0].content[0].text"),
@@ -552,7 +555,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),  # this model knows none
     ({"input": "x", "text": {"verbosity": "high"}}, "text.verbosity"),
     ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text.format.type"),
-    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": 5}}}, "text.format.schema"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"x": "refuse"}}}}, "text.format"),
     (
@@ -562,7 +565,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format"),
     ({"input": "x", "tools": {}}, "tools"),
     ({"input": "x", "tools": [5]}, "tools[0]"),
-    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
     ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     ({"input": "x", "tools": [{"type": "function", "name": "auto"}]}, "tools"),
     (
@@ -592,12 +595,31 @@ def test_bad_input_is_named(body: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"role": "user"}, "input[0].content: must be there"),
+        ({"role": "user", "content": 5}, "input[0].content: must be a string or a list"),
+        ({"role": "robot", "content": "x"}, "input[0].role: must be 'user', 'assistant', 'system' or 'developer'"),
+        ({"type": "function_call", "call_id": "", "name": "f", "arguments": ""}, "input[0].call_id: must not be empty"),
+        ({"type": "function_call", "call_id": "x" * 129, "name": "f", "arguments": ""}, "input[0].call_id: must have at most 1"),
+    ],
+)
+def test_what_is_wrong_with_an_item_is_said_in_our_words(item: dict[str, Any], message: str) -> None:
+    assert client().post(PATH, {"input": [item]}, status=400)["error"]["message"].startswith(message)
+
+
+def test_what_tool_choice_may_be_is_told() -> None:
+    wrong = client().post(PATH, {"input": "x", "tools": [WEATHER], "tool_choice": "any"}, status=400)
+    assert wrong["error"]["message"] == "tool_choice: must be none, auto, required, or an object that names a function"
+
+
+@pytest.mark.parametrize(
     ("wrong", "right"),
     [
         ({"input": [{"role": "robot", "content": "x"}]}, {"input": [{"role": "user", "content": "x"}]}),
         ({"input": [{"role": "user", "content": [{"text": "x"}]}]}, {"input": [{"role": "user", "content": []}]}),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
             {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]},
         ),
         (

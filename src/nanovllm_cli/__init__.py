@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
     from nanovllm_cli.errors import NanovllmError
+    from nanovllm_cli.images.source import data_url
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "NanovllmError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "NanovllmError", "RequestOutput", "SamplingParams", "data_url"]
 
 _HOMES = {
     "LLM": "llm",
@@ -35,6 +36,7 @@ _HOMES = {
     "NanovllmError": "errors",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "sampling_params",
+    "data_url": "images.source",
 }
 
 

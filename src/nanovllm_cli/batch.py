@@ -7,9 +7,18 @@ Legend: T tokens of this step, B sequences, P most blocks of any sequence, R row
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class ImageRows(NamedTuple):
+    """Of the tokens `rows` [n] int64 of a step: what a tower has made of their images, [n, hidden]; and what is added to them
+    behind each of the first layers, [n, hidden] each."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +26,8 @@ class Batch:
     """Input of a forward. All tensors are contiguous and on one device.
 
     token_ids    [T] int64
-    positions    [T] int64, absolute position of each token in its sequence
+    positions    [T] int64, each token's position in its sequence as rotary angles and learned positions go by it; where there
+                 are images [3, T]: by time, by row and by column
     rope_lens    [T] int64, length of the token's sequence as far as length-dependent rope scaling goes: the prompt's length,
                  or position + 1 for tokens after it
     query_starts [B + 1] int32, where each sequence's tokens begin in T; the last entry is T
@@ -29,6 +39,8 @@ class Batch:
     states       [B] int32, the state of each sequence, of a model that keeps some
     token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
     segments     [T] int64 or None; which of two texts that are read together each token is of, 0 or 1; None: all are of the first
+    images       what takes the place of some tokens' embeddings, on the device already, or None
+    whole_rows   [n] int64 or None; tokens of images that see all of theirs, which this step has to its end
     lora         [T, A] fp32 or None; what each token takes of each adapter that requests choose from; None: nobody takes any
     hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
     """
@@ -45,7 +57,9 @@ class Batch:
     states: torch.Tensor
     token_table: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    whole_rows: torch.Tensor | None = None
     lora: torch.Tensor | None = None
+    images: ImageRows | None = None
     hidden: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -53,25 +67,30 @@ class Batch:
         if self.token_ids.device == device:
             return self
         assert self.token_table is None
-        mine: dict[str, torch.Tensor | None] = {each.name: getattr(self, each.name) for each in fields(self)[:-1]}
+        mine: dict[str, torch.Tensor | None] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
         there: dict[str, Any] = {
             name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in mine.items()
         }
-        return Batch(**there, hidden=self.hidden)
+        return Batch(**there, images=self.images, hidden=self.hidden)
 
     def asked(self) -> Batch:
-        """The rows whose logits are wanted, alone: as runs of tokens that follow each other, each like a sequence."""
-        rows, starts = self.logit_rows, self.query_starts.long()
+        """The rows whose logits are wanted, alone."""
+        return self.taken(self.logit_rows)
+
+    def taken(self, rows: torch.Tensor) -> Batch:
+        """Some rows alone: as runs of tokens that follow each other, each like a sequence that ends with them."""
+        starts = self.query_starts.long()
         owner = torch.searchsorted(starts, rows, right=True) - 1
         begins = torch.ones(len(rows), dtype=torch.bool)
         begins[1:] = (rows.diff() != 1) | (owner.diff() != 0)
         first = begins.nonzero()[:, 0]
         ends = torch.cat([first[1:], torch.tensor([len(rows)])])
         owners = owner[first]
-        kv_lens = self.positions[rows[ends - 1]].int() + 1
+        last = rows[ends - 1]
+        kv_lens = self.kv_lens[owners] - (starts[owners + 1] - 1 - last).int()
         return Batch(
             token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
+            positions=self.positions[..., rows],
             rope_lens=self.rope_lens[rows],
             query_starts=torch.cat([first, ends[-1:]]).int(),
             kv_lens=kv_lens,

@@ -82,6 +82,7 @@ class EngineConfig:
         model or by a layer for it; 0: none, or where there is one DRAFTED_TOKENS or MTP_TOKENS.
     draft_model: a smaller one of the same vocabulary, which guesses; a path, or a name on the hub. draft_quant: its `quant`.
     mtp: the model's own layer for further tokens guesses, where it has one (`models/mtp.py`).
+    image_max_tokens: most tokens that an image is made into, where a model takes images of many sizes.
     draft_min_p: the least probability that a token has for the draft model, or that layer, to guess it; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     threads: of the CPU, of all processes together; None is one a processor.
@@ -119,6 +120,7 @@ class EngineConfig:
     draft_model: str | None = None
     draft_quant: str | None = None
     mtp: bool = False
+    image_max_tokens: int = 4096
     draft_min_p: float = 0.75
     cache_salt_secret: bytes | None = None
 
@@ -130,7 +132,7 @@ class EngineConfig:
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "image_max_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.tensor_parallel_size > MAX_PROCESSES:

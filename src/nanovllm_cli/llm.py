@@ -21,7 +21,6 @@ import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -38,14 +37,18 @@ from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.images.reading import read_images
 from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.prompts import Prompt, listed, token_ids
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams, params_for
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
+from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.text.messages import template_messages, template_tools
+from nanovllm_cli.vision_spec import TokenIds, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.further import read_further
@@ -58,7 +61,6 @@ from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Progress = Callable[[int, int], None]
@@ -78,7 +80,8 @@ class LLM:
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
     lora, lora_modules, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype:
-    of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
+    of weights and activations. vision: of a model that reads images, which messages have as data URLs (`image_url`).
+    max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
     formats: how many numbers of the matrices are kept in which format; None is the compute type. embedding: what its files say of
@@ -128,6 +131,7 @@ class LLM:
             self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
         self.spec: ModelSpec = worker.spec
+        self.vision: VisionSpec | None = None if worker.sight is None else worker.sight.spec
         self.dtype: torch.dtype = worker.dtype
         self.max_model_len: int = worker.max_model_len
         self.num_parameters: int = worker.num_parameters
@@ -157,6 +161,7 @@ class LLM:
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             further=further,
             second_text=self.tokenizer.second_text if self.spec.tells_texts_apart else None,
+            vision=self.vision,
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
@@ -231,7 +236,7 @@ class LLM:
         prompts: a text, a list of token ids, or a list of these. params: for all, or one for each; None takes the model's
         own defaults. Raises UsageError and PromptTooLongError before anything runs.
         """
-        return self._generate([self._ids(prompt) for prompt in _listed(prompts)], params, progress)
+        return self._generate([token_ids(prompt, self.tokenizer.encode) for prompt in listed(prompts)], params, progress)
 
     def chat(
         self,
@@ -255,7 +260,7 @@ class LLM:
         aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
         (params,) = params_for(self.default_params if params is None else params, 1)
         self.prepare([params])
-        ids, request_id = self._ids(prompt), self._new_id()
+        ids, request_id = token_ids(prompt, self.tokenizer.encode), self._new_id()
         try:
             self._add(request_id, ids, params)
             finished = False
@@ -303,7 +308,7 @@ class LLM:
         `generate` does."""
         if (refusal := self.embedding.refusal) is not None:
             raise UnsupportedError(refusal.message, refusal.hint)
-        prompts = [self._ids(text) for text in _listed(texts)]
+        prompts = [token_ids(text, self.tokenizer.encode) for text in listed(texts)]
         return self._pooled(prompts, self.pooling if pooling is None else pooling, progress, SamplingParams(lora=lora).lora)
 
     def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
@@ -335,13 +340,18 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation up to where the model answers. Control tokens inside messages stay text."""
+    ) -> TokenIds:
+        """Token ids of a conversation up to where the model answers, and its images. Control tokens inside messages stay text."""
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
-        conversation = template_messages(messages, self.chat_template)
+        vision = self.vision
+        parts: list[ImagePart] = []
+        conversation = template_messages(messages, self.chat_template, None if vision is None else parts)
         shaped = None if tools is None else template_tools(tools, self.chat_template)
-        return encode_chat(self.tokenizer, self.chat_template, conversation, tools=shaped, variables=template_kwargs)
+        images, variables = read_images(parts, vision), template_kwargs
+        return encode_chat(
+            self.tokenizer, self.chat_template, conversation, tools=shaped, images=images, vision=vision, variables=variables
+        )
 
     # ---- keeping what was read ----
 
@@ -351,7 +361,7 @@ class LLM:
         Returns how many tokens that are: full blocks, up to the first that the cache lacks. 0 writes nothing. Raises OutputError
         and DoesNotFitError (the disk is full), and what opening the model's files raises.
         """
-        args = Path(path), self._ids(ids), self.cache_salt(len(ids)), self._kv_identity
+        args = Path(path), token_ids(ids, self.tokenizer.encode), self.cache_salt(len(ids)), self._kv_identity
         return self._readers.use(lambda engine: engine.save_kv(*args))
 
     def load_kv(self, path: Path) -> int:
@@ -384,7 +394,7 @@ class LLM:
 
     # ---- inside ----
 
-    def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
+    def _generate(self, prompts: Sequence[Sequence[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
         each = params_for(self.default_params if params is None else params, len(prompts))
         self.prepare(each)
         ids = [self._new_id() for _ in prompts]
@@ -427,24 +437,5 @@ class LLM:
         facts = [weights, self._stamps, self._worker.cache_kind, program_digest()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
-            raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        return list(ids)
-
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, told apart by what is inside: a list of ints is one prompt. Arrays and tensors are lists, too."""
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise UsageError(f"prompts are a list of texts, or of lists of token ids, not {type(prompts).__name__}")
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

@@ -50,6 +50,13 @@ class LatentWeights(NamedTuple):
     values: HeadMatrices
 
 
+class WholeRows(NamedTuple):
+    """Rows of a step whose tokens see those behind them, too, [n] int64, and what the backend made of a batch of these alone."""
+
+    rows: torch.Tensor
+    step: Any
+
+
 class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. asked: the same of the rows
     whose logits are wanted, for layers that no other token needs."""
@@ -63,9 +70,9 @@ class StepInputs(NamedTuple):
 class AttentionBackend(CacheLayout, Protocol):
     """Everything between a layer's projection of its input and that of its output."""
 
-    def prepare(self, host: Batch, batch: Batch) -> Any:
+    def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> Any:
         """What depends on the batch alone, once a step; handed to every layer's `attend`. The batch as it is on the host and
-        on the device, which may be one."""
+        on the device, which may be one. whole: those of its rows that see more; is_whole: this is what is made for them."""
 
     def attend(
         self,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, WholeRows
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu, delta
@@ -19,7 +19,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
 class CpuStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
     included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
-    with them, and without guesses, and its state [B]."""
+    with them, and without guesses, and its state [B]. whole: rows that see more, which no recorded step has."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -29,6 +29,7 @@ class CpuStep(NamedTuple):
     kv_lens: torch.Tensor
     known_lens: torch.Tensor
     states: torch.Tensor
+    whole: WholeRows | None = None
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -85,13 +86,13 @@ class CpuAttention:
     def block_mover(self, layers: list[LayerCache]) -> CpuBlocks:
         return CpuBlocks(layers)
 
-    def prepare(self, host: Batch, batch: Batch) -> CpuStep:
+    def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> CpuStep:
         ends = batch.query_starts[1:]
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
         tiles = {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
         lengths = batch.kv_lens, batch.known_lens
-        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states)
+        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states, whole)
 
     def attend(
         self,
@@ -108,11 +109,18 @@ class CpuAttention:
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
             spec.reads is not None, spec.qk_norm_of == "turned head",
         )  # fmt: skip
-        tiles = step.tiles[spec.queries_a_key]
-        return cpu.paged_attention(
-            q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
-            both_ways=spec.both_ways,
-        )  # fmt: skip
+
+        def found(q: torch.Tensor, step: CpuStep, *, both_ways: bool) -> torch.Tensor:
+            tiles = step.tiles[spec.queries_a_key]
+            return cpu.paged_attention(
+                q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
+                both_ways=both_ways,
+            )  # fmt: skip
+
+        out = found(q, step, both_ways=spec.both_ways)
+        if step.whole is not None:
+            out[step.whole.rows] = found(q[step.whole.rows], step.whole.step, both_ways=True)
+        return out
 
     def attend_latent(
         self,

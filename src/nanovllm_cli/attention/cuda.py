@@ -26,7 +26,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, WholeRows
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
@@ -68,7 +68,7 @@ class TokenRows(NamedTuple):
 class CudaStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
     is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
-    divided them; where all sequences are whole prompts, the first row of each and the end."""
+    divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -80,6 +80,7 @@ class CudaStep(NamedTuple):
     rows: TokenRows | None = None
     groups: Groups | None = None
     prompts: list[int] | None = None
+    whole: WholeRows | None = None
 
 
 class CudaBlocks:
@@ -167,25 +168,26 @@ class CudaAttention:
     def block_mover(self, layers: list[LayerCache]) -> CudaBlocks:
         return CudaBlocks(self.launcher, layers)
 
-    def prepare(self, host: Batch, batch: Batch) -> CudaStep:
-        if host.num_tokens == host.num_seqs and not self.deterministic:  # of texts that are computed whole: a token each
+    def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> CudaStep:
+        plain = not is_whole and whole is None
+        if plain and host.num_tokens == host.num_seqs and not self.deterministic:  # of whole texts: a token each
             return self.decode_step(batch)
         starts, lens = host.query_starts.numpy(), host.kv_lens.numpy()
-        if self._takes_flash_attention and (lens == np.diff(starts)).all() and lens.min() >= self.long_prompt:
+        if plain and self._takes_flash_attention and (lens == np.diff(starts)).all() and lens.min() >= self.long_prompt:
             return self.decode_step(batch)._replace(prompts=starts.tolist())
         work = {
             shape: tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
-            for shape, tiles in self.divide(starts, lens).items()
+            for shape, tiles in self.divide(starts, lens, is_whole=is_whole).items()
         }
-        step = self.decode_step(batch, work)
+        step = self.decode_step(batch, work)._replace(whole=whole)
         return step if self.deterministic else step._replace(groups=self._latent.groups(starts, lens))
 
-    def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> dict[Shape, PrefillWork]:
-        """See `prefill_tiles`; items are on the host."""
+    def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray, *, is_whole: bool = False) -> dict[Shape, PrefillWork]:
+        """See `prefill_tiles`; items are on the host. is_whole: all rows see those behind them."""
         return {
             shape: prefill_tiles(
                 self.launcher, query_starts, kv_lens, *shape[:3], self.dtype, self.cache_dtype,
-                window=shape.window, both_ways=shape.both_ways, deterministic=self.deterministic,
+                window=shape.window, both_ways=shape.both_ways or is_whole, deterministic=self.deterministic,
             )
             for shape in self.shapes
         }  # fmt: skip
@@ -222,11 +224,18 @@ class CudaAttention:
         q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
         if step.prompts is not None:
             return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale, causal=not both_ways)
-        assert step.work is not None
-        return prefill_attention(
-            self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
-            scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
-        )  # fmt: skip
+
+        def found(q: torch.Tensor, step: CudaStep) -> torch.Tensor:
+            assert step.work is not None
+            return prefill_attention(
+                self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
+                scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
+            )  # fmt: skip
+
+        out = found(q, step)
+        if step.whole is not None:
+            out[step.whole.rows] = found(q[step.whole.rows], step.whole.step)
+        return out
 
     def attend_latent(
         self,

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,11 +15,13 @@ from nanovllm_cli.chat.clipboard import copy
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.chat.export import CUT, as_json, as_markdown
 from nanovllm_cli.chat.loop import Chat, Leave, count
+from nanovllm_cli.cli import progress_line
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.images.source import KINDS, data_url, kind_of
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.options import Choice
@@ -181,7 +183,7 @@ def _history(chat: Chat, argument: str) -> None:
 
 
 def _line_of(chat: Chat, number: int, message: Message) -> str:
-    text = " ".join(message.content.split())
+    text = message.shown(" ".join(message.content.split()))
     text = text if len(text) <= 100 else text[:99] + "…"
     remarks = [] if message.cut is None else [CUT[message.cut]]
     branches = chat.conversation.num_branches(message)
@@ -197,15 +199,18 @@ def _clear(chat: Chat, argument: str) -> None:
 
 
 def _undo(chat: Chat, argument: str) -> None:
-    question = " ".join(chat.undo().content.split())
-    chat.display.say(f"taken back: {question if len(question) <= 60 else question[:59] + '…'}")
+    question = chat.undo()
+    text = question.shown(" ".join(question.content.split()))
+    chat.display.say(f"taken back: {text if len(text) <= 60 else text[:59] + '…'}")
 
 
 def _file(chat: Chat, argument: str) -> None:
     if not argument:
         raise UsageError("which file?", "/file PATH")
-    path = _path(argument if _path(argument).exists() else _unquoted(argument))
+    path = _named(argument)
     data = read_file(str(path))
+    if b"\0" in data and kind_of(data) is not None:
+        raise UsageError(f"{path} is an image", "/image PATH sends it")
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
     if b"\0" in data:
@@ -218,6 +223,31 @@ def _file(chat: Chat, argument: str) -> None:
     chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
     size = count(len(text), "character") if tokens is None else count(tokens, "token")
     chat.display.say(f"{path} ({size}) goes with the next message")
+
+
+def _image(chat: Chat, argument: str) -> None:
+    if not argument:
+        raise UsageError("which image?", "/image PATH")
+    if argument in ('""', "''"):
+        chat.images.clear()
+        chat.display.say("no image goes with the next message")
+        return
+    path = _named(argument)
+    data = read_file(str(path))
+    if data and kind_of(data) is None and b"\0" not in data:
+        raise UsageError(f"{path} is no image of a kind that is read here", f"what is read is {KINDS}; /file sends a text")
+    say_attached(chat, data_url(data, str(path)), str(path))
+
+
+def say_attached(chat: Chat, url: str, name: str) -> None:
+    """An image, as a data URL, goes with the next message."""
+    tokens = chat.attach(url, name)
+    size = progress_line.size(len(url) * 3 / 4) if tokens is None else count(tokens, "token")
+    chat.display.say(f"{name} ({size}) goes with the next message")
+
+
+def _named(path: str) -> Path:
+    return _path(path if _path(path).exists() else _unquoted(path))
 
 
 def _path(text: str) -> Path:
@@ -273,11 +303,18 @@ def _context(chat: Chat, argument: str) -> None:
     }
     lines = [f"{used:,} of {size:,} tokens used ({used / size:.0%}), {max(size - used, 0):,} left"]
     parts = {name: tokens for name, text in texts.items() if (tokens := chat.model.tokens_of(text)) is not None}
+    seen = [url for each in messages for url in each.images]
     if parts:
+        parts |= {"images": _image_tokens(chat, seen)} if seen else {}
         parts["template and reasoning"] = max(used - sum(parts.values()), 0)
+        parts |= {"images of the next message": _image_tokens(chat, chat.images)} if chat.images else {}
     if chat.attachments and (tokens := chat.model.tokens_of(chat.attachments)) is not None:
         parts["files for the next message"] = tokens
     chat.display.say("\n".join([*lines, *(f"  {name:26} {tokens:8,}" for name, tokens in parts.items())]))
+
+
+def _image_tokens(chat: Chat, urls: Sequence[str]) -> int:
+    return sum(chat.model.tokens_of_image(url, "an image") or 0 for url in urls)
 
 
 def _copy(chat: Chat, argument: str) -> None:
@@ -343,6 +380,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(("undo",), "", "Take the last message and its answer back.", _undo),
     Command(("continue",), "", "Go on with the last answer.", lambda chat, argument: chat.go_on()),
     Command(("file",), "PATH", "Send a text file with the next message.", _file, _paths),
+    Command(("image",), "PATH", 'Send an image with the next message; "" sends none.', _image, _paths),
     Command(("think",), "[on|off]", "Whether the model reasons first.", _think, _words("on", "off")),
     Command(("model",), "[NAME]", "Another model for the same conversation.", _model, _model_names),
     Command(("stats",), "", "How fast the last answer was.", _stats),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from nanovllm_cli.cli.question import said
 from nanovllm_cli.errors import SessionError, UsageError
 
 Event = dict[str, Any]
@@ -26,7 +27,8 @@ TITLE_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered."""
+    """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered. `images`: data
+    URLs, of a person's message; they stand before its text."""
 
     id: int
     parent: int | None
@@ -35,10 +37,18 @@ class Message:
     reasoning: str = ""
     cut: Cut | None = None
     model: str | None = None
+    images: tuple[str, ...] = ()
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
+        if self.images:
+            return said(self.content, self.images)
         plain = {"role": self.role, "content": self.content}
         return plain | {"reasoning_content": self.reasoning} if self.reasoning else plain
+
+    def shown(self, text: str) -> str:
+        """`text`, which is of its content, behind a mark that stands for its images."""
+        mark = "[image]" if len(self.images) == 1 else f"[{len(self.images)} images]"
+        return f"{mark} {text}".rstrip() if self.images else text
 
 
 class Conversation:
@@ -98,8 +108,10 @@ class Conversation:
     @property
     def title(self) -> str:
         """The first line that was ever written, shortened; "" before one."""
-        first = next((each.content for each in self._all.values() if each.role == "user"), "")
-        line = next((line.strip() for line in first.splitlines() if line.strip()), "")
+        first = next((each for each in self._all.values() if each.role == "user"), None)
+        if first is None:
+            return ""
+        line = first.shown(next((line.strip() for line in first.content.splitlines() if line.strip()), ""))
         return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
 
     def num_branches(self, message: Message) -> int:
@@ -113,8 +125,8 @@ class Conversation:
 
     # ---- what can be done ----
 
-    def ask(self, content: str) -> Message:
-        return self._add("user", content)
+    def ask(self, content: str, images: Iterable[str] = ()) -> Message:
+        return self._add("user", content, images=tuple(images))
 
     def answer(self, content: str, *, reasoning: str = "", cut: Cut | None = None, model: str | None = None) -> Message:
         return self._add("assistant", content, reasoning=reasoning, cut=cut, model=model)
@@ -188,12 +200,15 @@ def _message_of(event: Mapping[str, Any]) -> Message:
     texts = all(_is_text(fields.get(name, "")) for name in ("content", "reasoning", "model"))
     ids = _is_int(fields.get("id")) and (fields.get("parent") is None or _is_int(fields["parent"]))
     kinds = fields.get("role") in get_args(Role) and fields.get("cut", "error") in get_args(Cut)
-    if not (texts and ids and kinds and "content" in fields):
+    images = fields.setdefault("images", ())
+    seen = isinstance(images, list | tuple) and all(_is_text(each) and each.startswith(_IMAGE) for each in images)
+    if not (texts and ids and kinds and seen and "content" in fields) or (images and fields["role"] != "user"):
         raise SessionError("a message has fields that make no sense")
-    return Message(**{"parent": None} | fields)
+    return Message(**{"parent": None} | fields | {"images": tuple(images)})
 
 
 _ALWAYS = ("id", "parent", "content")
+_IMAGE = "data:image/"
 
 
 def _is_int(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Cut
 
@@ -15,7 +16,8 @@ CUT: dict[Cut, str] = {
 
 
 def as_markdown(conversation: Conversation, model: str) -> str:
-    """A heading for each message. Reasoning is a quotation before its answer."""
+    """A heading for each message. Reasoning is a quotation before its answer; images are only noted: they are megabytes of
+    base64."""
     parts = [f"# {conversation.title or 'Conversation'}", f"Model: {model}"]
     if conversation.system is not None:
         parts += ["## System", conversation.system]
@@ -23,6 +25,7 @@ def as_markdown(conversation: Conversation, model: str) -> str:
         parts.append("## You" if message.role == "user" else f"## {message.model or model}")
         if message.reasoning:
             parts.append("\n".join(f"> {line}".rstrip() for line in message.reasoning.splitlines()))
+        parts.append(" ".join(["*(image)*"] * len(message.images)))
         parts.append(message.content)
         if message.cut is not None:
             parts.append(f"*({CUT[message.cut]})*")
@@ -30,8 +33,9 @@ def as_markdown(conversation: Conversation, model: str) -> str:
 
 
 def as_json(conversation: Conversation, model: str) -> str:
-    """{"model", "title", "messages": [{"role", "content"}, …]}, where an answer may have "reasoning_content" and "cut"."""
-    messages: list[dict[str, str]] = []
+    """{"model", "title", "messages": [{"role", "content"}, …]}, where an answer may have "reasoning_content" and "cut",
+    and content is parts where there are images."""
+    messages: list[dict[str, Any]] = []
     if conversation.system is not None:
         messages.append({"role": "system", "content": conversation.system})
     for message in conversation.messages:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.chat.model import Model, Reply, Settings
-from nanovllm_cli.chat.prompt import Prompts
+from nanovllm_cli.chat.prompt import Prompts, images_of
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.answering import Settled
 from nanovllm_cli.cli.local import LocalAnswering
@@ -38,7 +38,7 @@ class LocalModel(Model):
         self._load: Load | None = None
         self._loaded: Loaded | None = None
         self._prompts: Prompts | None = None
-        self._kept: tuple[int, ...] = ()
+        self._kept: Sequence[int] = ()
 
     @property
     def is_open(self) -> bool:
@@ -67,6 +67,10 @@ class LocalModel(Model):
         return peak_memory_bytes()
 
     @property
+    def reads_images(self) -> bool:
+        return self.llm.vision is not None
+
+    @property
     def facts(self) -> str:
         llm = self.llm
         return f"{llm.resolved.told_as(llm.name)}, {llm.num_parameters:,} parameters, context {self.limit:,} tokens"
@@ -83,12 +87,12 @@ class LocalModel(Model):
         return str(Path(name).absolute()) if Path(name).exists() else name
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def kept(self) -> Sequence[int]:
         """The tokens that it has read last, its answer included."""
         return self._kept
 
     @kept.setter
-    def kept(self, ids: tuple[int, ...]) -> None:
+    def kept(self, ids: Sequence[int]) -> None:
         self._kept = ids
         if self._prompts is not None:
             self._prompts.kept = ids
@@ -145,6 +149,9 @@ class LocalModel(Model):
     def tokens_of(self, texts: Iterable[str]) -> int:
         return self.prompts.tokens_of(texts)
 
+    def tokens_of_image(self, url: str, where: str) -> int:
+        return self.prompts.tokens_of_image(url, where)
+
     # ---- what it has read ----
 
     def load_kv(self, path: Path) -> None:
@@ -153,10 +160,14 @@ class LocalModel(Model):
             found = self.llm.load_kv(path)
             logger.info("%d tokens of the conversation were read from %s", found, path)
 
-    def save_kv(self, path: Path) -> None:
-        """Keeps what it has read, which is `kept`. Raises OutputError and DoesNotFitError."""
+    def save_kv(self, path: Path) -> Sequence[int]:
+        """Keeps what it has read in front of the first image, whose pixels are not kept, and returns these tokens. Raises
+        OutputError and DoesNotFitError."""
+        images = images_of(self._kept)
+        ids = self._kept[: images[0].start] if images else self._kept
         with signals.held():
-            self.llm.save_kv(self._kept, path)
+            self.llm.save_kv(ids, path)
+        return ids
 
     def close(self) -> None:
         if self._loaded is not None:

@@ -35,7 +35,7 @@ class Leave(Exception):
 
 
 class Chat:
-    """One person, one model at a time.
+    """One person, one model at a time. attachments, images: texts of files, and data URLs, that go with the next message.
 
     interactive: somebody sits at a terminal: Ctrl-C stops an answer and not the program. edits: the reader can offer a text to
     be changed.
@@ -59,6 +59,7 @@ class Chat:
         self.resumed_model: str | None = None
         self.conversation = Conversation(self._record)
         self.attachments: list[str] = []
+        self.images: list[str] = []
         self.statistics: Statistics | None = None
         self.failure: NanovllmError | None = None
         self.num_answers = self.num_answer_tokens = 0
@@ -110,12 +111,14 @@ class Chat:
         self._forget()
         last = conversation.last
         if last is not None and last.role == "user":
-            self._draft = conversation.undo().content
-            self.display.warn(
-                "the last message has had no answer" + (": here it is again" if self.edits else ", and is left out")
-            )
+            question = conversation.undo()
+            self._draft, again = question.content, "here it is again"
+            if self.edits and question.images:
+                self.images = [*question.images, *self.images]
+                again += f", with {count(len(question.images), 'image')}"
+            self.display.warn("the last message has had no answer" + (f": {again}" if self.edits else ", and is left out"))
         self.resumed_model = last_model(events) or None
-        self.model.kept = tuple(kept_ids(events))
+        self.model.kept = kept_ids(events)
         self._kv_path = session.kv_path
         if self.model.is_open:
             self.load_kv()
@@ -132,8 +135,8 @@ class Chat:
             return
         try:
             if self.model.settings.saves_kv and session.exists and self.model.is_open and self.model.kept:
-                self.model.save_kv(session.kv_path)
-                session.append({"event": "kv", "model": self.model.lasting_name, "ids": list(self.model.kept)})
+                ids = self.model.save_kv(session.kv_path)
+                session.append({"event": "kv", "model": self.model.lasting_name, "ids": list(ids)})
         except NanovllmError as error:
             self.display.fail(f"the KV cache was not kept: {error.message}", error.hint)
         finally:
@@ -200,24 +203,42 @@ class Chat:
         else:
             self.ask(text[1:] if text.startswith("//") else text)
 
+    def attach(self, url: str, name: str) -> int | None:
+        """An image, as a data URL, goes with the next message. Returns its tokens, None where nobody knows. Raises UsageError for
+        one that can't be read, or where the model reads none."""
+        if self.model.reads_images is False:
+            raise UsageError(f"{self.model.name} reads no images", "/model NAME takes another model")
+        tokens, limit = self.model.tokens_of_image(url, name), self.model.limit
+        if tokens is not None and limit is not None and tokens >= limit:
+            raise UsageError(f"{name} has {tokens} tokens, the context holds {limit}")
+        self.images.append(url)
+        return tokens
+
     def ask(self, text: str) -> None:
-        """Sends a message and shows the answer. What stops or fails before that begins leaves the message as a draft."""
+        """Sends a message and shows the answer. What stops or fails before that begins leaves the message as a draft, with what
+        was to go with it; from a pipe nobody sends it again."""
         edits, self._edits_last = self._edits_last, False
         content = "\n\n".join([*self.attachments, text])
+        images = tuple(self.images)
         before = self.conversation.messages
         if edits and self.conversation.question is not None:
+            images = self.conversation.question.images + images
             before = before[: before.index(self.conversation.question)]
         self._draft, self._edits_last = text, edits
 
         def sent() -> None:
             if edits:
                 self.conversation.undo()
-            self.conversation.ask(content)
-            self.attachments.clear()
+            self.conversation.ask(content, images)
+            self._detach()
             self._draft, self._edits_last = "", False
 
-        messages = [*before, Message(0, None, "user", content)]
-        self._answer(messages, sent)
+        messages = [*before, Message(0, None, "user", content, images=images)]
+        try:
+            self._answer(messages, sent)
+        finally:
+            if not self.interactive:
+                self._detach()
 
     def regenerate(self) -> None:
         """Another answer to the last message."""
@@ -341,6 +362,10 @@ class Chat:
             self._has_warned = True
             advice = "the oldest turns will be left out" if self.model.settings.shifts else OVERFLOW_HINT
             self.display.warn(f"{used / size:.0%} of the context is used ({used} of {size} tokens): {advice}")
+
+    def _detach(self) -> None:
+        self.attachments.clear()
+        self.images.clear()
 
     def _take_draft(self) -> str:
         draft, self._draft = self._draft, ""

@@ -38,8 +38,8 @@ class Model(Protocol):
     """One model at a time. `open` comes first. Methods raise NanovllmError; counts are in tokens, None where nobody knows."""
 
     settings: Settings
-    kept: tuple[int, ...]
-    """The tokens that it has read last, its answer included, where KV can be kept."""
+    kept: Sequence[int]
+    """The tokens that it has read last, its answer included, where KV can be kept. TokenIds where some stand for images."""
 
     @property
     def is_open(self) -> bool: ...
@@ -59,6 +59,11 @@ class Model(Protocol):
     @property
     def memory_bytes(self) -> int | None:
         """The most that it has taken."""
+        return None
+
+    @property
+    def reads_images(self) -> bool | None:
+        """None where nobody knows."""
         return None
 
     @property
@@ -103,8 +108,12 @@ class Model(Protocol):
 
     def tokens_of(self, texts: Iterable[str]) -> int | None: ...
 
+    def tokens_of_image(self, url: str, where: str) -> int | None:
+        """Of a data URL. where: what an error calls it, such as that it is damaged."""
+
     def load_kv(self, path: Path) -> None: ...
 
-    def save_kv(self, path: Path) -> None: ...
+    def save_kv(self, path: Path) -> Sequence[int]:
+        """Keeps what it has read, and returns these tokens: those in front of the first image."""
 
     def close(self) -> None: ...

@@ -3,7 +3,8 @@
 The text is what the chat template makes of the conversation. The ids of its beginning are taken from the last turn where the
 text there is the same: the engine finds their K and V in its prefix cache, and the tokens of an answer stay those that the
 model drew, though they may not be how a tokenizer would write its text. A template that leaves the reasoning of earlier turns
-out changes the text, and what follows is read again; only an empty block of reasoning stays where it was (`graft`).
+out changes the text, and what follows is read again; only an empty block of reasoning stays where it was (`graft`). Tokens that
+stand for an image mean the same only as those of the same image in the same place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
+from nanovllm_cli.images.reading import read_images
+from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.model import Prompting
@@ -24,14 +27,15 @@ if TYPE_CHECKING:
 
 # Where the context is full, a quarter of it is made free: the next turns find the rest in the prefix cache.
 _FREE_SHARE = 4
+NO_IMAGES_HINT = '/model NAME takes another model; /undo, /clear or /image "" leaves images out'
 OVERFLOW_HINT = "/undo or /clear makes room; --context-overflow shift drops the oldest turns; -c raises the limit"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """ids, and what splits the answer to them. num_dropped: messages at the beginning that found no room."""
+    """ids, with their images, and what splits the answer to them. num_dropped: messages at the beginning that found no room."""
 
-    ids: list[int]
+    ids: TokenIds
     splitter: Callable[[], ReasoningSplitter] | None
     num_dropped: int = 0
 
@@ -89,6 +93,14 @@ class Prompts:
         encode = self.prompting.llm.tokenizer.encode
         return sum(len(encode(text, add_special_tokens=False, parse_special=False)) for text in texts if text)
 
+    def tokens_of_image(self, url: str, where: str) -> int:
+        """0 where the model reads none. Raises UsageError for what is no image, or damaged."""
+        vision = self.prompting.llm.vision
+        if vision is None:
+            return 0
+        (image,) = read_images([(url, where)], vision)
+        return vision.placed(image, 0).num_tokens
+
     def _fitting(
         self,
         system: str | None,
@@ -112,15 +124,21 @@ class Prompts:
         return ids, starts[first]
 
     def _encode(self, system: str | None, messages: Sequence[Message]) -> list[int]:
-        return self.prompting.encode(for_template(system, messages))
+        return self.prompting.encode(self._told(system, messages))
 
     def _encode_unfinished(self, system: str | None, messages: Sequence[Message]) -> list[int]:
         *before, last = messages
         if last.content or not last.reasoning:
-            return self.prompting.encode_unfinished([*for_template(system, before), last.for_template()])
+            return self.prompting.encode_unfinished([*self._told(system, before), last.for_template()])
         tokenizer = self.prompting.llm.tokenizer
         opened = self._opened(self._encode(system, before))
         return opened + tokenizer.encode(last.reasoning, add_special_tokens=False, parse_special=False)
+
+    def _told(self, system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """As the template takes it. Raises UsageError for images of a conversation that was with another model."""
+        if any(each.images for each in messages) and self.prompting.llm.vision is None:
+            raise UsageError(f"{self.prompting.llm.name} reads no images, and the conversation has some", NO_IMAGES_HINT)
+        return for_template(system, messages)
 
     def _opened(self, ids: list[int]) -> list[int]:
         """A prompt that ends where reasoning begins."""
@@ -133,7 +151,7 @@ class Prompts:
             return ids
         return ids + self.prompting.llm.tokenizer.encode(known.open + "\n", add_special_tokens=False)
 
-    def _grafted(self, ids: list[int]) -> list[int]:
+    def _grafted(self, ids: list[int]) -> TokenIds:
         known = self.prompting.reasoning()
         empty = None
         if known is not None:
@@ -143,13 +161,36 @@ class Prompts:
 
 def graft(
     kept: Sequence[int], fresh: Sequence[int], piece: Callable[[int], bytes], empty: re.Pattern[bytes] | None = None
-) -> list[int]:
-    """`fresh` with as much of its beginning as possible replaced by ids of `kept` that mean the same text.
+) -> TokenIds:
+    """`fresh` with as much of its beginning as possible replaced by ids of `kept` that mean the same: text, and the same images
+    in it.
 
     piece: the bytes of a token. empty: a block without a content that `kept` may have where `fresh` has nothing, such as the
     empty reasoning that templates write before an answer and leave out once it is past: it stays, because without it
     everything behind would have to be read again. Time is linear.
     """
+    ours, theirs = images_of(kept), images_of(fresh)
+    i = j = 0  # kept[:i] means what fresh[:j] does, and has as many images
+    for image, other in zip([*ours, None], [*theirs, None], strict=False):
+        end = len(kept) if image is None else image.start, len(fresh) if other is None else other.start
+        same = _same_text(kept[i : end[0]], fresh[j : end[1]], piece, empty)
+        i, j = i + same[0], j + same[1]
+        if image is None or other is None or (i, j) != end or image._replace(start=other.start) != other:
+            break
+        i, j = image.end, other.end
+    moved = [other._replace(start=other.start + i - j) for other in theirs if other.start >= j]
+    return TokenIds([*kept[:i], *fresh[j:]], [*(image for image in ours if image.start < i), *moved])
+
+
+def images_of(ids: Sequence[int]) -> tuple[PlacedImage, ...]:
+    """Those that some of these tokens stand for."""
+    return ids.images if isinstance(ids, TokenIds) else ()
+
+
+def _same_text(
+    kept: Sequence[int], fresh: Sequence[int], piece: Callable[[int], bytes], empty: re.Pattern[bytes] | None
+) -> tuple[int, int]:
+    """How many tokens of `kept` say what so many of `fresh` do: the most at which both have a border. See `graft`."""
     same = _num_equal(kept, fresh)
     rest = b"".join(map(piece, fresh[same:]))
     starts = {0: same}  # offset in `rest` -> token of `fresh` that begins there
@@ -169,7 +210,7 @@ def graft(
             index, passed_by = blocks[index]
         else:
             break
-    return [*kept[: best[0]], *fresh[best[1] :]]
+    return best
 
 
 def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ class RemoteModel(Model):
 
     def __init__(self, endpoint: Endpoint, settings: Settings) -> None:
         self.settings = settings
-        self.kept: tuple[int, ...] = ()
+        self.kept: Sequence[int] = ()
         self._endpoint = endpoint
         self._served: ServedModel | None = None
 
@@ -97,10 +97,13 @@ class RemoteModel(Model):
     def tokens_of(self, texts: Iterable[str]) -> None:
         return None
 
+    def tokens_of_image(self, url: str, where: str) -> None:
+        return None
+
     def load_kv(self, path: Path) -> None:
         """What was kept is of a model that ran here."""
 
-    def save_kv(self, path: Path) -> None:
+    def save_kv(self, path: Path) -> Sequence[int]:
         raise UsageError("what a server has read cannot be kept here")
 
     def close(self) -> None:

@@ -111,6 +111,9 @@ class Session:
         assert self._handle is not None
         data = (json.dumps(event, ensure_ascii=False) + "\n").encode("utf-8", "replace")
         end = os.lseek(self._handle, 0, os.SEEK_END)
+        if end + len(data) > MAX_SESSION_BYTES:  # it could not be read again; images are what gets there
+            longest = f"{self.path} would be longer than {MAX_SESSION_BYTES >> 20} MiB"
+            raise OutputError(longest, "/clear and then /save begin another session")
         try:
             with _telling(self.path):
                 written = 0

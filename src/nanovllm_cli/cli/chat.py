@@ -34,6 +34,7 @@ from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
+from nanovllm_cli.images.source import data_url
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.loop import Chat
@@ -89,7 +90,7 @@ def chat(
         else:
             name, spoken = name_and_words(model, model_word, words or [])
             source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1, settings=ctx.obj), screen)
-        first = _first_message(talk.file or [], [*([talk.prompt] if talk.prompt is not None else []), *spoken])
+        first = _first_message(talk, spoken)
         refuse_two_switches(ctx, template_kwargs(talk.chat_template_kwargs))
         _converse(ctx, source, first, talk, sessions, sampling.given() | form.given(), saved, screen)
 
@@ -156,7 +157,7 @@ class _Remote:
 def _converse(
     ctx: typer.Context,
     source: _Local | _Remote,
-    first: str,
+    first: _First,
     talk: ChatOptions,
     sessions: SessionOptions,
     given: dict[str, Any],
@@ -164,7 +165,7 @@ def _converse(
     screen: Console,
 ) -> None:
     from nanovllm_cli.chat import loop
-    from nanovllm_cli.chat.commands import say_session
+    from nanovllm_cli.chat.commands import say_attached, say_session
     from nanovllm_cli.chat.model import Settings
 
     resumed = _session_to_resume(sessions, saved)
@@ -203,16 +204,30 @@ def _converse(
             chat.keep(sessions.session)
         if system is not None and system != chat.conversation.system:
             chat.tell(system)
+        for name, url in first.images:
+            if at_terminal and not first.text:
+                say_attached(chat, url, name)
+            else:
+                chat.attach(url, name)
         with contextlib.closing(surface.open_reader(chat)) as reader:
-            chat.run(reader, [first] if first else [])
+            chat.run(reader, [first.text] if first.text else [])
     if chat.failure is not None and not at_terminal:
         raise typer.Exit(chat.failure.exit_code)
 
 
-def _first_message(files: list[str], words: list[str]) -> str:
-    texts = [inputs.decode(inputs.read_file(name), name).removesuffix("\n") for name in files]
+class _First(NamedTuple):
+    """What is said first, "" where that is still to come. images: names of files and data URLs."""
+
+    text: str
+    images: list[tuple[str, str]]
+
+
+def _first_message(talk: ChatOptions, spoken: list[str]) -> _First:
+    texts = [inputs.decode(inputs.read_file(name), name).removesuffix("\n") for name in talk.file or []]
+    words = [*([talk.prompt] if talk.prompt is not None else []), *spoken]
     texts.append(" ".join(inputs.checked(word) for word in words))
-    return "\n\n".join(text for text in texts if text)
+    images = [(name, data_url(inputs.read_file(name), name)) for name in talk.image or []]
+    return _First("\n\n".join(text for text in texts if text), images)
 
 
 def _session_to_resume(options: SessionOptions, saved: Sessions) -> str | None:

@@ -27,6 +27,9 @@ class ChatOptions:
         "-f", "--file", help="Text of the first message, before the arguments. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
     )
+    image: list[str] | None = option(
+        "--image", help="An image that the first message is about. Repeatable.", panel=PROMPT, metavar="FILE", envvar=None
+    )
     think: Choice | None = option(
         "--think", help="Whether the model reasons first, where its template has a switch.", panel=CONVERSATION
     )

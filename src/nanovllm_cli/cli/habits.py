@@ -140,9 +140,15 @@ _EXPLAINED = {
     ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base"): "--lora NAME is all that an adapter needs: leave it out",
     ("--lora-init-without-apply",): "here it is --lora-modules NAME=PATH, which requests choose by their field lora",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
-    ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--mmproj-auto", "--image", "--audio", "--video"):
-        "of models that see or hear only the part that writes is supported",
-    ("--no-mmproj", "--no-mmproj-auto"): _ALWAYS,
+    ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--mmproj-auto"):
+        "images are read by models in folders of safetensors, which bring along what sees: name such a one",
+    ("--no-mmproj", "--no-mmproj-auto", "--mmproj-offload", "--no-mmproj-offload"):
+        "what sees is loaded when the first image comes: leave it out",
+    ("--image-min-tokens",): "an image is no smaller than the model has it: leave it out",
+    ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path", "--allowed-media-domains",
+     "--media-path", "--language-model-only"):
+        "requests bring images as data URLs, and nothing is opened for them; what sees is loaded with the first: leave it out",
+    ("--audio", "--video"): "sound and video are not supported",
     ("--speculative-config",): "here it is --draft-model NAME or --mtp, and --speculate N for how many tokens",
     ("-ngld", "--n-gpu-layers-draft", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft", "-ctkd",
      "-ctvd", "-td", "--threads-draft", "-tbd", "--threads-batch-draft", "--cache-type-k-draft", "--cache-type-v-draft",
@@ -185,6 +191,11 @@ _COMMANDS = {
     "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize", "embedding": "embed", "embeddings": "embed",
 }  # fmt: skip
 
+_VALUES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "true": "on", "false": "off",
+}  # fmt: skip
+
 _SPLIT = "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges"
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
 _NO_COMMANDS = {
@@ -220,12 +231,18 @@ _EXTRA_WORDS = {
 }
 
 
+def renamed(flag: str, known: Collection[str]) -> str | None:
+    """Ours, of those in `known`, for a peer's flag."""
+    ours = _RENAMED.get(flag)
+    return ours if ours in known else None
+
+
 def option_hint(flag: str, known: Collection[str]) -> str | None:
     """What to type instead of a peer's flag, in a command whose flags are `known`; None where nothing is to be said."""
     flag = flag.replace("_", "-")
-    ours = _RENAMED.get(flag)
-    if ours is not None:
-        return f"here it is {ours}" if ours in known else None
+    if flag in _RENAMED:
+        ours = renamed(flag, known)
+        return f"here it is {ours}" if ours else None
     return _SENTENCES.get(flag)
 
 
@@ -251,6 +268,12 @@ def words_hint(command: str | None) -> str | None:
     """How a command is called, where peers name more by place."""
     usage = _EXTRA_WORDS.get(command or "")
     return f"here it is {usage}" if usage else None
+
+
+def near_values(value: str, choices: Collection[str]) -> list[str]:
+    """Those of an option's words that `value` may stand for: a peer's name, or a slip."""
+    ours = _VALUES.get(value.lower(), "")
+    return [ours] if ours in choices else difflib.get_close_matches(value.lower(), choices, n=1)
 
 
 def near_flags(flag: str, known: Collection[str]) -> list[str]:

@@ -23,11 +23,28 @@ STANDARD_INPUT = "-"
 _WAIT_SECONDS = 1.0
 
 
-def assemble(words: Sequence[str], files: Sequence[str], console: Console) -> str:
+def images(files: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Image files as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError, AccessRefusedError."""
+    from nanovllm_cli.images.source import data_url
+
+    if [*files, *others].count(STANDARD_INPUT) > 1 and STANDARD_INPUT in files:
+        raise UsageError("standard input can be one thing only, and --image - is it", "name a file for the others")
+    found = []
+    for name in files:
+        if name == STANDARD_INPUT:
+            source = standard_input()
+            data, name = b"" if source is None else source.read(MAX_INPUT_BYTES + 1), "standard input"
+        else:
+            data = read_file(name)
+        found.append(data_url(data, name))
+    return found
+
+
+def assemble(words: Sequence[str], files: Sequence[str], console: Console, *, reads_stdin: bool = True) -> str:
     """The prompt, "" where nothing was said. `-` among `words` or `files` asks for standard input even from a
-    terminal; without it standard input is read when it is no terminal. One newline at the end of it and of each file
-    is not part of the prompt."""
-    read = _read(words, files, console, exact=False)
+    terminal; without it standard input is read when it is no terminal, unless something else has it. One newline at the end of it
+    and of each file is not part of the prompt."""
+    read = _read(words, files, console, exact=False, reads_stdin=reads_stdin)
     parts = [part.removesuffix("\n").removesuffix("\r") for part in read]
     parts.append(_said(words))
     return "\n\n".join(part for part in parts if part)
@@ -36,15 +53,16 @@ def assemble(words: Sequence[str], files: Sequence[str], console: Console) -> st
 def as_it_is(words: Sequence[str], files: Sequence[str], console: Console) -> str | None:
     """The same without a change: every newline and byte order mark is there, and nothing between the parts. None where
     nothing was given, not even an empty standard input."""
-    parts = _read(words, files, console, exact=True)
+    parts = _read(words, files, console, exact=True, reads_stdin=True)
     if not (parts or words):
         return None
     return "".join([*parts, _said(words)])
 
 
-def _read(words: Sequence[str], files: Sequence[str], console: Console, *, exact: bool) -> list[str]:
+def _read(words: Sequence[str], files: Sequence[str], console: Console, *, exact: bool, reads_stdin: bool) -> list[str]:
     parts = []
-    if STANDARD_INPUT in words or STANDARD_INPUT in files or (sys.stdin is not None and not sys.stdin.isatty()):
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    if reads_stdin and (STANDARD_INPUT in words or STANDARD_INPUT in files or is_piped):
         parts.append(read_standard_input(console, exact=exact))
     return parts + [decode(read_file(name), name, exact=exact) for name in files if name != STANDARD_INPUT]
 

@@ -13,6 +13,7 @@ from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece,
 from nanovllm_cli.cli.model import Loaded, Prompting, load
 from nanovllm_cli.cli.question import Question
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongError, RequestError, UsageError
+from nanovllm_cli.vision_spec import TokenIds
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.options import Choice, ModelOptions
@@ -42,7 +43,7 @@ class LocalAnswering(Answering):
     ) -> None:
         self.answers = Answers()
         self._llm = llm
-        self._prompt_ids = ids
+        self._prompt_ids = ids if isinstance(ids, TokenIds) else TokenIds(ids)
         self._load_seconds = load_seconds
         self._make_splitter = make_splitter
         self._splitters: dict[int, ReasoningSplitter] = {}
@@ -66,10 +67,10 @@ class LocalAnswering(Answering):
         return self._output.metrics.num_computed_prompt_tokens if self._output is not None else 0
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """What the engine has read and drawn."""
+    def ids(self) -> TokenIds:
+        """What the engine has read and drawn, and the images in it."""
         drawn = self._output.outputs[0].token_ids if self._output is not None else ()
-        return (*self._prompt_ids, *drawn)
+        return self._prompt_ids + list(drawn)
 
     @property
     def result(self) -> Result:

@@ -152,7 +152,7 @@ def _record(
         "parameters": facts.num_parameters, "active_parameters": facts.num_active,
         "stored": facts.stored, "tensor_bytes": facts.num_bytes,
         "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
-        "attention": _heads(facts), "mtp": facts.predicts_further, "vocabulary": spec.vocab_size,
+        "attention": _heads(facts), "mtp": facts.predicts_further, "images": _images(facts), "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
                       "numbers": None if facts.embedding.ranks else facts.embedding.width(spec.hidden_size),
@@ -175,6 +175,18 @@ def _heads(facts: Facts) -> dict[str, int]:
     if (latent := attention.latent) is not None:
         found |= {"latent_rank": latent.rank, "rotary_dim": latent.rotary_dim, "head_dim": latent.query_dim}
     return found | ({"window": window} if window else {})
+
+
+def _images(facts: Facts) -> dict[str, int]:
+    """Empty of a model that reads none. bytes: of what reads them, in 16 bits."""
+    if facts.vision is None:
+        return {}
+    import torch
+
+    from nanovllm_cli.images.sizes import most_rows
+    from nanovllm_cli.weights.vision import vision_bytes
+
+    return {"tokens": most_rows(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
 
 
 def _heads_in_words(heads: dict[str, int]) -> str:
@@ -226,6 +238,10 @@ def _print(
     ]  # fmt: skip
     if (words := _embedding_in_words(facts)) is not None:
         lines.insert(3, ("embedding", words))
+    if (vision := facts.vision) is not None:
+        tower, (tokens, num_bytes) = vision.tower, _images(facts).values()
+        lines.insert(3, ("images", f"{tokens:,} tokens at most for each, of {tower.cell} x {tower.cell} pixels; read by "
+                                   f"{tower.num_layers} layers of {tower.hidden_size:,}, {size(num_bytes)} in 16 bits"))
     if facts.predicts_further:
         lines.insert(3, ("guesses", "by a layer of its own: --mtp"))
     if tokenizer is not None:

@@ -289,6 +289,13 @@ class EngineOptions(MemoryOptions):
         default=EngineConfig().draft_min_p, panel=ENGINE, metavar="P",
     )
 
+    image_max_tokens: int = option(
+        "--image-max-tokens",
+        help="Most tokens that an image is made into, where the model takes images of many sizes. "
+        f"[{EngineConfig().image_max_tokens}]",
+        default=EngineConfig().image_max_tokens, panel=ENGINE, metavar="N",
+    )
+
     @parsers.by_their_flags()
     def config(
         self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None, settings: object = None
@@ -301,7 +308,7 @@ class EngineOptions(MemoryOptions):
             MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
             deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
             num_speculative_tokens=self.speculate, draft_model=draft, draft_quant=self.draft_quant,
-            mtp=self.mtp, draft_min_p=self.draft_min_p,
+            mtp=self.mtp, draft_min_p=self.draft_min_p, image_max_tokens=self.image_max_tokens,
         )  # fmt: skip
 
 
@@ -311,7 +318,7 @@ class SamplingOptions:
 
     predict: int | None = option(
         "-n", "--predict", "--n-predict",
-        help="Most tokens of an answer; -1 until the context is full. [the model's own, or -1]",
+        help="Most tokens of an answer; -1 or -2 until the context is full. [the model's own, or -1]",
         panel=SAMPLING, envvar="NANOVLLM_PREDICT",
     )
     temperature: float | None = _sampling("temperature", "--temp", help="Temperature; 0 takes the likeliest token.")
@@ -377,8 +384,8 @@ class SamplingOptions:
         fields = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         if self.predict is not None:
             if self.predict < 1 and self.predict not in (-1, -2):
-                wanted = f"--predict must be a whole number from 1 on, or -1, not {self.predict}"
-                raise UsageError(wanted, "-1: no limit but the context")
+                wanted = f"--predict must be a whole number from 1 on, -1 or -2, not {self.predict}"
+                raise UsageError(wanted, "-1 and -2: no limit but the context")
             fields["max_tokens"] = None if self.predict in (-1, -2) else self.predict
         if self.ignore_eos:
             fields["ignore_eos"] = True

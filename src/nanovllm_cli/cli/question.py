@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked
@@ -23,10 +24,25 @@ class Question:
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"  # type: ignore[index]
 
 
-def new_question(text: str, *, chats: bool, system: str | None) -> Question:
+def new_question(text: str, *, chats: bool, system: str | None, images: Sequence[str] = ()) -> Question:
+    """images: data URLs."""
     if not chats:
+        _refuse_images(images)
         return Question(text=text)
-    return Question(with_system([{"role": "user", "content": text}], system))
+    return Question(with_system([said(text, images)], system))
+
+
+def said(text: str, images: Sequence[str] = ()) -> Message:
+    """A user's message; images stand before what is said of them, as models have mostly read them."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
+
+
+def _refuse_images(images: Sequence[str]) -> None:
+    if images:
+        raise UsageError("--image has no meaning without a chat template, which says where images stand", "leave --raw out")
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
@@ -36,7 +52,7 @@ def with_system(messages: list[Message], system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def continued(run: LastRun, text: str, *, chats: bool, system: str | None) -> Question:
+def continued(run: LastRun, text: str, *, chats: bool, system: str | None, images: Sequence[str] = ()) -> Question:
     """The last run with a new prompt after it. In a chat: its messages; without a prompt the last is an answer to go
     on with. Without a template: the text so far and the new text right after it."""
     if chats:
@@ -45,11 +61,12 @@ def continued(run: LastRun, text: str, *, chats: bool, system: str | None) -> Qu
         messages = run.messages
         if system is not None:
             messages = with_system([message for message in messages if message.get("role") != "system"], system)
-        if text:
-            return Question([*messages, {"role": "user", "content": text}])
+        if text or images:
+            return Question([*messages, said(text, images)])
         if not messages or messages[-1].get("role") != "assistant":
             raise UsageError("the last run has no answer to continue", "say something to answer")
         return Question(messages)
+    _refuse_images(images)
     if run.text is None:
         raise UsageError(
             "the last run was a chat, this one has no chat template", "continue it without --raw, with a chat model"

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +31,7 @@ from nanovllm_cli.cli.options import (
     refuse_both,
 )
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.progress_line import PromptProgress
+from nanovllm_cli.cli.progress_line import PromptProgress, counted
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
@@ -40,7 +40,7 @@ from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.answering import Answerer, Answering
+    from nanovllm_cli.cli.answering import Answer, Answerer, Answering
     from nanovllm_cli.client.endpoint import Endpoint
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
@@ -171,17 +171,18 @@ def _remote(
 
 def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:
     last = asked.last
-    text = inputs.assemble(asked.words, prompt.file or [], screen)
-    if not text and last is None:
+    images = inputs.images(prompt.image or [], [*asked.words, *(prompt.file or [])])
+    text = inputs.assemble(asked.words, prompt.file or [], screen, reads_stdin=inputs.STANDARD_INPUT not in (prompt.image or []))
+    if not text and not images and last is None:
         taken = f": {asked.model_word!r} is taken for the model" if " " in (asked.model_word or "") else ""
         raise UsageError(f"there is no prompt{taken}", f"{EXAMPLE}; nanovllm chat is the conversation")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
         if last is not None:
-            question = continued(last, text, chats=answerer.chats, system=asked.system)
+            question = continued(last, text, chats=answerer.chats, system=asked.system, images=images)
         else:
-            question = new_question(text, chats=answerer.chats, system=asked.system)
+            question = new_question(text, chats=answerer.chats, system=asked.system, images=images)
         screen.status("reading the prompt")
         _answer(answerer, question, asked.given, output, screen, file)
 
@@ -197,8 +198,8 @@ def _run_batch(
     from nanovllm_cli.cli import batch
     from nanovllm_cli.cli.results import Results
 
-    if asked.words or prompt.file:
-        raise UsageError("--batch has its prompts in its file", "leave the prompt out, or run it by itself")
+    if asked.words or prompt.file or prompt.image:
+        raise UsageError("--batch has its prompts in its file", "leave prompt and images out, or run them by themselves")
     options = batch.BatchOptions(
         keeps_reasoning=output.reasoning != "hide",
         stats=output.stats,
@@ -275,10 +276,19 @@ def _answer(
         answer.check()
     if "max_tokens" not in given and any(answer.finish_reason == "length" for answer in answers):
         screen.say(f"cut off: {answerer.limit(given)}", "dim")
+    elif _is_hidden(answers, options, screen):
+        screen.say("cut off while it reasoned: a larger -n leaves room for an answer, --reasoning show shows the rest", "dim")
     shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)
     logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
     if shows:
         screen.line(statistics.line(), "dim")
+
+
+def _is_hidden(found: Sequence[Answer], options: OutputOptions, screen: Console) -> bool:
+    """Whether one of them was cut off before it came to anything that is shown."""
+    if options.json or options.jsonl or answers.shows_reasoning(options.reasoning, screen):
+        return False
+    return any(each.finish_reason == "length" and each.reasoning and not each.content for each in found)
 
 
 def _printer(
@@ -308,7 +318,7 @@ class _Status:
         elif self._hidden and time.monotonic() - self._drawn >= _STATUS_SECONDS:
             self._drawn = time.monotonic()
             count = sum(answer.num_tokens or 0 for answer in answering.answers.in_order())
-            self._screen.status(f"writing  {count:,} token{'s' if count != 1 else ''}")
+            self._screen.status(f"writing  {counted(count, 'token')}")
 
 
 def _path(output: str | None) -> Path | None:

@@ -26,6 +26,10 @@ class PromptOptions:
         "-f", "--file", help="Text from a file, before the arguments; - is standard input. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
     )
+    image: list[str] | None = option(
+        "--image", help="An image that the prompt is about; - is standard input. Repeatable.",
+        panel=PROMPT, metavar="FILE", envvar=None,
+    )
     system_prompt: str | None = option(
         "-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"
     )

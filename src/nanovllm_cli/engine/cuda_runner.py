@@ -20,7 +20,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
-from nanovllm_cli.engine.platform import KeptRows
+from nanovllm_cli.engine.platform import KeptRows, See, sees_nothing
 from nanovllm_cli.engine.runner import (
     Draw,
     draw_behind_guesses,
@@ -59,6 +59,7 @@ class CudaRunner:
         self.block_size = block_size
         self._rows_before: dict[int, int] = {}
         self._last_read: Read = list
+        self.see: See = sees_nothing
         self.hidden: list[KeptRows] = []
 
     def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
@@ -131,7 +132,7 @@ class CudaRunner:
 
     def _step(self, scheduled: list[Scheduled], rows: torch.Tensor | None) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
-        batch = replace(batch, hidden=rows)
+        batch = replace(batch, hidden=rows, images=self.see(scheduled))
         if any(share.num_guesses for share in scheduled):
             return self._step_with_guesses(scheduled, batch, owners)
         row_of = {seq_id: first + len(share.wanted_rows) - 1 for share, first in owners for seq_id in share.draws}
@@ -264,4 +265,4 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def _is_decode(share: Scheduled) -> bool:
     """One token and guesses behind it, or as good as that."""
     is_one = len(share.token_ids) == 1 + share.num_guesses or share.every_row
-    return is_one and share.draws == (share.seq_id,) and share.prompt_logprobs is None
+    return is_one and share.draws == (share.seq_id,) and share.prompt_logprobs is None and not share.images

@@ -23,6 +23,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
+from nanovllm_cli.engine.sight import rotary_positions
 from nanovllm_cli.engine.step_batch import lora_rows
 from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.engine.uploads import Uploads
@@ -210,7 +211,7 @@ class DecodeStep:
         lines[SOURCE] = lines[SLOT] = -1
         lines[SOURCE, : len(fed)] = source
         lines[POSITION] = lines[ROPE_LEN] = 0
-        lines[POSITION, : len(fed)] = position
+        lines[POSITION, : len(fed)] = rotary_positions(scheduled, position)
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
         lines[SLOT, : len(fed)] = block * size + position % size
         kv_lens, known_lens, sampling_rows, starts, states = (

@@ -39,6 +39,7 @@ from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.vision_spec import PlacedImage, TokenIds, VisionSpec
 
 MAX_PRIORITY = 2**31
 _EMBEDS = SamplingParams(max_tokens=1)
@@ -87,7 +88,7 @@ class Engine:
     prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
     texts are embedded, and nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't
     be embedded, where they can't. further: gives what a pooled vector becomes. second_text: where a
-    prompt's second text begins, or 0, of a model that tells two texts apart.
+    prompt's second text begins, or 0, of a model that tells two texts apart. vision: of a model that reads images.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Engine:
         embedding_refusal: UnsupportedError | None = None,
         further: Further | None = None,
         second_text: Callable[[tuple[int, ...]], int] | None = None,
+        vision: VisionSpec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -135,6 +137,7 @@ class Engine:
         self._embedding_refusal = embedding_refusal
         self._further = further
         self._second_text = second_text or (lambda ids: 0)
+        self._vision = vision
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -150,8 +153,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queues a request. priority: lower is more urgent. cache_salt: cached prompts are shared only where it is
-        equal.
+        """Queues a request. prompt_ids: TokenIds where some stand for images. priority: lower is more urgent. cache_salt: cached
+        prompts are shared only where it is equal.
 
         Raises UsageError for what has no meaning, PromptTooLongError for what can never run, UnsupportedError where the model
         draws no tokens; nothing is queued then.
@@ -166,6 +169,7 @@ class Engine:
         params.check_vocabulary(self._vocab_size)
         lora = self._lora(params.lora)
         prompt = self._checked_prompt(prompt_ids)
+        images = self._checked_images(prompt_ids, prompt)
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
@@ -179,6 +183,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             lora=lora,
+            images=images,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )
@@ -376,6 +381,15 @@ class Engine:
             hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
             raise PromptTooLongError(len(prompt), self._context_len, hint)
         return prompt
+
+    def _checked_images(self, given: Iterable[int], prompt: tuple[int, ...]) -> tuple[PlacedImage, ...]:
+        """Of TokenIds, those of a prompt that is sound."""
+        images = given.images if isinstance(given, TokenIds) else ()
+        if images and self._vision is None:
+            raise UnsupportedError("this model reads no images")
+        if self._vision is not None and not self._vision.fits(images, len(prompt)):
+            raise UsageError("a prompt's images are of a size that the model's vision gives, and stand in it in their order")
+        return images
 
     def _vector(self, request: Request) -> tuple[float, ...] | None:
         """Of a text that is computed, where its numbers are finite."""

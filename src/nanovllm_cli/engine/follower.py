@@ -65,6 +65,8 @@ class _Follower:
         self._cache = KVCache(make.num_blocks, model.own_spec.mixers, model.model.backend, make.num_states)
         sampler = _NoSampler(model.spec.vocab_size)
         self._runner = model.platform.make_runner(model.model, self._cache, sampler, model.recordable)
+        if model.sight is not None:
+            self._runner.see = model.sight.rows
         self._line = line
 
     def run(self) -> None:

@@ -15,6 +15,7 @@ from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
+from nanovllm_cli.engine.sight import Sight, sight_of
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
@@ -55,7 +56,8 @@ class LoadedModel:
     compute the model together, if there are several.
     formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
     are multiplied as whole numbers, int8 by int8. lora: scales and files of its adapters. recordable: whether the weights'
-    formats allow a step to be recorded. block_bytes: of one block of its KV cache over all layers; state_bytes: of one state.
+    formats allow a step to be recorded. sight: of a model that reads images. block_bytes: of one block of its KV cache over all
+    layers; state_bytes: of one state.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -91,6 +93,7 @@ class LoadedModel:
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
         self._count()
+        self.sight: Sight | None = sight_of(checkpoint, config.image_max_tokens, self.dtype, platform.ops.device)
 
     def _kit(self) -> Kit:
         """For a model of own_spec, and whatever is known of its weights from now on."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.vision_spec import PlacedImage
 
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
@@ -52,6 +53,8 @@ class Scheduled(NamedTuple):
     every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
     state: the sequence's, of a model that keeps some. second: see `Request`.
     lora: what this sequence's rows take of each adapter that requests choose from; empty where they take none.
+    images: those that some of the tokens stand for. shift: what rotary positions of the first token are off by, as images before
+    it take fewer of them than tokens.
     keeps_hidden: the runner keeps the rows of all tokens behind the last norm, for what guesses by them (`engine/mtp.py`).
     """
 
@@ -71,6 +74,8 @@ class Scheduled(NamedTuple):
     second: int = 0
     keeps_hidden: bool = False
     lora: tuple[float, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
+    shift: int = 0
 
     @property
     def known(self) -> list[int]:

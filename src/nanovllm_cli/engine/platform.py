@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from nanovllm_cli.attention.backend import AttentionBackend
 from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.batch import ImageRows
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
@@ -20,14 +21,22 @@ from nanovllm_cli.quant.storage import WeightStorage
 
 KeptRows = tuple[Scheduled, torch.Tensor]
 """A share, and the rows [T, hidden] of its tokens behind the last norm."""
+See = Callable[[Sequence[Scheduled]], ImageRows | None]
+"""What the images of a step become: `Sight.rows`."""
+
+
+def sees_nothing(scheduled: Sequence[Scheduled]) -> None:
+    """What a runner sees of images that nobody has given the means to: requests have none."""
+    assert not any(share.images for share in scheduled)
 
 
 class PlanRunner(Protocol):
-    """Carries out plans on one model. sampler: what draws on the host. hidden: rows of the last step's shares that keep
-    them."""
+    """Carries out plans on one model. sampler: what draws on the host. see: gives images' rows. hidden: rows of the last step's
+    shares that keep them."""
 
     cache: KVCache
     sampler: Sampler
+    see: See
     hidden: list[KeptRows]
 
     def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:

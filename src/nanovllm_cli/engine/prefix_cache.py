@@ -1,9 +1,9 @@
 """Which full blocks of tokens have their K and V in the cache, found by what they hold.
 
-A block is known by a chain: its digest covers its tokens and the digest of the block before it, the first one the
-request's salt and adapters. Digests are keyed with a secret of the process, so nobody outside can aim for a collision; should one
-happen anyway, the entry's tokens, salt and parent are compared and it is a miss. This file knows digests and block
-numbers; whether a block is in use, free or evicted is `block_manager.py`'s business.
+A block is known by a chain: its digest covers its tokens, the images that they stand for, and the digest of the block before it,
+the first one the request's salt and adapters. Digests are keyed with a secret of the process, so nobody outside can aim for a
+collision; should one happen anyway, the entry's tokens, salt and parent are compared and it is a miss. This file knows digests
+and block numbers; whether a block is in use, free or evicted is `block_manager.py`'s business.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class PrefixCache:
 
     def _tokens(self, sequence: Sequence, index: int) -> bytes:
         start = index * self._block_size
-        return array("q", sequence.token_ids[start : start + self._block_size]).tobytes()
+        tokens = array("q", sequence.token_ids[start : start + self._block_size]).tobytes()
+        images = sequence.request.images_within(start, start + self._block_size)
+        return tokens + b"".join([each.image.digest + array("q", [each.start]).tobytes() for each in images])
 
     def _root(self, salt: Salt) -> bytes:
         text, lora = salt

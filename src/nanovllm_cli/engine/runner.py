@@ -16,7 +16,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
-from nanovllm_cli.engine.platform import KeptRows
+from nanovllm_cli.engine.platform import KeptRows, See, sees_nothing
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
@@ -30,7 +30,7 @@ class Runner:
     """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew.
 
     recordable: whether steps can be recorded. has_free_processor: whether the model leaves one to what masks take.
-    can_be_broken_off: whether Ctrl-C may end a step in its midst. hidden: see PlanRunner.
+    can_be_broken_off: whether Ctrl-C may end a step in its midst. see, hidden: see PlanRunner.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Runner:
         self.has_free_processor = has_free_processor
         self._let_in = let_in if can_be_broken_off else nullcontext
         self.graphs = GraphCache(model, cache, recordable)
+        self.see: See = sees_nothing
         self.hidden: list[KeptRows] = []
 
     def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
@@ -66,12 +67,13 @@ class Runner:
         if not plan.scheduled:
             return StepOutput([], {})
         batch, owners = build_batch(plan.scheduled, self.block_size)
-        inputs = self.model.prepare(replace(batch, hidden=hidden))
+        inputs = self.model.prepare(replace(batch, hidden=hidden, images=self.see(plan.scheduled)))
+        is_plain = inputs.batch.images is None and all(share.prompt_logprobs is None for share in plan.scheduled)
         draws = draws_of(owners)
         keeps = any(share.keeps_hidden for share, _ in owners)
         if self.has_free_processor:
             self.sampler.start_masks([draw.seq_id for draw in draws])
-        if all(share.prompt_logprobs is None and share.draws_from_all for share, _ in owners) and self.graphs.fits(batch):
+        if is_plain and all(share.draws_from_all for share, _ in owners) and self.graphs.fits(batch):
             with self._let_in():
                 logits, rows = self.graphs.logits(inputs, keeps)
             self.hidden = kept_rows(rows, owners)

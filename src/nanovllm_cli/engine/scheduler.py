@@ -255,6 +255,7 @@ class Scheduler:
             limit = len(sequence.token_ids)
         if not decodes:
             limit = self._blocks.states.chunk(sequence, min(limit, len(sequence.token_ids) - sequence.num_computed))
+            limit = sequence.request.uncut(sequence.num_computed, limit)
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
         num_known = len(sequence.token_ids) - start
@@ -278,9 +279,7 @@ class Scheduler:
         collects = request.wants_prompt_logprobs
         self._scheduled.append(
             Scheduled(
-                sequence.seq_id,
-                fed,
-                start,
+                sequence.seq_id, fed, start,
                 sequence.block_table[: self._blocks.blocks_for(end)],
                 tuple([each.seq_id for each in _group(sequence)]) if draws else (),
                 request.params.prompt_logprobs if collects else None,
@@ -289,6 +288,7 @@ class Scheduler:
                 request.pooling,
                 num_guesses,
                 state=max(0, sequence.state), second=request.second, lora=request.lora,
+                images=request.images_within(start, end), shift=request.shift(start),
             )
         )
         self._members.append(sequence)

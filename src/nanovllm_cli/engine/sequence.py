@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.vision_spec import PlacedImage
 
 NO_STATE = -1
 Salt = tuple[str | None, tuple[float, ...]]
@@ -36,7 +37,7 @@ class Request:
     max_len: most tokens of prompt and answer together. stop_ids: ids that end an answer.
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
-    lora: see `Scheduled`; what is cached of a prompt depends on it, too.
+    lora: see `Scheduled`; what is cached of a prompt depends on it, too. images: of the prompt, in their order.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
     draws nothing. second: where the second of two texts begins that are read together, or 0. pooled: what its chunks gave so far.
@@ -54,6 +55,7 @@ class Request:
     rank: tuple[float, int] = (0.0, 0)
     cache_salt: str | None = None
     lora: tuple[float, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     whole: bool = False
@@ -68,6 +70,22 @@ class Request:
     num_preemptions: int = 0
     num_guessed_tokens: int = 0
     num_held_tokens: int = 0
+
+    def images_within(self, start: int, end: int) -> tuple[PlacedImage, ...]:
+        """Those that some of the tokens from `start` to before `end` stand for."""
+        return tuple([each for each in self.images if each.start < end and each.end > start])
+
+    def shift(self, place: int) -> int:
+        """See `Scheduled`, of the token at `place`, or the beginning of the image that it stands for."""
+        return sum([each.extent - each.num_tokens for each in self.images if each.end <= place])
+
+    def uncut(self, start: int, num_tokens: int) -> int:
+        """So many tokens from `start` on, or fewer, or where that would be none more, so that no image is cut that is whole. A
+        step may be longer for that than it was to be, by an image."""
+        for each in self.images_within(start + num_tokens - 1, start + num_tokens):
+            if each.whole and each.end > start + num_tokens:
+                return (each.start if each.start > start else each.end) - start
+        return num_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

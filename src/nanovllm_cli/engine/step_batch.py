@@ -11,6 +11,7 @@ import torch
 
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.sight import rotary_positions
 
 # Block tables are as wide as a power of two, so that a growing sequence needs a new graph a few times only.
 MIN_TABLE = 8
@@ -27,7 +28,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         row[: len(share.block_table)] = share.block_table
     seq_of = np.repeat(np.arange(len(scheduled)), lens)
     first = np.array([share.start for share in scheduled], np.int64)
-    positions = np.arange(starts[-1], dtype=np.int64) + (first - starts[:-1])[seq_of]
+    places = np.arange(starts[-1], dtype=np.int64) + (first - starts[:-1])[seq_of]
     prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
     logit_rows: list[int] = []
     owners: list[tuple[Scheduled, int]] = []
@@ -40,19 +41,20 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
     )
     return Batch(
         token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        rope_lens=torch.from_numpy(np.maximum(positions + 1, prompt_lens[seq_of])),
+        positions=torch.from_numpy(rotary_positions(scheduled, places)),
+        rope_lens=torch.from_numpy(np.maximum(places + 1, prompt_lens[seq_of])),
         query_starts=torch.from_numpy(starts),
         kv_lens=torch.from_numpy((first + lens).astype(np.int32)),
         known_lens=torch.tensor([share.known_len for share in scheduled], dtype=torch.int32),
         slots=torch.from_numpy(
-            tables[seq_of, positions // block_size].astype(np.int64) * block_size
-            + positions % block_size
+            tables[seq_of, places // block_size].astype(np.int64) * block_size
+            + places % block_size
         ),
         block_tables=torch.from_numpy(tables),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
         segments=_segments(scheduled),
+        whole_rows=_whole_rows(scheduled),
         lora=None if (lora := lora_rows(scheduled)) is None else torch.from_numpy(lora),
     ), owners
 
@@ -62,6 +64,17 @@ def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:
         return None
     return torch.cat([torch.arange(share.start, share.start + len(share.token_ids)) >= (share.second or math.inf)
                       for share in scheduled]).long()  # fmt: skip
+
+
+def _whole_rows(scheduled: list[Scheduled]) -> torch.Tensor | None:
+    rows: list[int] = []
+    first = 0
+    for share in scheduled:
+        for placed in share.images:
+            if placed.whole:
+                rows += range(first + max(0, placed.start - share.start), first + placed.end - share.start)
+        first += len(share.token_ids)
+    return torch.tensor(rows, dtype=torch.int64) if rows else None
 
 
 def lora_rows(scheduled: Sequence[Scheduled]) -> np.ndarray | None:

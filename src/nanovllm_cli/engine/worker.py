@@ -117,6 +117,9 @@ class Worker(LoadedModel):
         self._state_parts = [*(each.state_bytes for each in models), self._others.state_bytes]
         self.state_bytes = sum(self._state_parts)
         budget = platform.cache_budget(*(each.model for each in models))
+        if self.sight is not None:
+            # half at least is for the cache: nobody may ever send an image
+            budget = max(budget // 2, budget - self.sight.num_bytes * config.tensor_parallel_size)
         self.num_blocks, self.max_model_len, self.num_states = size_cache(
             config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
         )
@@ -128,6 +131,8 @@ class Worker(LoadedModel):
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
         sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
         self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable)
+        if self.sight is not None:
+            self.runner.see = self.sight.rows
         self._draft: Draft | MTPDraft | None = None
         if mtp is not None:
             self._draft = MTPDraft(mtp, self._caches[1], config)

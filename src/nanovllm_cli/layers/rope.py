@@ -29,9 +29,17 @@ class Rope:
         self.attention_factor = _attention_factor(spec)
         self._short = _frequencies(spec, long=False).to(device)
         self._long = _frequencies(spec, long=True).to(device)
+        self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
 
     def tables(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, dim / 2] fp32 for positions [T] and lengths [T] (see the class), both int64."""
+        """cos, sin [T, dim / 2] fp32 for positions [T] or [3, T] (see `Batch`) and lengths [T] (see the class), both int64."""
+        if positions.dim() == 2 and len(self._axes) != len(self._short):
+            positions = positions[0].contiguous()
+        if positions.dim() == 2:
+            by_axis = [self.tables(each.contiguous(), lengths) for each in positions]
+            index = self._axes.expand(1, len(lengths), -1)
+            cos, sin = (torch.stack(each).gather(0, index)[0] for each in zip(*by_axis, strict=True))
+            return cos, sin
         if self.spec.scaling == "dynamic":
             angles = positions.float()[:, None] * self._dynamic(lengths)
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor

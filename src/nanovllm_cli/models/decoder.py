@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, StepInputs
+from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
@@ -227,8 +227,11 @@ class Decoder:
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
-        there = batch.to(self.device)
-        inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there))
+        there, whole = batch.to(self.device), None
+        if batch.whole_rows is not None and there.whole_rows is not None:
+            apart = batch.taken(batch.whole_rows)
+            whole = WholeRows(there.whole_rows, self.backend.prepare(apart, apart.to(self.device), is_whole=True))
+        inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there, whole=whole))
         if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))
@@ -247,10 +250,13 @@ class Decoder:
         every = None if self.per_layer is None else self.per_layer(batch.token_ids, batch.token_table, residual)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
+        deep = () if batch.images is None else batch.images.deep
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             own = None if every is None else every[:, i * width : (i + 1) * width]
-            if i != self.last_keeper or all_asked:
+            if i != self.last_keeper or all_asked or i < len(deep):
                 x = block(x, residual, inputs, layer, own)
+                if batch.images is not None and i < len(deep):
+                    residual.index_add_(0, batch.images.rows, deep[i])
                 continue
             x = block.mixed(x, residual, inputs, layer) if block.has_halves else block(x, residual, inputs, layer, own)
             if rows.shape[0] == 0:
@@ -279,6 +285,8 @@ class Decoder:
         residual = self.embedding(batch.token_ids, batch.token_table)
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
+        if batch.images is not None:
+            residual.index_copy_(0, batch.images.rows, batch.images.values)
         if self.entry is not None:
             residual = self.entry(residual, batch.positions, batch.segments)
         return residual, None

@@ -14,10 +14,13 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
 from nanovllm_cli.models.families import QWEN2
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.rotary import woven
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
 MAX_TAPS = 64
 FULL_EVERY = 4
+_SECTIONS = (11, 11, 10)
+"""Of Qwen3.5's rotary positions; see `RopeSpec`."""
 
 _DELTA = "model.layers.{i}.linear_attn"
 _NAMES = {
@@ -92,6 +95,10 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _hybrid(spec, delta, [kind == LINEAR for kind in types], read.flag("attn_output_gate", True), 0.0, read.where)
 
 
+def _from_hf_35(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return woven(_from_hf(spec, read), _SECTIONS)
+
+
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], tiled: bool = True) -> ModelSpec:
     """llama.cpp's converter deals value heads out to key heads in turn, but for Qwen3-Next, and has decays and gains as they are
     multiplied."""
@@ -128,8 +135,10 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 def _keys_of_35(spec: ModelSpec) -> dict[str, GGUFField]:
-    """llama.cpp wants to know how pictures' positions divide a head, of those that see none too."""
-    return {**_keys(spec), "rope.dimension_sections": [11, 11, 10, 0]}
+    """llama.cpp wants to know how images' positions divide a head, of those that see none too."""
+    rope = spec.attention.rope
+    sections = rope.sections if rope is not None and rope.sections else _SECTIONS
+    return {**_keys(spec), "rope.dimension_sections": [*sections, 0]}
 
 
 _DEFAULTS = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "head_dim": 256, "linear_num_key_heads": 16,
@@ -142,7 +151,7 @@ QWEN3_5 = Family(
     defaults=_DEFAULTS | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4},
     hf_names=_NAMES,
     gguf_names=_GGUF_NAMES,
-    hf=_from_hf,
+    hf=_from_hf_35,
     gguf=_from_gguf,
     gguf_name="qwen35",
     gguf_keys=_keys_of_35,
@@ -167,6 +176,7 @@ QWEN3_NEXT = replace(
     defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_key_value_heads": 2,
                           "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "vocab_size": 151936,
                           "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+    hf=_from_hf,
     gguf=lambda spec, read, key: _from_gguf(spec, read, key, tiled=False),
     gguf_keys=_keys,
     gguf_heads_dealt=False,

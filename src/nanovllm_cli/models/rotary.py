@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 
 MAX_HEAD_DIM = 1 << 16
 STANDS_STILL = 1e30
 """What divides a frequency that is to be 0, as GGUF files have it."""
+WOVEN = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
+"""Architectures of GGUF files whose sections lie in turns; the files don't say so."""
 ReadValues = Callable[[str], tuple[float, ...] | None]
 """Name of a small tensor of the checkpoint -> its values, or None where there is none."""
 
@@ -35,10 +39,12 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
     whole = kind == "proportional"  # its frequencies are those of the whole head, and 0 beyond the share
     base = RopeSpec(dim=head_dim if whole else int(head_dim * share), theta=theta, original_len=original)
     checked_rope(base, head_dim, read)
+    if rope.has("mrope_section"):
+        base = with_sections(base, rope.values["mrope_section"], read)
     if rope.has("attention_factor"):
         base = replace(base, attention_factor=rope.number("attention_factor"))
     match kind:
-        case "default" | "none" | "mrope":  # the last has positions of images, which a text has none of
+        case "default" | "none" | "mrope":
             return base
         case "linear":
             return replace(base, scaling="linear", factor=rope.number("factor"))
@@ -96,6 +102,9 @@ def rope_from_gguf(
         original_len=original,
     )
     checked_rope(base, head_dim, read)
+    if read.has(sections := key("rope.dimension_sections")):
+        base = with_sections(base, read.values[sections], read)
+        base = replace(base, woven=read.text("general.architecture") in WOVEN)
     divisors, short, long = (values(f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long"))
     for name, found in (("freqs", divisors), ("factors_short", short), ("factors_long", long)):
         if found is not None and (len(found) != base.dim // 2 or not all(0 < v < math.inf for v in found)):
@@ -126,6 +135,19 @@ def rope_from_gguf(
         beta_slow=read.number(key("rope.scaling.yarn_beta_slow"), spec.beta_slow),
         attention_factor=read.number(stretch) if read.has(stretch) else None,
     )
+
+
+def with_sections(rope: RopeSpec, sections: Any, read: ConfigReader) -> RopeSpec:
+    """With frequencies divided among the positions of an image's tokens: a list of three counts; GGUF's have a 0 more."""
+    counts = list(sections)[:3] if isinstance(sections, list | tuple) else []
+    if [*map(type, counts)] != [int] * 3 or min(counts) < 0:
+        raise CheckpointError(f"{read.where}: sections of rotary positions must be 3 counts", BROKEN)
+    return replace(rope, sections=tuple(counts))
+
+
+def woven(spec: ModelSpec, sections: tuple[int, int, int]) -> ModelSpec:
+    """With sections in turns; these where a config says none."""
+    return spec.each_rope(lambda own: replace(own, sections=own.sections or sections, woven=True))
 
 
 def checked_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> RopeSpec:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest
 from nanovllm_cli.weights.loader import hf_spec, read_spec
@@ -21,6 +22,7 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
 from nanovllm_cli.weights.tensor_names import left_aside, mtp_names_of
+from nanovllm_cli.weights.vision import read_vision
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 
@@ -43,13 +45,15 @@ class TensorClass:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq"). predicts_further:
-    whether it has a layer that can guess (`--mtp`), which nothing else here counts. embedding: how it makes vectors of texts."""
+    whether it has a layer that can guess (`--mtp`), which nothing else here counts. embedding: how it makes vectors of texts.
+    vision: of one that reads images, whose tower nothing else here counts."""
 
     spec: ModelSpec
     classes: tuple[TensorClass, ...]
     stored: str
     predicts_further: bool = False
     embedding: Embedding = field(default_factory=Embedding)
+    vision: VisionSpec | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -85,7 +89,7 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
                    for each in stored]  # fmt: skip
     embedding, predicts_further = use_of(embedding, spec), mtp_names_of(checkpoint) is not None
-    return Facts(spec, tuple(classes), _stored(checkpoint, classes), predicts_further, embedding)
+    return Facts(spec, tuple(classes), _stored(checkpoint, classes), predicts_further, embedding, read_vision(checkpoint))
 
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:

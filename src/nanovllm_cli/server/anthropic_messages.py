@@ -2,7 +2,8 @@
 
 One message of theirs can be several of ours: results of tools become messages of the role `tool`, ahead of what the user says
 beside them. Turns of the same role that follow each other are one, as Anthropic reads them. Blocks of text are a line each.
-`redacted_thinking` is skipped: it is encrypted, and nobody here can read it.
+`redacted_thinking` is skipped: it is encrypted, and nobody here can read it. Images are the user's, or a tool's; which kind one
+is, its bytes say, whatever its media_type.
 
 The billing line. Claude Code begins `system` with a block `x-anthropic-billing-header: cc_version=…; cch=…;`, whose `cch` is
 another in each request, so that no prompt has a prefix in the cache. It is a header of HTTP that was put into the body, and says
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from nanovllm_cli.server.chat_turns import ChatMessage, ChatTurns
+from nanovllm_cli.server.chat_turns import ChatTurns, Conversation, Picture
 from nanovllm_cli.server.function_tools import Tool, function_tool
 from nanovllm_cli.server.reading import (
     described,
@@ -45,6 +46,25 @@ class _Text(msgspec.Struct):
     text: str
 
 
+class _Base64(msgspec.Struct, tag_field="type", tag="base64"):
+    media_type: str
+    data: str
+
+
+class _Url(msgspec.Struct, tag_field="type", tag="url"):
+    """A data URL."""
+
+    url: str
+
+
+class _File(msgspec.Struct, tag_field="type", tag="file"):
+    file_id: str
+
+
+class _Image(msgspec.Struct):
+    source: _Base64 | _Url | _File
+
+
 class _Thinking(msgspec.Struct):
     thinking: str
 
@@ -64,10 +84,14 @@ class _ToolResult(msgspec.Struct):
     is_error: bool | None = None
 
 
+_SEEN = described({"text": _Text, "image": _Image}, without=(_File,))
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_BLOCKS, "items": described({"text": _Text})}]}
 _RESULT = object_schema(
     {"type": {"const": "tool_result"}, "tool_use_id": {"type": "string", "minLength": 1, "maxLength": 128}},
-    {"content": {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]}, "is_error": {"type": ["boolean", "null"]}},
+    {
+        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "maxItems": MAX_BLOCKS, "items": _SEEN}]},
+        "is_error": {"type": ["boolean", "null"]},
+    },
 )
 
 
@@ -92,7 +116,7 @@ MESSAGES_SCHEMA: dict[str, Any] = {
     "maxItems": MAX_MESSAGES,
     "items": {
         "anyOf": [
-            _turn_schema("user", [*described({"text": _Text})["anyOf"], _RESULT]),
+            _turn_schema("user", [*_SEEN["anyOf"], _RESULT]),
             _turn_schema("assistant", described(_SAID)["anyOf"]),
             _turn_schema("system", described({"text": _Text})["anyOf"]),
         ]
@@ -108,17 +132,18 @@ class _Tool(msgspec.Struct):
     input_examples: list[dict[str, Any]] | None = None
 
 
-def chat_messages(system: Any, messages: Any) -> list[ChatMessage]:
+def chat_messages(system: Any, messages: Any) -> Conversation:
     """Raises ApiError 400, also for a result without its call. A last message of the assistant is to be continued."""
     conversation = _Conversation()
     if system is not None:
         conversation.system(_without_billing(_texts(system, "system")))
     for place, message in enumerate(listed(messages, "messages", MAX_MESSAGES)):
         conversation.add(read(_Turn, message, f"messages[{place}]"), f"messages[{place}].content")
-    found = conversation.turns.messages()
-    if not found or found[-1]["role"] == "system":
+    found = conversation.turns.conversation()
+    last = found.messages[-1] if found.messages else {"role": "system"}
+    if last["role"] == "system":
         raise invalid("messages", "must hold at least one message of the user")
-    if found[-1].get("tool_calls"):
+    if last.get("tool_calls"):
         raise invalid("messages", "the last message calls tools; send their results behind it")
     return found
 
@@ -164,24 +189,23 @@ class _Conversation:
             self._assistant(turn.content, path)
 
     def _user(self, blocks: Sequence[Any], path: str) -> None:
-        texts = []
+        said: list[str | Picture] = []
         for place, block in enumerate(blocks):
             at = f"{path}[{place}]"
             if kind_of(block, at) == "tool_result":
                 self._result(read(_ToolResult, block, at), at)
             else:
-                texts.append(_text(block, at))
-        if texts:
-            self.turns.say("user", "\n".join(texts))
+                said.append(_seen(block, at))
+        if said:
+            self.turns.say("user", said)
 
     def _result(self, result: _ToolResult, path: str) -> None:
         name = self._names.get(result.tool_use_id)
         if name is None:
             raise invalid(f"{path}.tool_use_id", "no tool_use before it has this id")
-        text = "\n".join(_texts(result.content or "", f"{path}.content"))
-        if result.is_error and not text[:16].lower().startswith(("error", "<tool_use_error>")):
-            text = f"Error: {text}"  # templates have no other way to say it
-        self.turns.result(result.tool_use_id, name, text)
+        content = result.content or ""
+        said: list[str | Picture] = [content] if isinstance(content, str) else _all_seen(content, f"{path}.content")
+        self.turns.result(result.tool_use_id, name, _as_error(said) if result.is_error else said)
 
     def _assistant(self, blocks: Sequence[Any], path: str) -> None:
         for place, block in enumerate(blocks):
@@ -197,6 +221,27 @@ class _Conversation:
                 self.turns.say("assistant", _text(block, at))
 
 
+def _as_error(said: list[str | Picture]) -> list[str | Picture]:
+    """Templates have no other way to say it."""
+    first, *rest = said if said and isinstance(said[0], str) else ["", *said]
+    told = str(first)[:16].lower().startswith(("error", "<tool_use_error>"))
+    return [first if told else f"Error: {first}", *rest]
+
+
+def _all_seen(blocks: list[dict[str, Any]], path: str) -> list[str | Picture]:
+    return [_seen(block, f"{path}[{place}]") for place, block in enumerate(listed(blocks, path, MAX_BLOCKS))]
+
+
+def _seen(block: Any, path: str) -> str | Picture:
+    """A text, or an image."""
+    if kind_of(block, path) != "image":
+        return _text(block, path)
+    source = read(_Image, block, path).source
+    if isinstance(source, _File):
+        raise unsupported(f"{path}.source.type", "no files are kept here; send the image itself, in base64")
+    return Picture(source.data if isinstance(source, _Base64) else source.url, path)
+
+
 def _texts(content: Any, path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
@@ -206,7 +251,8 @@ def _texts(content: Any, path: str) -> list[str]:
 def _text(block: Any, path: str) -> str:
     kind = kind_of(block, path)
     if kind != "text":
-        raise unsupported(f"{path}.type", f"{shown(kind)} is not supported here; this server reads text")
+        instead = "images are a user's or a tool's" if kind == "image" else "send its text"
+        raise unsupported(f"{path}.type", f"{shown(kind)} is not supported here; {instead}")
     return read(_Text, block, path).text
 
 

@@ -71,12 +71,19 @@ def create_app(context: ServerContext) -> FastAPI:
         exception_handlers=dict.fromkeys((ApiError, NanovllmError, HTTPException, RequestValidationError), _tell),
     )
     app.state.settings, app.state.gate = settings, gate
+    app.state.max_body_bytes = lambda: settings.body_bytes(reads_images=_may_read_images(context))
     routers = [router(context) for router in ROUTERS]
     for router in routers:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
     app.openapi = lambda: _description(app, needs_key=settings.needs_key)  # type: ignore[method-assign]
     return app
+
+
+def _may_read_images(context: ServerContext) -> bool:
+    """Whether one of the models does, as far as anybody knows of those that have not been loaded."""
+    all_facts = [engine.facts for engine in context.models.engines().values()]
+    return any(facts is None or facts.vision is not None for facts in all_facts)
 
 
 async def build_routes(app: FastAPI) -> None:
@@ -95,10 +102,13 @@ async def _tell(request: Request, failure: Exception) -> Response:
     error = as_api_error(failure)
     if error.code == "unknown_path" and (meant := _meant(request)):
         error = ApiError(404, f"no such path; {meant} is one", code="unknown_path")
+    taken = ", ".join(_methods(request)) if error.status == 405 else ""
+    if taken:
+        error = ApiError(405, f"this path takes {taken}", code="method_not_allowed")
     exchange.error = error.label
     response = error_response(error, request.scope["path"], exchange.request_id)
-    if error.status == 405:
-        response.headers["allow"] = ", ".join(_methods(request))
+    if taken:
+        response.headers["allow"] = taken
     return response
 
 

@@ -45,6 +45,7 @@ from nanovllm_cli.server.messages import (
     encode,
 )
 from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.vision_spec import TokenIds
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -206,7 +207,8 @@ class EngineClient:
         stream = EngineStream(lambda: self._abort(request_id))
         self._note_arrival()
         self._streams[request_id] = stream
-        link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt))
+        images = list(prompt_ids.images) if isinstance(prompt_ids, TokenIds) else []
+        link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt, images))
         return stream
 
     async def embed(

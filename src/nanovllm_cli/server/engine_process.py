@@ -43,6 +43,7 @@ from nanovllm_cli.server.messages import (
     ToEngine,
 )
 from nanovllm_cli.server.outbox import Outbox
+from nanovllm_cli.vision_spec import TokenIds
 
 IDLE_SECONDS = 1.0
 
@@ -129,9 +130,8 @@ class Loop:
                 )
             else:
                 salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
-                self._engine.add(
-                    request_id, message.prompt_ids, message.params, priority=message.priority, cache_salt=salt
-                )
+                prompt = TokenIds(message.prompt_ids, message.images)
+                self._engine.add(request_id, prompt, message.params, priority=message.priority, cache_salt=salt)
             self._outbox.open(request_id)
         except NanovllmError as error:
             self._channel.send(Refused(message.request_id, type(error).__name__, error.message, error.hint))
@@ -152,6 +152,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         pooling=llm.pooling,
         has_head=llm.spec.has_head,
         ranks=llm.embedding.ranks,
+        vision=llm.vision,
     )
 
 

@@ -21,10 +21,11 @@ from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.engine.vectors import unit
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError, UsageError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
+from nanovllm_cli.server.chat_prompt import chat_prompt
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import (
@@ -40,16 +41,13 @@ from nanovllm_cli.server.ports import (
     Timings,
     Usage,
 )
-from nanovllm_cli.server.reading import json_text, template_variables
+from nanovllm_cli.server.reading import json_text
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
-from nanovllm_cli.text.chat_template import encode_chat, strings
-from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.reasoning import prompt_tail
 from nanovllm_cli.text.tool_calls import Tool, tools_of
+from nanovllm_cli.vision_spec import TokenIds
 
-TEXT_THREADS = 2
-_MOST_SHORTENED = 4
-"""Characters of a text that a normalizer may make one of."""
+TEXT_THREADS = IMAGE_THREADS = 2
 
 T = TypeVar("T")
 
@@ -62,10 +60,11 @@ class Generator:
         self._checks = checks
         self._observer = observer or Observer()
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "text")
+        self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "images")
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
-            prompt_ids = await self._in_thread(partial(chat_ids, work.model, asked))
+            prompt_ids = await self._chat_prompt(work.model, asked)
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
             known = work.model.format
@@ -100,7 +99,7 @@ class Generator:
 
     async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
         async with _Work(partial(self._models.peek, model), self._observer) as work:
-            return await self._in_thread(partial(chat_ids, work.model, asked))
+            return await self._chat_prompt(work.model, asked)
 
     async def embed(
         self,
@@ -156,6 +155,9 @@ class Generator:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
+    async def _chat_prompt(self, model: ServedModel, asked: ChatAsked) -> TokenIds:
+        return await chat_prompt(model, asked, self._text_threads, self._image_threads)
+
     def _using(self, model: str | None) -> _Work:
         return _Work(partial(self._models.use, model), self._observer)
 
@@ -178,7 +180,8 @@ class Generator:
             prompt_ids, params, priority=asked.priority, cache_salt=":".join(salts) if salts else None
         )
         watch = self._observer.accepted(work.model.id, operation, len(prompt_ids), params, caller)
-        return LiveGeneration(work.model, prompt_ids, stream, parsers, watch, work.keep())
+        # A copy, without the images: they need not wait for the end of the answer.
+        return LiveGeneration(work.model, list(prompt_ids), stream, parsers, watch, work.keep())
 
 
 class _Work:
@@ -362,46 +365,12 @@ def _failure(piece: Piece) -> ApiError:
     return ApiError(500, f"the answer failed: {piece.error}", code="generation_failed")
 
 
-def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
-    """The prompt of a conversation. Raises UsageError, TemplateError and ApiError."""
-    if not model.facts.has_head:
-        raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
-    if model.chat_template is None:
-        raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
-    kwargs = template_variables(asked.template_kwargs)
-    if asked.thinking is not None:
-        if model.thinking_switch is not None:
-            kwargs.setdefault(model.thinking_switch, asked.thinking)
-        elif asked.thinking and (model.format is None or model.format.reasoning is None):
-            raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
-    check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, asked.param)
-    try:
-        messages = template_messages(asked.messages, model.chat_template)
-    except NanovllmError as error:
-        raise ApiError.of(error, asked.param) from error
-    try:
-        return encode_chat(
-            model.tokenizer,
-            model.chat_template,
-            messages,
-            tools=template_tools(asked.tools, model.chat_template) if asked.tools and asked.tool_choice != "none" else None,
-            add_generation_prompt=not asked.continues,
-            continue_final_message=asked.continues,
-            most_tokens=model.facts.context_len,
-            variables=kwargs,
-        )
-    except PromptTooLongError as error:
-        raise too_long(error.prompt_len, error.limit, asked.param, at_least=True) from error
-    except TemplateError as error:
-        raise ApiError.of(error, asked.param) from error
-
-
 def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str, cut: int | None = None) -> list[int]:
     """cut: see `ServedModel.cut_to`. No more of a text is read than could be so many tokens."""
     if isinstance(prompt, str) and cut is not None:
-        prompt = prompt[: cut * model.tokenizer.longest_token * _MOST_SHORTENED]
+        prompt = prompt[: model.most_chars(cut)]
     elif isinstance(prompt, str):
-        check_length(len(prompt), model, param)
+        model.check_length(len(prompt), param)
         try:
             model.tokenizer.check_fits(prompt, model.facts.context_len)
         except PromptTooLongError as error:
@@ -412,14 +381,6 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str, cut: 
     if not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
         raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param=param)
     return ids if cut is None else model.tokenizer.truncated(ids, cut)
-
-
-def check_length(num_chars: int, model: ServedModel, param: str) -> None:
-    """Refuses what could not fit whatever its characters are: rendering and tokenizing megabytes takes minutes."""
-    limit = model.facts.context_len
-    least = num_chars // (model.tokenizer.longest_token * _MOST_SHORTENED)
-    if least >= limit:
-        raise too_long(least, limit, param, at_least=True)
 
 
 def _check_fits(ids: Sequence[int], model: ServedModel, param: str, room: int = 1) -> None:

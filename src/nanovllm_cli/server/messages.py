@@ -16,6 +16,7 @@ from nanovllm_cli.engine.outputs import FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import LogitBias, SamplingParams
+from nanovllm_cli.vision_spec import PlacedImage, VisionSpec
 
 HEADER = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
@@ -46,6 +47,7 @@ class Generate(Message):
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    images: list[PlacedImage] = []
 
 
 class Embed(Message):
@@ -68,7 +70,7 @@ class Abort(Message):
 class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. vector_size: numbers
     that it makes of a text. pooling: of texts that are embedded, where a request doesn't say. has_head: whether it answers at
-    all, and does not embed alone. ranks: whether it is a reranker, which does not even that."""
+    all, and does not embed alone. ranks: whether it is a reranker, which does not even that. vision: of one that reads images."""
 
     context_len: int
     vocab_size: int
@@ -83,6 +85,7 @@ class Facts(Message):
     pooling: Pooling = "mean"
     has_head: bool = True
     ranks: bool = False
+    vision: VisionSpec | None = None
 
 
 class Loading(Message):

@@ -19,13 +19,16 @@ from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import invalid_value
+from nanovllm_cli.server.api_error import invalid_value, too_long
 from nanovllm_cli.server.messages import Facts, Output
 from nanovllm_cli.text.answer_format import AnswerFormat
 from nanovllm_cli.text.chat_template import ChatTemplate, Message
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta, ToolChoice
 from nanovllm_cli.weights.scoring import Scoring
+
+_MOST_SHORTENED = 4
+"""Characters of a text that a normalizer may make one of."""
 
 
 class EngineState(StrEnum):
@@ -101,15 +104,27 @@ class ServedModel:
             raise invalid_value(f"texts are cut to between 1 and {limit} tokens, which -1 means too", "truncate_prompt_tokens")
         return limit if most == -1 else most
 
+    def most_chars(self, num_tokens: int) -> int:
+        """No text that has more of them is so few tokens."""
+        return num_tokens * self.tokenizer.longest_token * _MOST_SHORTENED
+
+    def check_length(self, num_chars: int, param: str) -> None:
+        """Refuses what could not fit whatever its characters are: rendering and tokenizing megabytes takes minutes."""
+        least, limit = num_chars // self.most_chars(1), self.facts.context_len
+        if least >= limit:
+            raise too_long(least, limit, param, at_least=True)
+
 
 class ModelCard(NamedTuple):
-    """A line of /v1/models. created: Unix seconds, when this server first had it. parent: the model that an adapter is for."""
+    """A line of /v1/models. created: Unix seconds, when this server first had it. parent: the model that an adapter is for.
+    reads_images: None until it was loaded once, as context_len is."""
 
     id: str
     created: int
     state: EngineState
     context_len: int | None
     parent: str | None = None
+    reads_images: bool | None = None
 
 
 class Models(Protocol):
@@ -150,7 +165,8 @@ class ChatAsked:
     thinking: None leaves it to the template. reasoning_budget: most tokens of reasoning; None sets no limit.
     continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
     whole_calls: for who does not stream: a call counts once it is complete, and is content where it turns out broken.
-    param: what the conversation is called in its client's request, for errors.
+    param: what the conversation is called in its client's request, for errors. image_paths: where the images of its messages are
+    in that request, in their order; empty where that is their place in `messages`.
     """
 
     messages: Sequence[Message]
@@ -168,6 +184,7 @@ class ChatAsked:
     priority: int = 0
     cache_salt: str | None = None
     param: str = "messages"
+    image_paths: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from nanovllm_cli.server.chat_turns import ChatTurns
+from nanovllm_cli.server.chat_turns import ChatTurns, Conversation, Picture, Said
 from nanovllm_cli.server.reading import described, invalid, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.schemas_common import ImageDetail
 from nanovllm_cli.text.tool_calls import is_object
 
 Item = dict[str, Any]
@@ -58,7 +59,12 @@ class _Refusal(_Part, tag="refusal"):
 
 
 class _InputImage(_Part, tag="input_image"):
-    pass
+    """image_url: a data URL. detail: without effect, an image is made the size that the model was trained with. file_id: no files
+    are kept here."""
+
+    image_url: str
+    detail: ImageDetail | None = None
+    file_id: None = None
 
 
 class _InputFile(_Part, tag="input_file"):
@@ -138,11 +144,12 @@ def _read_item(value: Any, path: str, token: str, find: Callable[[str], Item | N
 
 
 def _message(given: _Message, path: str) -> Item:
-    parts = _text_parts(given.content, f"{path}.content")
+    path = f"{path}.content"
     if given.role == "assistant":
-        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in parts]
+        texts = _texts(_kept(given.content, path), path)
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
     else:
-        content = [{"type": "input_text", "text": text} for text in parts]
+        content = _kept(given.content, path)
     return {"role": given.role, "content": content}
 
 
@@ -152,7 +159,9 @@ def _function_call(given: _FunctionCall, path: str) -> Item:
 
 
 def _function_call_output(given: _FunctionCallOutput, path: str) -> Item:
-    return {"call_id": given.call_id, "output": "\n".join(_text_parts(given.output, f"{path}.output"))}
+    output = _kept(given.output, f"{path}.output")
+    has_images = any(part["type"] == "input_image" for part in output)
+    return {"call_id": given.call_id, "output": output if has_images else "\n".join([part["text"] for part in output])}
 
 
 def _reasoning(given: _Reasoning, path: str) -> Item:
@@ -175,26 +184,46 @@ _KINDS: dict[str, tuple[str, type[Any], Callable[[Any, str], Item]]] = {
 _ITEM_SCHEMA = described(
     {kind: struct for kind, (_, struct, _) in _KINDS.items()} | {"item_reference": _Reference},
     default="message",
-    without=(_InputImage, _InputFile, _InputAudio),
+    without=(_InputFile, _InputAudio),
 )
 INPUT_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_ITEMS, "items": _ITEM_SCHEMA}]
 }
 
 
-def _text_parts(content: str | Sequence[_Part], path: str) -> list[str]:
+def _kept(content: str | Sequence[_Part], path: str) -> list[Item]:
+    """Parts as they are kept, each where it was."""
     if isinstance(content, str):
-        return [content]
-    texts = []
+        return [{"type": "input_text", "text": content}]
+    parts: list[Item] = []
     for place, part in enumerate(content):
         if isinstance(part, _InputText | _OutputText | _PlainText):
-            texts.append(part.text)
+            parts.append({"type": "input_text", "text": part.text})
         elif isinstance(part, _Refusal):
-            texts.append(part.refusal)
+            parts.append({"type": "input_text", "text": part.refusal})
+        elif isinstance(part, _InputImage):
+            parts.append({"type": "input_image", "image_url": part.image_url, "detail": part.detail or "auto", "file_id": None})
         else:
             kind = type(part).__struct_config__.tag
-            raise unsupported(f"{path}[{place}]", f"{kind} is not supported; this server reads text")
-    return texts
+            raise unsupported(f"{path}[{place}]", f"{kind} is not supported; this server reads text and images")
+    return parts
+
+
+def _texts(parts: Sequence[Item], path: str) -> list[str]:
+    for place, part in enumerate(parts):
+        if part["type"] == "input_image":
+            raise unsupported(f"{path}[{place}]", "an assistant shows no images; send them as the user's")
+    return [part["text"] for part in parts]
+
+
+def without_images(item: Item) -> Item:
+    """The same, without what images are made of."""
+    return {
+        name: [{**part, "image_url": None} if part["type"] == "input_image" else part for part in value]
+        if name in ("content", "output") and isinstance(value, list)
+        else value
+        for name, value in item.items()
+    }
 
 
 def sealed(text: str) -> str:
@@ -215,35 +244,45 @@ def opened(sealed_text: str) -> list[str]:
 # ---- as messages ----
 
 
-def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation, in OpenAI's form of chat messages, without calls that were cut off and nobody answers. Raises ApiError
-    400 for an output that answers no call, and where there is none."""
-    items = list(items)
-    answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
-    conversation = ChatTurns()
+def conversation_of(before: Sequence[Item], items: Sequence[Item], instructions: str | None = None) -> Conversation:
+    """Of what was said before, and of what a request brings, without calls that were cut off and nobody answers. Raises ApiError
+    400 for an output that answers no call, and where there is nothing."""
+    placed = [(item, None) for item in before] + [(item, f"input[{place}]") for place, item in enumerate(items)]
+    answered = {item["call_id"] for item, _ in placed if item["type"] == "function_call_output"}
+    turns = ChatTurns()
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     if instructions is not None:
-        conversation.say("system", instructions)
-    for item in items:
+        turns.say("system", instructions)
+    for item, path in placed:
         if item["type"] == "function_call":
             if _is_cut_off(item) and item["call_id"] not in answered:
                 continue
             names[item["call_id"]] = item["name"]
-            conversation.call(item["call_id"], item["name"], item["arguments"])
+            turns.call(item["call_id"], item["name"], item["arguments"])
         elif item["type"] == "function_call_output":
             if item["call_id"] not in names:
                 raise invalid("input", f"there is no function call {shown(item['call_id'])} for this output")
-            conversation.result(item["call_id"], names[item["call_id"]], item["output"])
-        else:
-            text = "\n".join([part["text"] for part in item["content"]])
-            if item["type"] == "message":
-                conversation.say(item["role"], text)
-            elif text:
-                conversation.say("assistant", text, "reasoning_content")
-    messages = conversation.messages()
-    if not messages:
+            turns.result(item["call_id"], names[item["call_id"]], _said(item["output"], path and f"{path}.output"))
+        elif item["type"] == "message":
+            turns.say(item["role"], _said(item["content"], path and f"{path}.content"))
+        elif text := "\n".join([part["text"] for part in item["content"]]):
+            turns.say("assistant", text, "reasoning_content")
+    conversation = turns.conversation()
+    if not conversation.messages:
         raise invalid("input", "must hold at least one item that says something")
-    return messages
+    return conversation
+
+
+def _said(content: str | Sequence[Item], path: str | None) -> Said:
+    """path: None for what this request does not bring itself."""
+    if isinstance(content, str):
+        return content
+    return [
+        Picture(part["image_url"], "previous_response_id" if path is None else f"{path}[{place}]")
+        if part["type"] == "input_image"
+        else part["text"]
+        for place, part in enumerate(content)
+    ]
 
 
 def _is_cut_off(call: Item) -> bool:

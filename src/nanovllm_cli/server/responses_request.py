@@ -64,6 +64,8 @@ def tools_of(body: InputTokensRequest) -> ToolsAsked:
 def _chosen(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
     if choice is None or choice in CHOICES:
         return checked_tools(tools, choice or "auto")
+    if isinstance(choice, str):
+        raise invalid("tool_choice", f"must be {', '.join(CHOICES)}, or an object that names a function")
     kind = kind_of(choice, "tool_choice")
     if kind == "function":
         return checked_tools(tools, read(_Named, choice, "tool_choice").name)

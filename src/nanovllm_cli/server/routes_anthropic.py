@@ -17,7 +17,7 @@ from nanovllm_cli.server.anthropic_errors import AnthropicErrorAnswer, anthropic
 from nanovllm_cli.server.anthropic_messages import chat_messages, chat_tools
 from nanovllm_cli.server.anthropic_stream import MessageBuilder, StreamEvent
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.chat_turns import ChatMessage
+from nanovllm_cli.server.chat_turns import Conversation
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
@@ -47,9 +47,9 @@ def router(context: ServerContext) -> APIRouter:
         form = _form(body)
         if form is not None:
             await context.check(form, "output_config.format")
-        messages = await off_loop(request, lambda: chat_messages(body.system, body.messages))
+        conversation = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.use(body.model) as model:
-            asked = _chat_asked(body, messages, body.sampling(model.default_params), form, model)
+            asked = _chat_asked(body, conversation, body.sampling(model.default_params), form, model)
             builder = MessageBuilder(model.id, shows_thinking=_thinking(body).display != "omitted")
         answering = _Answering(context, exchange, body, asked, builder)
         if not body.stream:
@@ -63,9 +63,9 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", responses=answers(CountAnswer))
     async def count_tokens(body: CountTokensRequest, request: Request, exchange: CurrentExchange) -> Response:
         _check_edits(body)
-        messages = await off_loop(request, lambda: chat_messages(body.system, body.messages))
+        conversation = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.peek(body.model) as model:
-            asked = _chat_asked(body, messages, SamplingParams(), _form(body), model)
+            asked = _chat_asked(body, conversation, SamplingParams(), _form(body), model)
             ids = await context.generates.encode_chat(body.model, asked)
             exchange.count(model.id, len(ids))
         return JsonResponse({"input_tokens": len(ids)})
@@ -132,7 +132,7 @@ class _JsonFormat(msgspec.Struct):
 
 def _chat_asked(
     body: CountTokensRequest,
-    messages: Sequence[ChatMessage],
+    conversation: Conversation,
     params: SamplingParams,
     form: Constraint | None,
     model: ServedModel,
@@ -141,7 +141,7 @@ def _chat_asked(
     thinking = _thinking(body)
     effort = body.output_config.effort if body.output_config is not None else None
     return ChatAsked(
-        messages,
+        conversation.messages,
         params,
         tools=tools,
         tool_choice=choice,
@@ -151,7 +151,8 @@ def _chat_asked(
         template_kwargs={} if effort is None else {"reasoning_effort": effort},
         thinking=_wants_thinking(thinking, model),
         reasoning_budget=_budget(thinking, model),
-        continues=messages[-1]["role"] == "assistant",
+        continues=conversation.messages[-1]["role"] == "assistant",
+        image_paths=conversation.image_paths,
     )
 
 

@@ -67,6 +67,8 @@ def _place(cards: Sequence[ModelCard], name: str, param: str) -> int:
 
 
 def _openai(card: ModelCard) -> Mapping[str, Any]:
+    """What nobody knows of a model that was never loaded is left out: clients take no null there."""
+    seen = {} if card.reads_images is None else {"architecture": {"input_modalities": ["text", *["image"] * card.reads_images]}}
     return {
         "id": card.id,
         "object": "model",
@@ -75,6 +77,7 @@ def _openai(card: ModelCard) -> Mapping[str, Any]:
         "parent": card.parent,
         "max_model_len": card.context_len,
         "state": card.state.value,
+        **seen,
     }
 
 

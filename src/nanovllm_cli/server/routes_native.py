@@ -21,7 +21,6 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
-from nanovllm_cli.server.generation import check_length
 from nanovllm_cli.server.logprobs import TextTokens, native_form
 from nanovllm_cli.server.merging import merged
 from nanovllm_cli.server.openai_answers import timings_fields
@@ -145,7 +144,7 @@ def _prompt(model: ServedModel, prompt: NativePrompt) -> str | list[int]:
     if isinstance(prompt, dict):
         return prompt["prompt_string"]
     limit = model.facts.context_len
-    check_length(sum(len(piece) for piece in prompt if isinstance(piece, str)), model, "prompt")
+    model.check_length(sum(len(piece) for piece in prompt if isinstance(piece, str)), "prompt")
     ids: list[int] = []
     for place, piece in enumerate(prompt):
         if len(ids) >= limit:

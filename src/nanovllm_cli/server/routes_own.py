@@ -148,7 +148,7 @@ def _props(served: ServedModel) -> dict[str, Any]:
         "chat_template": None if served.chat_template is None else served.chat_template.source,
         "bos_token": served.tokenizer.bos_token,
         "eos_token": served.tokenizer.eos_token,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": served.facts.vision is not None, "audio": False},
         "build_info": f"nanovllm {__version__}",
     }
 
@@ -199,6 +199,6 @@ def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
         raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
     variables = template_variables(body.chat_template_kwargs)
     template = served.chat_template
-    messages = template_messages(body.messages, template)
+    messages = template_messages(body.messages, template, None if served.facts.vision is None else [])
     tools = template_tools(body.tools, template) if body.tools else None
     return template.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)

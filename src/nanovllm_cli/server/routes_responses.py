@@ -24,7 +24,7 @@ from nanovllm_cli.server.errors import JsonResponse, as_api_error
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, Usage
 from nanovllm_cli.server.reading import invalid, off_loop, unsupported
-from nanovllm_cli.server.responses_items import Item, messages_of, read_items
+from nanovllm_cli.server.responses_items import Item, conversation_of, read_items, without_images
 from nanovllm_cli.server.responses_logprobs import ContentTokens
 from nanovllm_cli.server.responses_request import ToolsAsked, form_of, new_response, style_of, tools_of
 from nanovllm_cli.server.responses_store import ResponseStore, StoredResponse
@@ -32,6 +32,7 @@ from nanovllm_cli.server.responses_stream import ResponseBuilder, StreamEvent
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_responses import (
     DeletedAnswer,
+    Include,
     InputTokensAnswer,
     InputTokensRequest,
     ItemListAnswer,
@@ -40,6 +41,8 @@ from nanovllm_cli.server.schemas_responses import (
 )
 from nanovllm_cli.server.schemas_streams import ResponseErrorEvent, ResponseEvent
 from nanovllm_cli.server.sse import named_frame, while_connected
+
+_INCLUDE = "message.input_image.image_url: with images, which are null otherwise"
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ def router(context: ServerContext) -> APIRouter:
             num_top = _logprobs(body, tools)
             params = body.sampling(model, n=1, max_tokens=body.max_output_tokens, logprobs=num_top)
             asked = replace(
-                _chat_asked(body, [*before, *items], tools, form, params, model),
+                _chat_asked(body, before, items, tools, form, params, model),
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
             )
@@ -89,7 +92,7 @@ def router(context: ServerContext) -> APIRouter:
         tools = tools_of(body)
         form = await form_of(body, context)
         async with context.models.peek(body.model) as model:
-            asked = _chat_asked(body, [*before, *items], tools, form, SamplingParams(), model)
+            asked = _chat_asked(body, before, items, tools, form, SamplingParams(), model)
             ids = await context.generates.encode_chat(body.model, asked)
             exchange.count(model.id, len(ids))
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
@@ -113,6 +116,8 @@ def router(context: ServerContext) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
+        include: Annotated[list[Include] | None, Query(description=_INCLUDE)] = None,
+        included: Annotated[list[Include] | None, Query(alias="include[]", description="include, as clients write it")] = None,
     ) -> Response:
         items = list(found(response_id, exchange).input_items)
         if order == "desc":
@@ -123,6 +128,8 @@ def router(context: ServerContext) -> APIRouter:
                 raise invalid("after", "is not the id of an item of this response")
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
+        if "message.input_image.image_url" not in [*(include or ()), *(included or ())]:
+            page = list(map(without_images, page))
         first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
         more = len(items) > limit
         return JsonResponse({"object": "list", "data": page, "has_more": more, "first_id": first, "last_id": last})
@@ -225,6 +232,7 @@ async def _items(
 
 def _chat_asked(
     body: InputTokensRequest,
+    before: Sequence[Item],
     items: Sequence[Item],
     tools: ToolsAsked,
     form: Constraint | None,
@@ -232,8 +240,9 @@ def _chat_asked(
     model: ServedModel,
 ) -> ChatAsked:
     thinking, variables = style_of(body, model)
+    conversation = conversation_of(before, items, body.instructions)
     return ChatAsked(
-        messages_of(items, body.instructions),
+        conversation.messages,
         params,
         tools=tools.tools,
         tool_choice=tools.choice,
@@ -243,6 +252,7 @@ def _chat_asked(
         template_kwargs=variables,
         thinking=thinking,
         param="input",
+        image_paths=conversation.image_paths,
     )
 
 

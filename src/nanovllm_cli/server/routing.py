@@ -92,8 +92,9 @@ class ApiRoute(APIRoute):
 
     async def _read(self, request: Request) -> ApiRequest:
         assert self.body_field is not None
-        limits = request.app.state.settings
-        body = await read_body(request, request.app.state.gate, limits.max_body_bytes, limits.body_seconds)
+        state = request.app.state
+        limits, max_bytes = state.settings, state.max_body_bytes()
+        body = await read_body(request, state.gate, max_bytes, limits.body_seconds)
         value = parse_json(body, limits.max_json_depth)
         model, problems = self.body_field.validate(value, loc=("body",))
         if problems:

@@ -6,7 +6,7 @@ cannot be done are refused by name (`Unsupported`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -60,6 +60,8 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=SHORT)]
 TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 JsonObject = dict[str, Any]
+ImageDetail = Literal["auto", "low", "high", "original"]
+"""OpenAI's. An image is made the size that a model was trained with, whatever is said."""
 
 
 def explained(text: str) -> WrapValidator:

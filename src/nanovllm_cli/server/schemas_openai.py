@@ -19,6 +19,7 @@ from nanovllm_cli.server.schemas_common import (
     OPEN,
     STOP_BESIDE_TOOLS,
     ChosenByModel,
+    ImageDetail,
     JsonObject,
     ModelName,
     Priority,
@@ -53,11 +54,21 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_leng
 
 
 @with_config(OPEN)
+class ImageUrl(TypedDict, total=False):
+    """url: a data URL with the image in base64; none is opened. detail: without effect, an image is made the size that the model
+    was trained with."""
+
+    url: Required[str]
+    detail: ImageDetail | None
+
+
+@with_config(OPEN)
 class ContentPart(TypedDict, total=False):
-    """Of a message. Which kinds can be read is said by text/messages.py."""
+    """Of a message. Which kinds can be read is said by text/content_parts.py."""
 
     type: Required[ShortText]
     text: str
+    image_url: str | ImageUrl | None
 
 
 @with_config(OPEN)

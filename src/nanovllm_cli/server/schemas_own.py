@@ -74,7 +74,13 @@ class ApplyTemplateAnswer(BaseModel):
     prompt: str
 
 
+class Architecture(BaseModel):
+    input_modalities: list[Literal["text", "image"]]
+
+
 class ModelAnswer(BaseModel):
+    """architecture: OpenRouter's, tells clients whether they may send images; left out until the model was loaded once."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -82,6 +88,7 @@ class ModelAnswer(BaseModel):
     parent: str | None
     max_model_len: int | None
     state: str
+    architecture: Architecture | None = None
 
 
 class ModelsAnswer(BaseModel):

@@ -2,8 +2,9 @@
 
 Harmless, and without effect: metadata, user, safety_identifier and service_tier (sent back), prompt_cache_key and
 prompt_cache_retention (prompts are cached by what is in them), max_tool_calls (it counts hosted tools, and there are none),
-reasoning.summary (reasoning is sent in full, as reasoning_text), and what `include` lists of hosted tools. What cannot be done
-is 400 by name. Fields that nobody knows are let by.
+reasoning.summary (reasoning is sent in full, as reasoning_text), what `include` lists of hosted tools and of images (a response
+has none; the list of its input does), and an image's detail. What cannot be done is 400 by name. Fields that nobody knows are let
+by.
 """
 
 from __future__ import annotations

@@ -99,6 +99,10 @@ class _Slot:
     def context_len(self) -> int | None:
         return self.engine.facts.context_len if self.engine.facts is not None else None
 
+    @property
+    def reads_images(self) -> bool | None:
+        return self.engine.facts.vision is not None if self.engine.facts is not None else None
+
     def admit(self) -> None:
         self.users += self.waiting
         self.waiting.clear()
@@ -155,7 +159,9 @@ class ServedModels:
 
     def cards(self) -> list[ModelCard]:
         return [
-            ModelCard(name, slot.created, self._state_of(slot), slot.context_len, adapter and slot.settings.names[0])
+            ModelCard(
+                name, slot.created, self._state_of(slot), slot.context_len, adapter and slot.settings.names[0], slot.reads_images
+            )
             for name, (slot, adapter) in self._by_name.items()
         ]
 

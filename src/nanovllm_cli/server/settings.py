@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.keys import KeyFile, check_keys
 
+TEXTS_BODY, IMAGES_BODY = 16 << 20, 64 << 20
+"""The longest context has a few megabytes of text. OpenAI takes 50 megabytes with images."""
 _OPTIONS = {
     "max_body_bytes": "--max-body",
     "max_requests": "--max-requests",
@@ -28,9 +30,10 @@ class ServeSettings:
     api_keys, key_file: who may ask; without both everybody, which is refused beyond this machine. allowed_hosts: names in `Host`
     besides this machine's own and `host` (`*` is any). cors_origins: whose pages may read answers; none by default.
 
-    max_*: what one request may cost, and how many are under way at once (more are answered 429). *_seconds: how long a request
-    may take to arrive, a connection to lie idle, a client not to read, an answer to take in all (None sets no limit), running
-    answers to finish after SIGTERM; ping_seconds: between comments on a silent stream.
+    max_*: what one request may cost, and how many are under way at once (more are answered 429); max_body_bytes: None is
+    TEXTS_BODY, or IMAGES_BODY where a model reads images. *_seconds: how long a request may take to arrive, a connection to lie
+    idle, a client not to read, an answer to take in all (None sets no limit), running answers to finish after SIGTERM;
+    ping_seconds: between comments on a silent stream.
     """
 
     host: str = "127.0.0.1"
@@ -43,7 +46,7 @@ class ServeSettings:
     key_file: KeyFile | None = None
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int | None = None
     max_header_bytes: int = 32 << 10
     max_json_depth: int = 64
     max_requests: int = 512
@@ -71,12 +74,17 @@ class ServeSettings:
                 "say who may by --api-key or --api-key-file, or leave --host out",
             )
         for name in ("max_body_bytes", "max_header_bytes", "max_json_depth", "max_requests"):
-            if getattr(self, name) < 1:
+            bound = getattr(self, name)
+            if bound is not None and bound < 1:
                 raise UsageError(f"{_OPTIONS.get(name, name)} must be at least 1")
         times = ("header_seconds", "body_seconds", "idle_seconds", "write_seconds", "drain_seconds", "ping_seconds")
         for name in times if self.request_seconds is None else (*times, "request_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{_OPTIONS.get(name, name)} must be a number of seconds, more than 0")
+
+    def body_bytes(self, *, reads_images: bool) -> int:
+        """Most of a request's body."""
+        return self.max_body_bytes or (IMAGES_BODY if reads_images else TEXTS_BODY)
 
     @property
     def needs_key(self) -> bool:

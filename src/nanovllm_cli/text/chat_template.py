@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import jinja2
 
 from nanovllm_cli.errors import TemplateError, UsageError
+from nanovllm_cli.text.image_tokens import with_images, with_marks
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 
 Message = Mapping[str, Any]
 
@@ -37,7 +39,7 @@ class ChatPrompt(NamedTuple):
     """A rendered conversation and its ids."""
 
     text: str
-    ids: list[int]
+    ids: TokenIds
 
 
 class ChatTemplate:
@@ -135,6 +137,8 @@ def prepare_chat(
     continue_final_message: bool = False,
     now: datetime | None = None,
     most_tokens: int | None = None,
+    images: Sequence[Image] = (),
+    vision: VisionSpec | None = None,
     **kwargs: Any,
 ) -> ChatPrompt:
     """Renders and tokenizes. No string of the caller can become a control token, also not in pieces.
@@ -142,7 +146,8 @@ def prepare_chat(
     Every control token begins with one of few characters. In the caller's strings those are replaced, one for one, by
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
     text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
-    them. most_tokens: a text that has far more is not read to its end, see `Tokenizer.check_fits`.
+    them. most_tokens: a text that has far more is not read to its end, see `Tokenizer.check_fits`. images: those of the
+    messages' parts, in their order; vision: of the model that sees them.
     """
     inputs = _plain({"messages": _plain_messages(messages), "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)
@@ -157,9 +162,12 @@ def prepare_chat(
         **veiled["kwargs"],
     )
     text, plain_at = veil.lift(text)
+    if vision is not None and images:
+        text, plain_at = with_marks(text, plain_at, vision, len(images))
     if most_tokens is not None:
         tokenizer.check_fits(text, most_tokens)
-    return ChatPrompt(text, tokenizer.encode_guarded(text, plain_at))
+    ids = tokenizer.encode_guarded(text, plain_at)
+    return ChatPrompt(text, with_images(ids, tokenizer, vision, images) if vision is not None and images else TokenIds(ids))
 
 
 def encode_chat(
@@ -169,7 +177,7 @@ def encode_chat(
     *,
     variables: Mapping[str, Any] | None = None,
     **options: Any,
-) -> list[int]:
+) -> TokenIds:
     """The ids of `prepare_chat`. variables: of the template, from somebody who may ask for anything. Raises UsageError as well
     where they are not the template's own."""
     check_variables(variables or ())

@@ -16,56 +16,50 @@ from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any
 
-from nanovllm_cli.errors import TemplateError, UnsupportedError, UsageError
+from nanovllm_cli.errors import TemplateError, UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.content_parts import Content, ImagePart, content_of, take_images, together
 from nanovllm_cli.text.tool_calls import LETTERS
 from nanovllm_cli.text.tool_formats import tool_format
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _INSTRUCT = frozenset({"system", "developer"})
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_OTHER_PARTS = {
-    "image_url": "images",
-    "input_image": "images",
-    "image": "images",
-    "input_audio": "audio",
-    "audio": "audio",
-    "video_url": "video",
-    "video": "video",
-    "file": "files",
-    "input_file": "files",
-}
 _KEEPS_NULL = re.compile(r"[.'\"]content['\"\]]*\s+is\s+not\s+none")
 _EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _RESULTS = "tool_responses"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
-    """The conversation as `template` wants it.
+def template_messages(messages: Any, template: ChatTemplate, images: list[ImagePart] | None = None) -> list[dict[str, Any]]:
+    """The conversation as `template` wants it. images: gets those that messages have, in their order; None where there may be
+    none.
 
-    Text parts become one text, a line each. Arguments become objects, or text where the template wants that; those of a call
-    that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the same for a call and its
-    result. Where it writes one call a message, each call of several gets a message of its own, and its result behind it. Where it
-    writes content behind calls, what was said before them is a message of its own; where it wants results in the message of their
-    calls, they are there. Where it refuses two messages of a role in a row, or leaves one out, they become one; where it does so
-    with a system's, that is the beginning of the user's behind it, or a user's by itself. Behind the first, a developer's that it
-    leaves out is a system's. Where it wants an answer between a tool's result and a user's message, there is an empty one.
+    Text parts become one text, a line each; beside images they stay parts. Arguments become objects, or text where the template
+    wants that; those of a call that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the
+    same for a call and its result. Where it writes one call a message, each call of several gets a message of its own, and its
+    result behind it. Where it writes content behind calls, what was said before them is a message of its own; where it wants
+    results in the message of their calls, they are there. Where it refuses two messages of a role in a row, or leaves one out,
+    they become one; where it does so with a system's, that is the beginning of the user's behind it, or a user's by itself.
+    Behind the first, a developer's that it leaves out is a system's. Where it wants an answer between a tool's result and a
+    user's message, there is an empty one.
 
-    Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
+    Raises UsageError for what is not a conversation, UnsupportedError for parts of other kinds.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UsageError("messages must be a list of objects")
     if not messages:
         raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
-    plain = [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
+    plain = [_message(message, f"messages[{place}]", template, images) for place, message in enumerate(messages)]
     if any(len(message.get("tool_calls", ())) > 1 for message in plain) and writes_one_call(template):
         plain = _one_call_each(plain)
     if any("tool_calls" in message and message["content"] for message in plain) and writes_content_last(template):
         plain = [part for message in plain for part in _content_first(message)]
     if any(message["role"] == "tool" for message in plain) and wants_results_within(template):
         plain = _results_within(plain)
-    return _in_turns(plain, template)
+    plain = _in_turns(plain, template)
+    if images is not None:
+        images += take_images(plain)
+    return plain
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -82,7 +76,7 @@ def _tool(tool: Mapping[str, Any], needed: frozenset[str]) -> dict[str, Any]:
     return {**tool, "function": {**said, **{name: _EMPTY[name] for name in _EMPTY if name in needed - said.keys()}}}
 
 
-def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
+def _message(message: Any, where: str, template: ChatTemplate, images: list[ImagePart] | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{where} is not an object with a role and a content")
     plain = {name: value for name, value in message.items() if value is not None}
@@ -94,7 +88,7 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
         plain["tool_calls"] = _calls(calls, where, template)
     content = plain.get("content")
     if content is not None:
-        plain["content"] = _text(content, where)
+        plain["content"] = content_of(content, where, reads_images=images is not None)
     elif calls and _KEEPS_NULL.search(template.source):
         plain["content"] = None
     else:
@@ -112,30 +106,6 @@ def _role(role: Any, where: str, source: str) -> str:
     if role == "developer" and role not in source:
         return "system"
     return "tool" if role == "function" else role
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise UsageError(f"the content of {where} is neither text nor a list of parts")
-    return "\n".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if isinstance(kind, str) and kind in _OTHER_PARTS:
-        raise UnsupportedError(
-            f"{where} is of type {kind!r}: models here read no {_OTHER_PARTS[kind]}", "send its text instead"
-        )
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise UsageError(f"{where} is no part of a message", 'write {"type": "text", "text": "…"}')
-    text = part.get(_TEXT_PARTS[kind])
-    if not isinstance(text, str):
-        raise UsageError(f"{where} has no {_TEXT_PARTS[kind]}", 'write {"type": "text", "text": "…"}')
-    return text
 
 
 def _calls(calls: Any, where: str, template: ChatTemplate) -> list[dict[str, Any]]:
@@ -242,7 +212,7 @@ def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[di
     if _INSTRUCT.isdisjoint(roles) and not any(map(_may_be_refused, messages, messages[1:])):
         return messages
     refused = refused_turns(template)
-    turns: list[tuple[dict[str, Any], list[str]]] = []  # with texts that are joined once: there may be 100,000 of them
+    turns: list[tuple[dict[str, Any], list[Content]]] = []  # with texts that are joined once: there may be 100,000 of them
     for message in _with_roles_that_are_read(messages, refused):
         turn, texts = message, [message["content"]]
         while turns and _are_one(turns[-1][0], turn, refused, at_start=len(turns) == 1):
@@ -250,7 +220,7 @@ def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[di
             texts_before += texts
             turn, texts = turn if turn["role"] == "user" else before, texts_before
         turns.append((turn, texts))
-    joined = [turn if len(texts) == 1 else {**turn, "content": "\n\n".join(texts)} for turn, texts in turns]
+    joined = [turn if len(texts) == 1 else {**turn, "content": together(texts)} for turn, texts in turns]
     return list(_with_answers(joined)) if "user behind a result" in refused else joined
 
 

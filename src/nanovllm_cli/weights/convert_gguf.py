@@ -168,7 +168,9 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
         rope = replace(attention.rope, interleaved=family.interleaved_gguf)
         if attention.latent is not None and rope.scaling == "yarn" and rope.mscale_all_dim:
             rope = _of_one_share(rope)
-        return sayable_in_gguf(rope, context_length, truncate=family.gguf_truncates)
+        found = sayable_in_gguf(rope, context_length, truncate=family.gguf_truncates)
+        has_sections = "rope.dimension_sections" in keys
+        return found._replace(spec=replace(found.spec, sections=rope.sections, woven=rope.woven)) if has_sections else found
     if keys.get("rope.scaling.finetuned", True) and (spec.entry is None or not spec.entry.positions):
         raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     return SayableRope(RopeSpec(attention.head_dim), [])

@@ -25,6 +25,8 @@ _SETTINGS = {
     MODULES,
     PROMPTS,
     "sentence_bert_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "config.json",
     "generation_config.json",
     "tokenizer.json",

@@ -1,0 +1,131 @@
+"""What the images of a step become: rows in the place of tokens' embeddings, and rotary positions.
+
+A tower is loaded when the first image comes, so that who sends none neither waits nor gives memory for it. It computes one image
+at a time, whatever step that is part of; what it made of the last images is kept, for the next part of a prompt, its next turn,
+and whoever comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from nanovllm_cli.batch import ImageRows
+from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.images.sizes import most_rows
+from nanovllm_cli.models.tower import Tower, TowerRows, work_bytes
+from nanovllm_cli.vision_spec import Image, PlacedImage, VisionSpec
+from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
+
+logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 256 << 20
+
+
+class Sight:
+    """load: gives the tower. num_bytes: what it takes at the most, with an image of the largest size in it. num_computed: images
+    so far."""
+
+    def __init__(self, spec: VisionSpec, load: Callable[[], Tower], num_bytes: int) -> None:
+        self.spec = spec
+        self.num_bytes = num_bytes
+        self._load = load
+        self._tower: Tower | None = None
+        self.num_computed = 0
+        self._kept: OrderedDict[bytes, TowerRows] = OrderedDict()
+
+    def rows(self, scheduled: Sequence[Scheduled]) -> ImageRows | None:
+        """Of a step's tokens; None where none stands for an image."""
+        if not any(share.images for share in scheduled):
+            return None
+        first = 0
+        places: list[np.ndarray] = []
+        found: list[list[torch.Tensor]] = []
+        for share in scheduled:
+            for placed in share.images:
+                place, index = _rows_of(placed, share)
+                if len(index):
+                    made, taken = self._made(placed.image), torch.from_numpy(index)
+                    places.append(first + place)
+                    found.append([each[taken.to(each.device)] for each in (made.rows, *made.deep)])
+            first += len(share.token_ids)
+        if not places:
+            return None
+        values, *deep = (torch.cat(each) for each in zip(*found, strict=True))
+        return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep))
+
+    def _made(self, image: Image) -> TowerRows:
+        made = self._kept.pop(image.digest, None)
+        if made is None:
+            if self._tower is None:
+                self._tower = self._load()
+            start = time.monotonic()
+            made = self._tower(image)
+            self.num_computed += 1
+            logger.info(
+                "an image of %d x %d pixels: %d tokens in %.2f s",
+                image.width, image.height, len(made.rows), time.monotonic() - start,
+            )  # fmt: skip
+        self._kept[image.digest] = made
+        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return made
+
+
+def sight_of(checkpoint: Checkpoint, most_tokens: int, dtype: torch.dtype, device: torch.device) -> Sight | None:
+    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. Raises
+    CheckpointError and UnsupportedError for a tower that nothing can be made of."""
+    spec = read_vision(checkpoint)
+    if spec is None:
+        return None
+    spec = spec.limited(most_tokens)
+    check_tower(checkpoint, spec)
+
+    def load() -> Tower:
+        with open_checkpoint(checkpoint.path) as again:
+            return load_tower(again, spec, dtype, device)
+
+    work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
+    return Sight(spec, load, vision_bytes(spec, dtype) + work)
+
+
+def _num_bytes(made: TowerRows) -> int:
+    return sum(each.nbytes for each in (made.rows, *made.deep))
+
+
+def _rows_of(placed: PlacedImage, share: Scheduled) -> tuple[np.ndarray, np.ndarray]:
+    """Places among the share's tokens of those that stand for a part of the image, and which row of the tower's that is."""
+    first, behind = max(placed.start, share.start), min(placed.end, share.start + len(share.token_ids))
+    line, column = np.divmod(np.arange(first, behind) - placed.start, placed.columns + placed.ends_lines)
+    is_part = column < placed.columns
+    return np.arange(first, behind)[is_part] - share.start, (line * placed.columns + column)[is_part]
+
+
+def rotary_positions(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.ndarray:
+    """[T] int64, or [3, T] where tokens stand for images with a grid: see `Batch`. places [T]: theirs in their sequences."""
+    shifts = [share.shift for share in scheduled]
+    if any(shifts):
+        places = places + np.repeat(np.array(shifts, np.int64), [len(share.token_ids) for share in scheduled])
+    if not any(placed.has_grid for share in scheduled for placed in share.images):
+        return places
+    positions = np.repeat(places[None], 3, axis=0)
+    first = 0
+    for share in scheduled:
+        behind = first + len(share.token_ids)
+        shift = share.shift
+        for placed in share.images:
+            if not placed.has_grid:
+                continue
+            begin, end = (min(max(at - share.start, 0), len(share.token_ids)) + first for at in (placed.start, placed.end))
+            line, column = np.divmod(np.arange(begin, end) - first + share.start - placed.start, placed.columns)
+            positions[:, begin:end] = placed.start + shift + np.stack([np.zeros_like(line), line, column])
+            positions[:, end:behind] += placed.extent - placed.num_tokens
+            shift += placed.extent - placed.num_tokens
+        first = behind
+    return positions

@@ -1,0 +1,140 @@
+"""An image's bytes, made into the pixels that a tower takes.
+
+Anybody may have sent them: what Pillow raises becomes a typed error here, and what would take it long is found before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cache
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.images.sizes import MAX_ASPECT, fitted
+from nanovllm_cli.images.source import image_bytes, kind_of, no_image
+from nanovllm_cli.vision_spec import Image, VisionSpec
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
+_MAX_PARTS = 100
+_REMEMBERED_BYTES = 64 << 20
+_JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")  # of those that begin a segment with a length, or end the image
+
+
+def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Image]:
+    """What a model sees of images as clients sent them, each with what an error calls it; see `image_bytes`."""
+    return [] if spec is None else [_recent.read(url, spec, where) for url, where in sent]
+
+
+class _Recent:
+    """Images that were read last: a conversation brings its own again with each turn, and a photograph takes a fifth of a second.
+    By a digest of what was sent, which may be twenty times as long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._images: OrderedDict[tuple[bytes, VisionSpec], Image] = OrderedDict()
+
+    def read(self, url: str, spec: VisionSpec, where: str) -> Image:
+        key = hashlib.blake2b(url.encode("utf-8", "surrogatepass")).digest(), spec
+        with self._lock:
+            image = self._images.pop(key, None)
+        if image is None:
+            image = read_image(image_bytes(url, where), spec, where)
+        with self._lock:
+            self._images[key] = image
+            while sum(len(each.pixels) for each in self._images.values()) > _REMEMBERED_BYTES:
+                self._images.popitem(last=False)
+        return image
+
+
+_recent = _Recent()
+
+
+def read_image(data: bytes, spec: VisionSpec, where: str) -> Image:
+    """What a model sees of a file: upright, its first frame, of the size that the model wants. where: what an error calls it.
+
+    Raises UsageError for what is no image, is damaged, or has more than MAX_PIXELS or an aspect of more than MAX_ASPECT.
+    """
+    kind = kind_of(data)
+    if kind is None:
+        raise no_image(where, data)
+    if kind == "jpeg" and _is_slow(data):
+        raise UsageError(f"{where} is a JPEG of more than {_MAX_PARTS} parts", "save it again, as a plain JPEG")
+    picture = _decoded(data, kind, where)
+    from PIL.Image import Resampling
+
+    height, width = fitted(spec.size, picture.height, picture.width)
+    pixels = picture.resize((width, height), Resampling[spec.size.resample.upper()]).tobytes()
+    return Image.of(height, width, pixels)
+
+
+def _decoded(data: bytes, kind: str, where: str) -> Picture:
+    """Upright and in RGB. `kind` alone is tried: Pillow knows fifty more, which are not for strangers' bytes."""
+    from PIL import Image as pillow
+    from PIL import ImageOps
+
+    _hush()
+    try:
+        with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
+            _check_size(picture.width, picture.height, where)
+            ImageOps.exif_transpose(picture, in_place=True)
+            return _rgb(picture)
+    except UsageError:
+        raise
+    except pillow.DecompressionBombError:  # Pillow's own bound lies beyond ours
+        raise _too_many_pixels(where) from None
+    except Exception as failure:  # any: which ones a damaged file leads to is not written down anywhere
+        raise UsageError(f"{where} is damaged: it can't be decoded as {kind.upper()}", "save or send it again") from failure
+
+
+def _is_slow(data: bytes) -> bool:
+    """Whether a JPEG is made to keep a server busy. A pass over all pixels for each scan, which need not have 100 bytes; and a
+    copy of all EXIF data for each piece of it. Photographs have a dozen scans at most, and one such piece."""
+    if data.count(b"Exif\0\0") > _MAX_PARTS:
+        return True
+    scans, place = 0, 2
+    while scans <= _MAX_PARTS and (found := _JPEG_MARKER.search(data, place)):
+        if found[1] == b"\xd9":
+            break
+        scans += found[1] == b"\xda"
+        place = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+    return scans > _MAX_PARTS
+
+
+def _check_size(width: int, height: int, where: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise _too_many_pixels(where)
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise UsageError(
+            f"{where} has {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other", "cut it into pieces"
+        )
+
+
+def _too_many_pixels(where: str) -> UsageError:
+    return UsageError(f"{where} has more than {MAX_PIXELS >> 20} million pixels", "make it smaller; models see far fewer")
+
+
+def _rgb(picture: Picture) -> Picture:
+    from PIL import Image as pillow
+
+    if picture.mode == "I;16":  # its upper bytes, as Pillow reads colours of 16 bits; what it makes of such greys is white
+        return pillow.frombytes("L", picture.size, picture.tobytes()[1::2]).convert("RGB")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    # on white, as transformers' image processors put it, and viewers mostly do
+    picture = picture.convert("RGBA")
+    return pillow.alpha_composite(pillow.new("RGBA", picture.size, "white"), picture).convert("RGB")
+
+
+@cache
+def _hush() -> None:
+    """What Pillow warns of in a damaged file goes to nobody's standard error. Once, as threads share the filters of warnings."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -1,0 +1,266 @@
+"""Vision towers: an image becomes rows that a decoder reads in the place of tokens. One class for all families (`TowerSpec`), in
+plain torch, on the device and in the type of its weights; norms, softmax and rotary angles are computed in float32.
+
+An image is computed alone, so that what comes of it depends on nothing else. Patches lie cell by cell throughout, so that what a
+projector joins lies together, and where layers have windows, window by window; no mask is needed.
+
+Nothing here reads files or configs (towers.py, weights/vision.py), or makes an image's size fit (images/).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from nanovllm_cli.models.tower_attention import Windows, attention
+from nanovllm_cli.vision_spec import Image, TowerSpec
+
+ROWS_TOGETHER = 8192
+"""Of an MLP, whose inner rows are several times as wide: more of them at once only take memory."""
+
+ROWS_KEPT = 17
+"""As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+}
+
+
+class TowerRows(NamedTuple):
+    """rows [n, out_size], for cells of an image line by line. deep: the same for each of the spec's `deep`."""
+
+    rows: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+
+class _Grid(NamedTuple):
+    """Of an image in cells. order [n]: the cells, window by window; None: line by line. windows: (how many, patches in each),
+    those of one size together, if the tower has any."""
+
+    lines: int
+    columns: int
+    order: torch.Tensor | None
+    windows: tuple[tuple[int, int], ...]
+
+
+class Tower:
+    """tensors: by our names (`tower_shapes`), on one device, norms in float32 and all others in one type. mean, std: see
+    `VisionSpec`."""
+
+    def __init__(
+        self,
+        spec: TowerSpec,
+        tensors: Mapping[str, torch.Tensor],
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+    ) -> None:
+        self.spec = spec
+        self._tensors = tensors
+        self._activation = ACTIVATIONS[spec.activation]
+        self._dtype, self._device = tensors["patch.weight"].dtype, tensors["patch.weight"].device
+        self._mean, self._std = (torch.tensor(each, device=self._device).view(3, 1) for each in (mean, std))
+
+    def __call__(self, image: Image) -> TowerRows:
+        """The image's sides are multiples of the spec's `cell`."""
+        spec = self.spec
+        grid = self._grid(image)
+        x = self._patches(image, grid)
+        if spec.pre_norm:
+            x = self._norm("pre_norm", x)
+        turns = self._turns(grid)
+        everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x)
+        if spec.window:
+            inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x)
+        deep: list[torch.Tensor] = []
+        for i in range(spec.num_layers):
+            attend = everywhere if i in spec.full else inside
+            qkv = self._linear(f"layers.{i}.qkv", self._norm(f"layers.{i}.attention_norm", x))
+            x += self._linear(f"layers.{i}.out", attend(qkv))
+            x += self._mlp(f"layers.{i}", self._norm(f"layers.{i}.mlp_norm", x))
+            if i in spec.deep:
+                name = f"deep.{len(deep)}"
+                deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
+        if spec.post_norm:
+            x = self._norm("post_norm", x)
+        return TowerRows(_line_by_line(self._projected(x), grid), tuple(_line_by_line(each, grid) for each in deep))
+
+    def _grid(self, image: Image) -> _Grid:
+        cell = self.spec.cell
+        assert image.height % cell == image.width % cell == 0
+        assert len(image.pixels) == 3 * image.height * image.width
+        lines, columns = image.height // cell, image.width // cell
+        order, sizes = _windows(lines, columns, self.spec.window) if self.spec.window else (None, ())
+        windows = tuple((count, cells * self.spec.merge**2) for count, cells in sizes)
+        return _Grid(lines, columns, order, windows)
+
+    def _turns(self, grid: _Grid) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Windows`. Angles are computed in float64, on the host."""
+        merge, dim, theta = self.spec.merge, self.spec.head_dim, self.spec.theta
+        lines, columns = grid.lines * merge, grid.columns * merge
+        if theta is None:
+            none = torch.empty(lines * columns, 0, device=self._device)
+            return none, none
+        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        of_lines, of_columns = frequencies[0::2], frequencies[1::2] if self.spec.dealt else frequencies[0::2]
+        line = (torch.arange(lines)[:, None] * of_lines)[:, None].expand(-1, columns, -1)
+        column = (torch.arange(columns)[:, None] * of_columns).expand(lines, -1, -1)
+        angles = _cell_by_cell(torch.cat([line, column], dim=-1), merge, grid.order).view(-1, dim // 2)
+        return angles.cos().to(self._device, torch.float32), angles.sin().to(self._device, torch.float32)
+
+    def _patches(self, image: Image, grid: _Grid) -> torch.Tensor:
+        """[patches, hidden_size]."""
+        spec = self.spec
+        side, merge = spec.patch_size, spec.merge
+        lines, columns = grid.lines * merge, grid.columns * merge
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
+        patches = pixels.view(lines, side, columns, side, 3).permute(0, 2, 4, 1, 3).reshape(lines, columns, -1)
+        values = _cell_by_cell(patches, merge, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
+        values = ((values - self._mean) / self._std).flatten(1).to(self._dtype)
+        x = self._linear("patch", values)
+        if not spec.positions:
+            return x
+        rows = math.isqrt(spec.positions)
+        table = self._tensors["positions.weight"].to(torch.float32).view(rows, rows, -1)
+        if (rows, rows) != (lines, columns):
+            planes = table.permute(2, 0, 1)[None]
+            table = functional.interpolate(planes, (lines, columns), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
+        return x + _cell_by_cell(table, merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+
+    def _mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for first in range(0, len(x), ROWS_TOGETHER):
+            inner = self._linear(f"{name}.up", x[first : first + ROWS_TOGETHER])
+            if self.spec.gated:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = self._activation(gate) * up
+            else:
+                inner = self._activation(inner)
+            made.append(self._linear(f"{name}.down", inner))
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _projected(self, x: torch.Tensor) -> torch.Tensor:
+        """[patches, hidden_size] -> [cells, out_size]."""
+        eps = self.spec.projector_eps
+        if self.spec.projector == "pooled":
+            means = x.view(-1, self.spec.merge**2, x.shape[-1]).to(torch.float32).mean(dim=1)
+            return self._linear("projector.out", self._norm("projector.norm", means, eps))
+        x = self._joined(self._norm("projector.norm", x, eps))
+        if self.spec.projector == "patch_merger":
+            x = self._linear("projector.join", x)
+        return self._two_layers("projector", x)
+
+    def _joined(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, self.spec.merge**2 * x.shape[-1])
+
+    def _two_layers(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(f"{name}.down", functional.gelu(self._linear(f"{name}.up", x)))
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
+
+    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        """A layer norm is one that has a bias. eps: the spec's, if not given."""
+        gain, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
+        x, eps = x.to(torch.float32), self.spec.eps if eps is None else eps
+        if bias is None:
+            return functional.rms_norm(x, gain.shape, gain, eps).to(self._dtype)
+        return functional.layer_norm(x, gain.shape, gain, bias, eps).to(self._dtype)
+
+
+def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
+    """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
+    layers.{i}.up: gate and up, where it is gated. What joins a cell reads its patches behind each other, line by line."""
+    hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.merge**2 * spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
+        shapes[f"{name}.weight"] = (out, width)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+
+    def norm(name: str, width: int = hidden, kind: str = spec.norm) -> None:
+        shapes[f"{name}.weight"] = (width,)
+        if kind == "layer":
+            shapes[f"{name}.bias"] = (width,)
+
+    matrix("patch", hidden, 3 * spec.patch_size**2, spec.patch_bias)
+    if spec.positions:
+        shapes["positions.weight"] = (spec.positions, hidden)
+    if spec.pre_norm:
+        norm("pre_norm")
+    for i in range(spec.num_layers):
+        norm(f"layers.{i}.attention_norm")
+        matrix(f"layers.{i}.qkv", 3 * hidden, hidden)
+        matrix(f"layers.{i}.out", hidden, hidden)
+        norm(f"layers.{i}.mlp_norm")
+        matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
+        matrix(f"layers.{i}.down", hidden, inner)
+    if spec.post_norm:
+        norm("post_norm")
+    for i in range(len(spec.deep)):
+        norm(f"deep.{i}.norm", joined)
+        matrix(f"deep.{i}.up", joined, joined)
+        matrix(f"deep.{i}.down", spec.out_size, joined)
+    if spec.projector == "pooled":
+        norm("projector.norm", kind="rms")
+        matrix("projector.out", spec.out_size, hidden, bias=False)
+        return shapes
+    norm("projector.norm")
+    if spec.projector == "patch_merger":
+        matrix("projector.join", hidden, joined, bias=False)
+        matrix("projector.up", spec.out_size, hidden)
+        matrix("projector.down", spec.out_size, spec.out_size)
+        return shapes
+    matrix("projector.up", joined, joined)
+    matrix("projector.down", spec.out_size, joined)
+    return shapes
+
+
+def tower_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a tensor by our name, in a tower that computes in `dtype`."""
+    return torch.float32 if "norm." in name else dtype
+
+
+def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
+    """About the most that computing an image of so many pixels takes beside the weights."""
+    patches = num_pixels // spec.patch_size**2
+    inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
+    return (ROWS_KEPT * spec.hidden_size * patches + inner) * dtype.itemsize
+
+
+def _cell_by_cell(grid: torch.Tensor, merge: int, order: torch.Tensor | None) -> torch.Tensor:
+    """[lines, columns, width] of patches -> [cells, merge^2, width], cells in `order`."""
+    lines, columns, width = grid.shape
+    cells = grid.reshape(lines // merge, merge, columns // merge, merge, width).transpose(1, 2).reshape(-1, merge**2, width)
+    return cells if order is None else cells[order]
+
+
+def _line_by_line(rows: torch.Tensor, grid: _Grid) -> torch.Tensor:
+    if grid.order is None:
+        return rows
+    out = torch.empty_like(rows)
+    out[grid.order] = rows
+    return out
+
+
+def _windows(lines: int, columns: int, side: int) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+    """Cells window by window, the smallest first; and (how many windows, cells in each). At the edges windows are cut."""
+    numbers = (np.arange(lines)[:, None] // side * columns + np.arange(columns) // side).flatten()
+    _, window, lengths = np.unique(numbers, return_inverse=True, return_counts=True)
+    order = np.lexsort((window, lengths[window]))
+    sizes, counts = np.unique(lengths, return_counts=True)
+    return torch.from_numpy(order), tuple(zip(counts.tolist(), sizes.tolist(), strict=True))

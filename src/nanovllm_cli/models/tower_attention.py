@@ -1,0 +1,87 @@
+"""Attention of a vision tower: every patch sees all of its window, or of the image. No mask and no matrix of scores is made.
+
+On a CPU it is the decoder's, for whose kernels a window is a sequence that sees itself both ways: in bfloat16 two to three times
+as fast as torch's, and as accurate. Elsewhere it is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from nanovllm_cli.kernels import cpu
+
+Attend = Callable[[torch.Tensor], torch.Tensor]
+"""[n, 3 * heads * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]."""
+
+
+class Windows(NamedTuple):
+    """Of n patches. sizes: (how many windows, patches in each), in order. turns: cosines and sines of rotary positions, float32
+    [n, dim / 2], by which pairs turn that lie half a head apart; dim / 2 is 0 where there are none."""
+
+    sizes: tuple[tuple[int, int], ...]
+    turns: tuple[torch.Tensor, torch.Tensor]
+
+
+def attention(windows: Windows, heads: int, dim: int, like: torch.Tensor) -> Attend:
+    """like: what is computed with, by type and device."""
+    if like.device.type == "cpu" and like.dtype in (torch.bfloat16, torch.float32):
+        return PagedAttention(windows, heads, dim, like.dtype)
+    return TorchAttention(windows, heads, dim)
+
+
+class TorchAttention:
+    def __init__(self, windows: Windows, heads: int, dim: int) -> None:
+        self._sizes, self._heads, self._dim = windows.sizes, heads, dim
+        self._turns = [each[:, None, None] for each in windows.turns] if windows.turns[0].shape[1] else None
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        heads, dim = self._heads, self._dim
+        parts = qkv.view(-1, 3, heads, dim)
+        turned = parts[:, :2] if self._turns is None else _turned(parts[:, :2], *self._turns)
+        found, start = [], 0
+        for count, length in self._sizes:
+            q, k, v = (
+                each[start : start + count * length].view(count, length, heads, dim).transpose(1, 2)
+                for each in (turned[:, 0], turned[:, 1], parts[:, 2])
+            )
+            found.append(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, heads * dim))
+            start += count * length
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class PagedAttention:
+    """Keys and values lie in blocks of a cache, which all layers of an image use in turn."""
+
+    def __init__(self, windows: Windows, heads: int, dim: int, dtype: torch.dtype) -> None:
+        lengths = torch.tensor([length for count, length in windows.sizes for _ in range(count)], dtype=torch.int32)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+        blocks = -(-lengths // cpu.BLOCK)
+        firsts = blocks.cumsum(0, dtype=torch.int32) - blocks
+        most = int(blocks.max())
+        self._tables = (firsts[:, None] + torch.arange(most, dtype=torch.int32)).clamp(max=int(blocks.sum()) - 1)
+        place = torch.arange(int(starts[-1])) + torch.repeat_interleave(firsts * cpu.BLOCK - starts[:-1], lengths)
+        self._slots = place.to(torch.int64)
+        self._run = torch.repeat_interleave(starts[1:], lengths) - torch.arange(int(starts[-1]), dtype=torch.int32)
+        self._tiles = cpu.attention_tiles(starts, lengths, 1)
+        shapes = cpu.cache_shapes(int(blocks.sum()), heads, dim, dtype)
+        self._keys, self._values = (torch.zeros(shape, dtype=dtype) for shape in shapes)  # what is behind a window counts 0 times
+        self._cos, self._sin = windows.turns
+        self._heads, self._dim = heads, dim
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        q = cpu.rope_and_cache(
+            qkv, self._heads, self._heads, self._dim, None, None, None, 0.0, 0.0, self._cos, self._sin, False, self._slots,
+            self._run, self._keys, self._values,
+        )  # fmt: skip
+        return cpu.paged_attention(
+            q, self._keys, self._values, self._tiles, self._tables, self._dim**-0.5, 0, 0.0, None, both_ways=True
+        )

@@ -1,0 +1,400 @@
+"""Which families of models see: what their configs say of it -> VisionSpec, and what their folders call a tower's tensors.
+
+Two files say it. config.json has the tower ("vision_config"); what an image is made into before is in the image processor's
+settings, preprocessor_config.json or a section of processor_config.json. Keys that a file leaves out have transformers' defaults,
+or, of images, those of the published models. Both files are untrusted: whatever is read is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.families import MAX_LAYERS, text_config
+from nanovllm_cli.models.family import ANOTHER
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+
+MAX_SIDE = 1 << 14
+MAX_PIXELS = MAX_SIDE**2
+"""Of an image that a tower reads, whatever its files say."""
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+RESAMPLES: dict[int, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
+"""By the numbers that Pillow has for them."""
+
+Three = tuple[float, float, float]
+_CLIP: tuple[Three, Three] = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALVES: tuple[Three, Three] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+_QWEN_TOKENS = ImageTokens("<|image_pad|>", "<|image_pad|>")  # the template writes what is around it
+_GEMMA_TOKENS = ImageTokens(
+    "<start_of_image>", "<image_soft_token>", before="\n\n<start_of_image>", after="<end_of_image>\n\n"
+)
+_MISTRAL_TOKENS = ImageTokens("[IMG]", "[IMG]", line_end="[IMG_BREAK]", last_end="[IMG_END]")
+
+Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
+"""Of config.json, and of the image processor's settings."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TowerFamily:
+    """names: our names of tensors, {i} for a layer -> those in its folders, of which ours has the rows behind each other. What a
+    name may begin with is left to who reads them."""
+
+    read: Read
+    names: Mapping[str, tuple[str, ...]]
+
+
+def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
+    """By "architectures", as written in config.json; None where nothing here knows how such a model sees, if it does."""
+    names = config.get("architectures")
+    return TOWERS.get(str(names[0])) if isinstance(names, list) and names else None
+
+
+def _qwen2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    vision = _vision(config)
+    hidden = vision.integer("embed_dim", 1280)
+    inner = int(hidden * vision.number("mlp_ratio", 4))
+    shape = _qwen_shape(vision, "quick_gelu", hidden, patch=14)
+    out = vision.integer("hidden_size", 3584)
+    tower = TowerSpec(**shape, intermediate_size=inner, out_size=out, norm="layer")
+    return _qwen(config, images, tower, _CLIP, (56 * 56, 16384 * 28 * 28))
+
+
+def _qwen2_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    vision = _vision(config)
+    shape = _qwen_shape(vision, "silu", vision.integer("hidden_size", 3584), patch=14)
+    side = shape["patch_size"] * shape["merge"]
+    tower = TowerSpec(
+        **shape,
+        intermediate_size=vision.integer("intermediate_size", 3420),
+        out_size=vision.integer("out_hidden_size", 3584),
+        norm="rms",
+        gated=True,
+        window=vision.integer("window_size", 112, least=side) // side,
+        full=_layers(vision, "fullatt_block_indexes", (7, 15, 23, 31), shape["num_layers"]),
+    )
+    return _qwen(config, images, tower, _CLIP, (56 * 56, 16384 * 28 * 28))
+
+
+def _qwen3_vl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    return _qwen3(config, images, has_deep=True)
+
+
+def _qwen3_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """The same tower; of the list of layers that its configs have still, an empty one, nothing is read."""
+    return _qwen3(config, images, has_deep=False)
+
+
+def _qwen3(config: ConfigReader, images: ConfigReader, *, has_deep: bool) -> VisionSpec:
+    vision = _vision(config)
+    shape = _qwen_shape(vision, "gelu_pytorch_tanh", vision.integer("hidden_size", 1152), patch=16)
+    deep = _layers(vision, "deepstack_visual_indexes", (8, 16, 24), shape["num_layers"]) if has_deep else ()
+    if list(deep) != sorted(set(deep)):
+        raise CheckpointError(f"{vision.where}: 'deepstack_visual_indexes' must be in order, and each once", BROKEN)
+    tower = TowerSpec(
+        **shape,
+        intermediate_size=vision.integer("intermediate_size", 4304),
+        out_size=vision.integer("out_hidden_size", 3584),
+        norm="layer",
+        patch_bias=True,
+        positions=_square(vision, vision.integer("num_position_embeddings", 2304)),
+        deep=deep,
+    )
+    return _qwen(config, images, tower, _HALVES, (1 << 16, 1 << 24))
+
+
+def _qwen_shape(vision: ConfigReader, activation: str, hidden: int, patch: int) -> dict[str, Any]:
+    """What they have in common, as arguments of a TowerSpec. activation, patch: of a config that says nothing."""
+    return {
+        "patch_size": vision.integer("patch_size", patch),
+        "merge": vision.integer("spatial_merge_size", 2),
+        "frames": vision.integer("temporal_patch_size", 2),
+        "hidden_size": hidden,
+        "num_layers": _depth(vision, "depth", 27 if patch == 16 else 32),
+        "num_heads": _heads(vision, "num_heads", hidden, parts=4),
+        "activation": _activation(vision, activation),
+        "eps": 1e-6,
+        "projector": "merger",
+        "projector_eps": 1e-6,
+        "theta": _theta(vision),
+    }
+
+
+def _qwen(
+    config: ConfigReader, images: ConfigReader, tower: TowerSpec, colours: tuple[Three, Three], pixels: tuple[int, int]
+) -> VisionSpec:
+    """colours: mean and deviation; pixels: the fewest and the most, all of settings that say nothing."""
+    _check_width(config, tower)
+    size = images.section("size")
+    least, most = (
+        images.integer(f"{bound}_pixels", size.integer(edge, size.integer(f"{bound}_pixels", usual)))
+        for bound, edge, usual in (("min", "shortest_edge", pixels[0]), ("max", "longest_edge", pixels[1]))
+    )
+    if not least <= most <= MAX_PIXELS:
+        raise CheckpointError(
+            f"{images.where}: images of {least} to {most} pixels; the second must be the larger, and at most {MAX_PIXELS}", BROKEN
+        )
+    rule = SizeRule("area", tower.cell, min_pixels=least, max_pixels=most, resample=_resample(images, 3))
+    return VisionSpec(tower, rule, _QWEN_TOKENS, *_colours(images, colours), has_grid=True)
+
+
+def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    vision = _vision(config, "siglip_vision_model")
+    hidden = vision.integer("hidden_size", 768)
+    side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
+    cells = math.isqrt(_square(config, config.integer("mm_tokens_per_image", 256), "mm_tokens_per_image"))
+    if side > MAX_SIDE or side % (patch * cells):
+        raise CheckpointError(
+            f"{vision.where}: images of {side} x {side} pixels in patches of {patch} don't make {cells} x {cells} tokens", BROKEN
+        )
+    eps = vision.number("layer_norm_eps", 1e-6)
+    tower = TowerSpec(
+        patch_size=patch,
+        merge=side // patch // cells,
+        hidden_size=hidden,
+        num_layers=_depth(vision, "num_hidden_layers", 12),
+        num_heads=_heads(vision, "num_attention_heads", hidden, 12, parts=2),
+        intermediate_size=vision.integer("intermediate_size", 3072),
+        out_size=_text_width(config),
+        activation=_activation(vision, "gelu_pytorch_tanh"),
+        norm="layer",
+        eps=eps,
+        projector="pooled",
+        projector_eps=eps,
+        patch_bias=True,
+        positions=(side // patch) ** 2,
+        post_norm=True,
+    )
+    size = images.section("size")
+    made = {size.integer(key, side) for key in ("height", "width")}
+    if made != {side}:
+        raise CheckpointError(f"{images.where}: the tower reads images of {side} x {side} pixels, not {sorted(made)}", BROKEN)
+    if images.flag("do_pan_and_scan", False):
+        raise UnsupportedError(f"{images.where}: images that are also read in parts (do_pan_and_scan) are not supported", ANOTHER)
+    rule = SizeRule("square", side, longest_side=side, resample=_resample(images, 2))
+    return VisionSpec(tower, rule, _GEMMA_TOKENS, *_colours(images, _HALVES), whole=True)
+
+
+def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    vision = _vision(config, "pixtral")
+    hidden = vision.integer("hidden_size", 1024)
+    for key, only in (("projector_hidden_act", "gelu"), ("multimodal_projector_bias", False), ("vision_feature_layer", -1)):
+        if (said := config.values.get(key, only)) not in (only, [only]):
+            raise UnsupportedError(f"{config.where}: {key} {str(said)[:40]!r} is not supported", f"known: {only}")
+    text = ConfigReader(text_config(config.values), config.where)
+    tower = TowerSpec(
+        patch_size=vision.integer("patch_size", 14),
+        merge=config.integer("spatial_merge_size", 2),
+        hidden_size=hidden,
+        num_layers=_depth(vision, "num_hidden_layers", 24),
+        num_heads=_heads(vision, "num_attention_heads", hidden, parts=4),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        out_size=_text_width(config),
+        activation=_activation(vision, "gelu"),
+        norm="rms",
+        eps=1e-5,
+        projector="patch_merger",
+        projector_eps=text.number("rms_norm_eps", 1e-5),
+        frames=0,
+        gated=True,
+        bias=False,
+        theta=_theta(vision),
+        dealt=True,
+        pre_norm=True,
+    )
+    longest = images.section("size").integer("longest_edge", vision.integer("image_size", 1540))
+    if not tower.cell <= longest <= MAX_SIDE:
+        raise CheckpointError(
+            f"{images.where}: 'longest_edge' must be from {tower.cell} to {MAX_SIDE} pixels, not {longest}", BROKEN
+        )
+    rule = SizeRule("longest", tower.cell, longest_side=longest, resample=_resample(images, 3))
+    return VisionSpec(tower, rule, _MISTRAL_TOKENS, *_colours(images, _CLIP))
+
+
+def _vision(config: ConfigReader, kind: str | None = None) -> ConfigReader:
+    """kind: the only "model_type" of a tower that the family has."""
+    vision = config.section("vision_config")
+    if kind is not None and (said := vision.text("model_type", kind)) != kind:
+        raise UnsupportedError(f"{vision.where}: a tower of the kind {said[:40]!r} is not supported", f"known: {kind}")
+    for key in ("in_channels", "in_chans", "num_channels"):
+        if vision.integer(key, 3) != 3:
+            raise UnsupportedError(f"{vision.where}: images of other than three colours are not supported", ANOTHER)
+    return vision
+
+
+def _depth(vision: ConfigReader, key: str, usual: int) -> int:
+    if (depth := vision.integer(key, usual)) > MAX_LAYERS:
+        raise CheckpointError(f"{vision.where} asks for {depth} layers; at most {MAX_LAYERS} are believed", BROKEN)
+    return depth
+
+
+def _heads(vision: ConfigReader, key: str, hidden: int, usual: int = 16, *, parts: int) -> int:
+    """parts: that a head's dimensions fall into, of one size."""
+    heads = vision.integer(key, usual)
+    if hidden % (heads * parts):
+        raise CheckpointError(f"{vision.where}: {heads} heads can't share {hidden} dimensions evenly", BROKEN)
+    return heads
+
+
+def _activation(vision: ConfigReader, usual: str) -> Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]:
+    if (said := vision.text("hidden_act", usual)) not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"{vision.where}: activation {said[:80]!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return ACTIVATIONS[said]
+
+
+def _theta(vision: ConfigReader) -> float:
+    rope = vision.section("rope_parameters")
+    if (kind := rope.text("rope_type", "axial")) not in ("axial", "default"):
+        raise UnsupportedError(f"{vision.where}: rotary positions of the type {kind[:40]!r} are not supported", ANOTHER)
+    return rope.number("rope_theta", vision.number("rope_theta", 1e4))
+
+
+def _layers(vision: ConfigReader, key: str, usual: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """A list of some of so many layers; defaults may name others, which are left out."""
+    said = vision.values.get(key)
+    if said is None:
+        return tuple(layer for layer in usual if layer < depth)
+    if not isinstance(said, list) or len(said) > MAX_LAYERS:
+        raise CheckpointError(f"{vision.where}: {key!r} must be a list of layers", BROKEN)
+    layers = [ConfigReader({key: layer}, vision.where).integer(key, least=0) for layer in said]
+    return tuple(layer for layer in layers if layer < depth)
+
+
+def _square(read: ConfigReader, number: int, key: str = "num_position_embeddings") -> int:
+    if math.isqrt(number) ** 2 != number:
+        raise CheckpointError(f"{read.where}: {key!r} must be a square, not {number}", BROKEN)
+    return number
+
+
+def _text_width(config: ConfigReader) -> int:
+    values = {**hf_family(config.values).defaults, **text_config(config.values)}
+    return ConfigReader(values, config.where).integer("hidden_size")
+
+
+def _check_width(config: ConfigReader, tower: TowerSpec) -> None:
+    if (width := _text_width(config)) != tower.out_size:
+        raise CheckpointError(
+            f"{config.where}: the tower makes rows of {tower.out_size} numbers for a decoder of {width}", BROKEN
+        )
+
+
+def _resample(images: ConfigReader, usual: int) -> Literal["bilinear", "bicubic"]:
+    """And what else must be so in an image processor's settings."""
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if not images.flag(key, True):
+            raise UnsupportedError(f"{images.where}: {key} false is not supported", ANOTHER)
+    if abs(images.number("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
+        raise UnsupportedError(f"{images.where}: a rescale_factor other than 1/255 is not supported", ANOTHER)
+    if (said := images.integer("resample", usual, least=0)) not in RESAMPLES:
+        raise UnsupportedError(f"{images.where}: resample {said} is not supported", "known: 2 (bilinear), 3 (bicubic)")
+    return RESAMPLES[said]
+
+
+def _colours(images: ConfigReader, usual: tuple[Three, Three]) -> tuple[Three, Three]:
+    return _three(images, "image_mean", usual[0], positive=False), _three(images, "image_std", usual[1], positive=True)
+
+
+def _three(images: ConfigReader, key: str, usual: Three, *, positive: bool) -> Three:
+    said = images.values.get(key)
+    if said is None:
+        return usual
+    if not isinstance(said, list) or len(said) != 3:
+        raise CheckpointError(f"{images.where}: {key!r} must be a list of three numbers", BROKEN)
+    red, green, blue = (ConfigReader({key: each}, images.where).number(key, positive=positive) for each in said)
+    return red, green, blue
+
+
+def _both(names: Mapping[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Names of modules -> of their weights and biases."""
+    return {
+        f"{ours}.{kind}": tuple(f"{each}.{kind}" for each in ((theirs,) if isinstance(theirs, str) else theirs))
+        for ours, theirs in names.items()
+        for kind in ("weight", "bias")
+    }
+
+
+_QWEN_NAMES: dict[str, str | tuple[str, ...]] = {
+    "patch": "visual.patch_embed.proj",
+    "layers.{i}.attention_norm": "visual.blocks.{i}.norm1",
+    "layers.{i}.qkv": "visual.blocks.{i}.attn.qkv",
+    "layers.{i}.out": "visual.blocks.{i}.attn.proj",
+    "layers.{i}.mlp_norm": "visual.blocks.{i}.norm2",
+}
+_QWEN2_MERGER: dict[str, str | tuple[str, ...]] = {
+    "projector.norm": "visual.merger.ln_q",
+    "projector.up": "visual.merger.mlp.0",
+    "projector.down": "visual.merger.mlp.2",
+}
+QWEN2_NAMES = _both({
+    **_QWEN_NAMES,
+    **_QWEN2_MERGER,
+    "layers.{i}.up": "visual.blocks.{i}.mlp.fc1",
+    "layers.{i}.down": "visual.blocks.{i}.mlp.fc2",
+})  # fmt: skip
+QWEN2_5_NAMES = _both({
+    **_QWEN_NAMES,
+    **_QWEN2_MERGER,
+    "layers.{i}.up": ("visual.blocks.{i}.mlp.gate_proj", "visual.blocks.{i}.mlp.up_proj"),
+    "layers.{i}.down": "visual.blocks.{i}.mlp.down_proj",
+})  # fmt: skip
+QWEN3_NAMES = _both({
+    **_QWEN_NAMES,
+    "positions": "visual.pos_embed",
+    "layers.{i}.up": "visual.blocks.{i}.mlp.linear_fc1",
+    "layers.{i}.down": "visual.blocks.{i}.mlp.linear_fc2",
+    "projector.norm": "visual.merger.norm",
+    "projector.up": "visual.merger.linear_fc1",
+    "projector.down": "visual.merger.linear_fc2",
+    "deep.{i}.norm": "visual.deepstack_merger_list.{i}.norm",
+    "deep.{i}.up": "visual.deepstack_merger_list.{i}.linear_fc1",
+    "deep.{i}.down": "visual.deepstack_merger_list.{i}.linear_fc2",
+})  # fmt: skip
+GEMMA3_NAMES = _both({
+    "patch": "vision_tower.embeddings.patch_embedding",
+    "positions": "vision_tower.embeddings.position_embedding",
+    "layers.{i}.attention_norm": "vision_tower.encoder.layers.{i}.layer_norm1",
+    "layers.{i}.qkv": tuple(f"vision_tower.encoder.layers.{{i}}.self_attn.{part}_proj" for part in "qkv"),
+    "layers.{i}.out": "vision_tower.encoder.layers.{i}.self_attn.out_proj",
+    "layers.{i}.mlp_norm": "vision_tower.encoder.layers.{i}.layer_norm2",
+    "layers.{i}.up": "vision_tower.encoder.layers.{i}.mlp.fc1",
+    "layers.{i}.down": "vision_tower.encoder.layers.{i}.mlp.fc2",
+    "post_norm": "vision_tower.post_layernorm",
+    "projector.norm": "multi_modal_projector.mm_soft_emb_norm",
+}) | {"projector.out.weight": ("multi_modal_projector.mm_input_projection_weight",)}  # fmt: skip
+MISTRAL3_NAMES = _both({
+    "patch": "vision_tower.patch_conv",
+    "pre_norm": "vision_tower.ln_pre",
+    "layers.{i}.attention_norm": "vision_tower.transformer.layers.{i}.attention_norm",
+    "layers.{i}.qkv": tuple(f"vision_tower.transformer.layers.{{i}}.attention.{part}_proj" for part in "qkv"),
+    "layers.{i}.out": "vision_tower.transformer.layers.{i}.attention.o_proj",
+    "layers.{i}.mlp_norm": "vision_tower.transformer.layers.{i}.ffn_norm",
+    "layers.{i}.up": tuple(f"vision_tower.transformer.layers.{{i}}.feed_forward.{part}_proj" for part in ("gate", "up")),
+    "layers.{i}.down": "vision_tower.transformer.layers.{i}.feed_forward.down_proj",
+    "projector.norm": "multi_modal_projector.norm",
+    "projector.join": "multi_modal_projector.patch_merger.merging_layer",
+    "projector.up": "multi_modal_projector.linear_1",
+    "projector.down": "multi_modal_projector.linear_2",
+})  # fmt: skip
+
+_QWEN3_VL, _QWEN3_5 = TowerFamily(_qwen3_vl, QWEN3_NAMES), TowerFamily(_qwen3_5, QWEN3_NAMES)
+TOWERS: dict[str, TowerFamily] = {
+    "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
+    "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
+    "Qwen2VLForConditionalGeneration": TowerFamily(_qwen2, QWEN2_NAMES),
+    "Qwen2_5_VLForConditionalGeneration": TowerFamily(_qwen2_5, QWEN2_5_NAMES),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+}

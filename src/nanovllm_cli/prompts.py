@@ -1,0 +1,32 @@
+"""What a caller of the library may give as a prompt, or as several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.vision_spec import TokenIds
+
+Prompt = str | Sequence[int]
+
+
+def token_ids(prompt: Prompt, encode: Callable[[str], list[int]]) -> list[int]:
+    """A prompt's ids, with its images where it has some. UsageError for what is no prompt."""
+    if isinstance(prompt, str):
+        return encode(prompt)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+        raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    return ids if isinstance(ids, TokenIds) else list(ids)
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, told apart by what is inside: a list of ints is one prompt. Arrays and tensors are lists, too."""
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise UsageError(f"prompts are a list of texts, or of lists of token ids, not {type(prompts).__name__}")
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

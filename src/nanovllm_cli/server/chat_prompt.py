@@ -1,0 +1,148 @@
+"""A conversation made into its prompt: its messages as the model's template wants them, its images read, both made into tokens.
+
+Images come from anybody, and each may take seconds and a gigabyte to decode. So they are read one by one, in threads of their
+own, where no text waits behind them, and the next one only while all so far are within bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
+from nanovllm_cli.images.reading import read_image
+from nanovllm_cli.images.source import image_bytes, kind_of
+from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
+from nanovllm_cli.server.ports import ChatAsked, ServedModel
+from nanovllm_cli.server.reading import template_variables
+from nanovllm_cli.text.chat_template import encode_chat, strings
+from nanovllm_cli.text.content_parts import IMAGE_PARTS, ImagePart
+from nanovllm_cli.text.messages import template_messages, template_tools
+from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+
+MAX_IMAGES = 64
+"""Of a request."""
+MAX_PIXELS = 1 << 28
+"""Of all images of a request, as they were sent or as the model is shown them, whichever are more: 768 MiB."""
+
+
+async def chat_prompt(model: ServedModel, asked: ChatAsked, text_threads: Executor, image_threads: Executor) -> TokenIds:
+    """With its images. Raises ApiError, and typed errors."""
+    loop = asyncio.get_running_loop()
+    begun = await loop.run_in_executor(text_threads, _begun, model, asked)
+    if isinstance(begun, TokenIds):
+        return begun
+    vision, limit = model.facts.vision, model.facts.context_len
+    assert vision is not None
+    images: list[Image] = []
+    num_pixels = num_tokens = 0
+    for part in begun.images:
+        image, num_sent = await loop.run_in_executor(image_threads, _read, part, vision)
+        num_pixels += max(num_sent, image.height * image.width)
+        num_tokens += vision.placed(image, 0).num_tokens
+        if num_pixels > MAX_PIXELS:
+            told = f"{part.where}: a request's images may have {MAX_PIXELS >> 20} million pixels, and with this one have more"
+            raise invalid_value(f"{told}; make them smaller", part.where)
+        if num_tokens >= limit:
+            raise too_long(num_tokens, limit, asked.param, at_least=True)
+        images.append(image)
+    return await loop.run_in_executor(text_threads, _encoded, model, asked, begun, images)
+
+
+class _Begun(NamedTuple):
+    """messages, variables: as the template wants them. images: of the messages, called as the client's request has them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    images: Sequence[ImagePart]
+
+
+def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
+    """All of the prompt, where there are no images to be read."""
+    if not model.facts.has_head:
+        raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
+    if model.chat_template is None:
+        raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
+    variables, paths = _variables(model, asked), _image_paths(asked)
+    _check_images(list(paths.values()), model)
+    images: list[ImagePart] = []
+    try:
+        messages = template_messages(asked.messages, model.chat_template, images if paths else None)
+    except NanovllmError as error:
+        raise ApiError.of(error, asked.param) from error
+    model.check_length(sum(map(len, strings([*messages, *asked.tools]))), asked.param)
+    begun = _Begun(messages, variables, [part._replace(where=paths[part.where]) for part in images])
+    return begun if images else _encoded(model, asked, begun, ())
+
+
+def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequence[Image]) -> TokenIds:
+    template = model.chat_template
+    assert template is not None
+    try:
+        return encode_chat(
+            model.tokenizer,
+            template,
+            begun.messages,
+            tools=template_tools(asked.tools, template) if asked.tools and asked.tool_choice != "none" else None,
+            add_generation_prompt=not asked.continues,
+            continue_final_message=asked.continues,
+            most_tokens=model.facts.context_len,
+            images=images,
+            vision=model.facts.vision,
+            variables=begun.variables,
+        )
+    except PromptTooLongError as error:
+        raise too_long(error.prompt_len, error.limit, asked.param, at_least=True) from error
+    except TemplateError as error:
+        raise ApiError.of(error, asked.param) from error
+
+
+def _variables(model: ServedModel, asked: ChatAsked) -> dict[str, Any]:
+    """Of the template, as the request has them."""
+    variables = template_variables(asked.template_kwargs)
+    if asked.thinking is not None:
+        if model.thinking_switch is not None:
+            variables.setdefault(model.thinking_switch, asked.thinking)
+        elif asked.thinking and (model.format is None or model.format.reasoning is None):
+            raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
+    return variables
+
+
+def _check_images(paths: Sequence[str], model: ServedModel) -> None:
+    """Before any of them is looked at."""
+    if paths and model.facts.vision is None:
+        told = f"{paths[0]}: the model {model.id!r} reads no images; send texts alone"
+        raise ApiError(400, told, code="unsupported", param=paths[0])
+    if len(paths) > MAX_IMAGES:
+        told = f"{paths[MAX_IMAGES]}: a request may have {MAX_IMAGES} images, and this one has {len(paths)}"
+        raise invalid_value(told, paths[MAX_IMAGES])
+
+
+def _image_paths(asked: ChatAsked) -> dict[str, str]:
+    """Where the images of its messages are, as `template_messages` calls that and as the client's request does, in order."""
+    places = [
+        f"messages[{number}].content[{place}]"
+        for number, message in enumerate(asked.messages)
+        if isinstance(content := message.get("content"), list)
+        for place, part in enumerate(content)
+        if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in IMAGE_PARTS
+    ]
+    return dict(zip(places, asked.image_paths or places, strict=True))
+
+
+def _read(part: ImagePart, vision: VisionSpec) -> tuple[Image, int]:
+    """An image, and how many pixels were sent."""
+    from PIL import Image as pillow
+
+    try:
+        data = image_bytes(*part)
+        image = read_image(data, vision, part.where)
+    except NanovllmError as error:
+        raise ApiError.of(error, part.where) from error
+    kind = kind_of(data)
+    assert kind is not None
+    with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
+        return image, picture.width * picture.height

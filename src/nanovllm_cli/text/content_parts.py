@@ -1,0 +1,91 @@
+"""What a message says: a text, or parts. Parts of text become one; images stay where they are between them.
+
+An image is looked at by nobody here: its sender's address of it is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from nanovllm_cli.errors import UnsupportedError, UsageError
+
+Content = str | list[dict[str, Any]]
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_OTHER_PARTS = {
+    "image_url": "images",
+    "input_image": "images",
+    "image": "images",
+    "input_audio": "audio",
+    "audio": "audio",
+    "video_url": "video",
+    "video": "video",
+    "file": "files",
+    "input_file": "files",
+}
+IMAGE_PARTS = frozenset(kind for kind, what in _OTHER_PARTS.items() if what == "images")
+_IMAGE = "image part"
+
+
+class ImagePart(NamedTuple):
+    """An image of a message, as its sender wrote it, and where that stands."""
+
+    url: str
+    where: str
+
+
+def content_of(content: Any, where: str, *, reads_images: bool) -> Content:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise UsageError(f"the content of {where} is neither text nor a list of parts")
+    parts: list[str | ImagePart] = []
+    for place, part in enumerate(content):
+        at = f"{where}.content[{place}]"
+        is_image = reads_images and isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+        parts.append(_image(part, at) if is_image else _part(part, at))
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image", _IMAGE: part} for part in parts]
+
+
+def take_images(messages: list[dict[str, Any]]) -> Iterator[ImagePart]:
+    """The images of messages, where a template sees that they are."""
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if _IMAGE in part:
+                yield part.pop(_IMAGE)
+
+
+def together(contents: Sequence[Content]) -> Content:
+    texts = [each for each in contents if isinstance(each, str)]
+    if len(texts) == len(contents):
+        return "\n\n".join(texts)
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
+    return list(chain.from_iterable(parts))
+
+
+def _image(part: Mapping[str, Any], where: str) -> ImagePart:
+    """Its address is a text, or an object's `url`, under any of the names that it is called by."""
+    given = next((part[name] for name in ("image_url", "image", "url") if part.get(name) is not None), None)
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str):
+        raise UsageError(f"{where} has no image", 'write {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}')
+    return ImagePart(url, where)
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
+        who = "this model reads" if kind in IMAGE_PARTS else "models here read"
+        raise UnsupportedError(f"{where} is of type {kind!r}: {who} no {_OTHER_PARTS[kind]}", "send its text instead")
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise UsageError(f"{where} is no part of a message", 'write {"type": "text", "text": "…"}')
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise UsageError(f"{where} has no {_TEXT_PARTS[kind]}", 'write {"type": "text", "text": "…"}')
+    return text

@@ -1,0 +1,64 @@
+"""Where images stand in a prompt: what a chat template wrote for each becomes the tokens that the model reads in its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from nanovllm_cli.errors import CheckpointError, TemplateError
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+
+
+def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, count: int) -> tuple[str, set[int]]:
+    """A rendered conversation with one `token` for each of `count` images, and what surrounds it; and `plain_at` in it, where a
+    control token is a text's own. TemplateError where the template wrote fewer images, or more."""
+    tokens = vision.tokens
+    marks = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
+    if len(marks) != count:
+        raise TemplateError(
+            f"the chat template writes {len(marks)} places ({tokens.marker}) for {count} images",
+            "use the model's own template" if len(marks) < count else None,
+        )
+    instead = tokens.before + tokens.token + tokens.after
+    if instead == tokens.marker:
+        return text, set(plain_at)
+    pieces, moved, start = [], set(plain_at), 0
+    for place in reversed(marks):
+        moved = {at + len(instead) - len(tokens.marker) if at > place else at for at in moved}
+    for place in marks:
+        pieces += [text[start:place], instead]
+        start = place + len(tokens.marker)
+    return "".join([*pieces, text[start:]]), moved
+
+
+def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, images: Sequence[Image]) -> TokenIds:
+    """Ids with one `token` for each image, as they are with all that stand for it. CheckpointError where the tokenizer lacks
+    what images are made of."""
+    tokens = vision.tokens
+    part = _id(tokenizer, tokens.token)
+    line_end, last_end = (_id(tokenizer, text) if text else part for text in (tokens.line_end, tokens.last_end))
+    if (count := list(ids).count(part)) != len(images):
+        raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} images")
+    left: Iterator[Image] = iter(images)
+    out: list[int] = []
+    placed = []
+    for token_id in ids:
+        if token_id != part:
+            out.append(token_id)
+            continue
+        placed.append(vision.placed(next(left), len(out)))
+        line = [part] * placed[-1].columns
+        if not placed[-1].ends_lines:
+            out += line * placed[-1].rows
+        else:
+            out += [*line, line_end] * placed[-1].rows
+            out[-1] = last_end
+    return TokenIds(out, placed)
+
+
+def _id(tokenizer: Tokenizer, text: str) -> int:
+    found = tokenizer.control_tokens.get(text)
+    if found is None:
+        raise CheckpointError(f"the tokenizer has no control token {text}, which images are made of")
+    return found

@@ -1,0 +1,196 @@
+"""How a model sees, as plain values: what an image is made into before a tower reads it, what the tower is, and which tokens of a
+prompt stand for it.
+
+Frozen values without tensors, which cross to other processes as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+
+class Image(NamedTuple):
+    """As a tower takes it, of a size that its `SizeRule` gives: RGB, a byte a colour, line by line. digest: of all that."""
+
+    height: int
+    width: int
+    pixels: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, height: int, width: int, pixels: bytes) -> Image:
+        """With its digest."""
+        sides = height.to_bytes(4, "big") + width.to_bytes(4, "big")
+        return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest())
+
+
+class PlacedImage(NamedTuple):
+    """An image in a prompt: from token `start` on, `rows` lines of `columns` tokens each stand for what a tower makes of it.
+
+    ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
+    image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
+    whole: its tokens see all of it, those behind them, too, so that one step has them all.
+    """
+
+    image: Image
+    start: int
+    rows: int
+    columns: int
+    ends_lines: bool = False
+    has_grid: bool = False
+    whole: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that stand for it."""
+        return self.rows * (self.columns + self.ends_lines)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def extent(self) -> int:
+        """Rotary positions that it takes."""
+        return max(self.rows, self.columns) if self.has_grid else self.num_tokens
+
+
+class TokenIds(list[int]):
+    """A prompt's tokens, and the images that some of them stand for, in their order."""
+
+    def __init__(self, ids: Iterable[int] = (), images: Iterable[PlacedImage] = ()) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+
+    def __add__(self, behind: list[int]) -> TokenIds:  # type: ignore[override]
+        """With tokens behind these; their images stay where they are."""
+        assert not isinstance(behind, TokenIds) or not behind.images
+        return TokenIds([*self, *behind], self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """Which size an image is made, by kind; sides are multiples of `multiple`.
+
+    area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL)
+    longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
+    square   longest_side on either side, whatever its shape (SigLIP)
+    """
+
+    kind: Literal["area", "longest", "square"]
+    multiple: int
+    min_pixels: int = 0
+    max_pixels: int = 0
+    longest_side: int = 0
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """What stands for an image. marker: what a chat template writes for it; before, token, after: what that becomes, `token` as
+    often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being last_end."""
+
+    marker: str
+    token: str
+    before: str = ""
+    after: str = ""
+    line_end: str = ""
+    last_end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """A vision transformer (Dosovitskiy et al. 2020), and what makes of its rows those that a decoder reads.
+
+    Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of out_size.
+    frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP, down(act(up(x))),
+    or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, and patch_bias of the patches'.
+    positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. theta: of rotary
+    positions, of lines in the first half of a head's pairs, of columns in the second; None: none. dealt: a head's frequencies go
+    to lines and columns in turn (Pixtral), else both have the same ones. window: of attention in all layers but `full`, in cells
+    on a side; 0: none. pre_norm, post_norm: of the rows before the first layer and behind the last. projector: "merger" (Qwen:
+    norm, join a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral
+    3: norm, join a cell by a matrix, two layers with a GELU); projector_eps: of its norm. deep: layers, in order, whose rows,
+    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    """
+
+    patch_size: int
+    merge: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    out_size: int
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+    norm: Literal["layer", "rms"]
+    eps: float
+    projector: Literal["merger", "pooled", "patch_merger"]
+    projector_eps: float
+    frames: int = 0
+    gated: bool = False
+    bias: bool = True
+    patch_bias: bool = False
+    positions: int = 0
+    theta: float | None = None
+    dealt: bool = False
+    window: int = 0
+    full: tuple[int, ...] = ()
+    pre_norm: bool = False
+    post_norm: bool = False
+    deep: tuple[int, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def cell(self) -> int:
+        """Pixels on a side of what one row of its output stands for."""
+        return self.patch_size * self.merge
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """All that a model needs to see. mean, std: of the three colours, from 0 to 1, which are taken off and divided by. has_grid:
+    see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them."""
+
+    tower: TowerSpec
+    size: SizeRule
+    tokens: ImageTokens
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    has_grid: bool = False
+    whole: bool = False
+
+    def limited(self, most: int) -> VisionSpec:
+        """The same for images of at most so many tokens, where their size is not fixed."""
+        cell = self.tower.cell
+        area, side = most * cell**2, math.isqrt(most) * cell
+        size = replace(
+            self.size, min_pixels=min(self.size.min_pixels, area), max_pixels=min(self.size.max_pixels, area),
+            longest_side=min(self.size.longest_side, side) if self.size.kind == "longest" else self.size.longest_side,
+        )  # fmt: skip
+        return replace(self, size=size)
+
+    def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
+        """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""
+        end = 0
+        for placed in images:
+            height, width, pixels, _ = placed.image
+            if placed != self.placed(placed.image, placed.start) or not 0 < 3 * height * width == len(pixels):
+                return False
+            if height % self.tower.cell or width % self.tower.cell or placed.start < end:
+                return False
+            end = placed.end
+        return end <= num_tokens
+
+    def placed(self, image: Image, start: int) -> PlacedImage:
+        """An image where its first token is the prompt's `start`."""
+        cell = self.tower.cell
+        return PlacedImage(
+            image, start, image.height // cell, image.width // cell, bool(self.tokens.line_end), self.has_grid, self.whole
+        )

@@ -1,0 +1,58 @@
+"""A model that reads images, with a tokenizer and a chat template: tiny and random, by transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines import SMALL, random_model, save
+from test_llm import write_byte_tokenizer
+
+WORDS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+FIRST = 256  # their ids are behind those of bytes
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
+{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}\
+{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def seeing_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A Qwen3-VL: bytes are tokens, a token of an image has 8 x 8 pixels, and an image 4 to 64 tokens."""
+    from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+
+    config: Any = Qwen3VLConfig(
+        text_config=SMALL | {
+            "vocab_size": FIRST + len(WORDS), "head_dim": 32, "max_position_embeddings": 1024, "eos_token_id": FIRST + 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": SMALL["hidden_size"], "num_heads": 2,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=FIRST + 3, video_token_id=FIRST + 5, vision_start_token_id=FIRST + 2, vision_end_token_id=FIRST + 4,
+    )  # fmt: skip
+    save(random_model(config, seed, dtype, AutoModelForImageTextToText), folder)
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": sizes, "patch_size": 4, "merge_size": 2}))
+    write_byte_tokenizer(folder, tuple(WORDS))
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
+    return folder
+
+
+def png(width: int = 24, height: int = 16, seed: int = 0) -> bytes:
+    """An image's file, of noise."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

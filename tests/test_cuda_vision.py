@@ -1,0 +1,77 @@
+"""Models that read images in the GPU's engine on emulated kernels: what a tower, which is torch's, makes is read in chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, Gemma3Config, Qwen3VLConfig
+
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
+from engines import greedy, random_model, run, save
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from test_cuda_engine import SHAPE, engine_on
+
+pytestmark = needs_emulation
+NUMBERS = np.random.default_rng(0)
+IMAGE, CELL = 255, 8
+TEXT = SHAPE | {"vocab_size": 256}
+CONFIGS: dict[str, Any] = {
+    "qwen3-vl": Qwen3VLConfig(
+        text_config=TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}},
+        vision_config={"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "hidden_size": 32,
+                       "intermediate_size": 40, "out_hidden_size": 32, "num_position_embeddings": 16,
+                       "deepstack_visual_indexes": [0]},
+        image_token_id=IMAGE, video_token_id=254, vision_start_token_id=253, vision_end_token_id=252,
+    ),
+    "gemma3": Gemma3Config(
+        text_config=TEXT | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 32, "patch_size": 4},
+        image_token_index=IMAGE, mm_tokens_per_image=16,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model(CONFIGS[request.param], seed=3, dtype=torch.bfloat16, auto=AutoModelForImageTextToText)
+    return save(model, tmp_path_factory.mktemp("model"))
+
+
+def prompt_of(vision: VisionSpec, first: int, behind: int) -> TokenIds:
+    image = Image.of(32, 32, NUMBERS.integers(0, 256, 3 * 32 * 32, np.uint8).tobytes())
+    ids = NUMBERS.integers(2, 250, first + behind).tolist()
+    return TokenIds([*ids[:first], *[IMAGE] * 16, *ids[first:]], [vision.placed(image, first)])
+
+
+def prompts_for(engine: Engine) -> list[TokenIds]:
+    assert engine._vision is not None
+    return [prompt_of(engine._vision, 5, 9), prompt_of(engine._vision, 20, 3), TokenIds([7, 8, 9])]
+
+
+def answers(engine: Engine, prompts: list[TokenIds]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in run(engine, [(prompt, greedy(8)) for prompt in prompts])]
+
+
+def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    prompts = prompts_for(engine)
+    assert answers(engine, prompts) == answers(engine_on(folder, None), prompts)
+    assert device.graphs
+
+
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(folder: Path) -> None:
+    """Each alone; together, in small steps, twice, so that prefixes are found, and with guesses."""
+    alone = engine_on(folder, EmulatedDevice(), deterministic=True, max_num_batched_tokens=64)
+    prompts = prompts_for(alone)
+    expected = [answers(alone, [prompt])[0] for prompt in prompts]
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True, max_num_batched_tokens=13, num_speculative_tokens=2)
+    for _ in range(2):
+        assert answers(engine, prompts) == expected

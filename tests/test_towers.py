@@ -1,0 +1,316 @@
+"""Vision towers against transformers: tiny random models of each family, written as transformers writes them, and read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.models import tower_attention
+from nanovllm_cli.models.tower import Tower, TowerRows
+from nanovllm_cli.models.tower_attention import TorchAttention
+from nanovllm_cli.vision_spec import Image, VisionSpec
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {
+    "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4}
+QWEN3 = QWEN | {"hidden_size": 40, "intermediate_size": 48, "out_hidden_size": 24, "num_position_embeddings": 25}
+SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48,
+    "patch_size": 4, "vision_use_head": False, "layer_norm_eps": 1e-3, "model_type": "siglip_vision_model",
+}  # fmt: skip
+PIXTRAL = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64,
+    "patch_size": 4, "hidden_act": "silu", "model_type": "pixtral",
+}  # fmt: skip
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2VL", {
+        "text_config": TEXT | MROPE, "vision_config": QWEN | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2},
+    }),
+    "qwen2_5": ("Qwen2_5_VL", {
+        "text_config": TEXT | MROPE,
+        "vision_config": QWEN | {
+            "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1],
+        },
+    }),
+    "qwen3": ("Qwen3VL", {"text_config": TEXT | MROPE, "vision_config": QWEN3 | {"deepstack_visual_indexes": [0, 2]}}),
+    "qwen3_5": ("Qwen3_5", {
+        "text_config": TEXT | {"layer_types": ["full_attention"]}, "vision_config": QWEN3,
+    }),
+    "gemma3": ("Gemma3", {"text_config": TEXT, "vision_config": SIGLIP, "mm_tokens_per_image": 16}),
+    "mistral3": ("Mistral3", {
+        "text_config": TEXT | {"model_type": "mistral", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
+    }),
+}  # fmt: skip
+CELL = 8
+FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
+SIZES = {"gemma3": [(48, 48)], "mistral3": FREE_SIZES[1:]}  # transformers fails with a Mistral 3's image of one token
+
+Rows = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A folder, and what transformers makes of an image of uint8 [height, width, 3]."""
+
+    folder: Path
+    rows: Callable[[np.ndarray], Rows]
+
+
+def make(name: str, folder: Path) -> Made:
+    prefix, settings = MADE[name]
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # larger than transformers draws them: all of the tower is to be seen in what it makes
+        width = math.prod(parameter.shape[1:])
+        drawn = torch.randn(parameter.shape, generator=generator) / (width**0.5 if parameter.dim() > 1 else 4)
+        is_gain = parameter.dim() == 1 and bool((parameter == 1).all())
+        parameter.data = drawn + 1 if is_gain else drawn
+    model.save_pretrained(folder)
+    images = image_processor(name)
+    images.save_pretrained(folder)
+
+    def rows(pixels: np.ndarray) -> Rows:
+        given = images(images=[pixels], return_tensors="pt")
+        with torch.no_grad():
+            if name == "gemma3":
+                return model.model.get_image_features(given["pixel_values"]).pooler_output[0], []
+            if name == "mistral3":
+                return model.model.get_image_features(given["pixel_values"], given["image_sizes"]).pooler_output[0], []
+            found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
+            return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
+
+    return Made(folder, rows)
+
+
+def image_processor(name: str) -> Any:
+    """Of images that have their size already."""
+    if name == "gemma3":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(size={"height": 48, "width": 48})
+    if name == "mistral3":
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        return PixtralImageProcessorPil(patch_size={"height": CELL, "width": CELL}, size={"longest_edge": 64})
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    colours: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name.startswith("qwen3") else {}
+    return Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14}, **colours)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """By name; each is made once."""
+    kept: dict[str, Made] = {}
+
+    def get(name: str) -> Made:
+        if name not in kept:
+            kept[name] = make(name, tmp_path_factory.mktemp(name))
+        return kept[name]
+
+    return get
+
+
+def draw(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def image(pixels: np.ndarray) -> Image:
+    return Image(pixels.shape[0], pixels.shape[1], pixels.tobytes(), b"")
+
+
+def open_tower(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[VisionSpec, Tower]:
+    with open_checkpoint(folder) as checkpoint:
+        spec = read_vision(checkpoint)
+        assert spec is not None
+        check_tower(checkpoint, spec)
+        return spec, load_tower(checkpoint, spec, dtype)
+
+
+def all_rows(found: TowerRows) -> torch.Tensor:
+    return torch.stack([found.rows, *found.deep]).float()
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the whole, and of the row that differs most."""
+    assert found.shape == expected.shape
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("by", ["our kernels", "torch"])
+@pytest.mark.parametrize("name", MADE)
+def test_rows_are_those_of_transformers(
+    name: str, by: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "torch":  # as on a GPU
+        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3]))
+    spec, tower = open_tower(made(name).folder)
+    assert spec.tower.cell == (12 if name == "gemma3" else CELL)
+    for height, width in SIZES.get(name, FREE_SIZES):
+        pixels = draw(height, width)
+        rows, deep = made(name).rows(pixels)
+        found = tower(image(pixels))
+        assert len(found.rows) == height // spec.tower.cell * (width // spec.tower.cell)
+        assert len(found.deep) == len(spec.tower.deep) == (2 if name == "qwen3" else 0)
+        assert difference(all_rows(found), torch.stack([rows, *deep])) < 1e-5
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(name: str, dtype: torch.dtype, made: Callable[[str], Made]) -> None:
+    pixels = draw(*SIZES.get(name, FREE_SIZES)[-1])
+    rows, deep = made(name).rows(pixels)
+    _, tower = open_tower(made(name).folder, dtype)
+    found = tower(image(pixels))
+    assert found.rows.dtype == dtype
+    assert difference(all_rows(found), torch.stack([rows, *deep])) < (0.05 if dtype == torch.bfloat16 else 0.01)
+
+
+def test_images_that_fill_windows_and_those_that_are_less_than_one(made: Callable[[str], Made]) -> None:
+    _, tower = open_tower(made("qwen2_5").folder)
+    for height, width in [(16, 16), (32, 48), (8, 40), (56, 8), (40, 56)]:
+        pixels = draw(height, width)
+        assert difference(tower(image(pixels)).rows, made("qwen2_5").rows(pixels)[0]) < 1e-5
+
+
+def test_rows_are_those_of_transformers_where_an_mlp_is_computed_in_parts(
+    made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm_cli.models.tower.ROWS_TOGETHER", 7)
+    _, tower = open_tower(made("qwen3").folder)
+    pixels = draw(24, 40)
+    assert difference(tower(image(pixels)).rows, made("qwen3").rows(pixels)[0]) < 1e-5
+
+
+def test_the_bytes_told_are_those_of_the_weights(made: Callable[[str], Made]) -> None:
+    for name in MADE:
+        spec, tower = open_tower(made(name).folder, torch.bfloat16)
+        assert vision_bytes(spec, torch.bfloat16) == sum(each.nbytes for each in tower._tensors.values())
+
+
+# Older folders call the same tensors otherwise.
+PREFIXES = {
+    "qwen3": [("model.visual.", "visual.")],
+    "qwen2": [("visual.", "model.visual.")],
+    "gemma3": [
+        ("vision_tower.", "vision_tower.vision_model."),
+        ("vision_tower.", "model.vision_tower."),
+        ("vision_tower.", "model.vision_tower.vision_model."),
+    ],
+    "mistral3": [("vision_tower.", "model.vision_tower.")],
+}
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [(name, *each) for name, pairs in PREFIXES.items() for each in pairs])
+def test_tensors_are_found_under_every_prefix(
+    name: str, old: str, new: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    outer = new.split("vision")[0] if name != "qwen2" else ""
+
+    def renamed(tensor: str) -> str:
+        return outer + tensor if tensor.startswith("multi_modal_projector.") else tensor.replace(old, new)
+
+    tensors = load_file(made(name).folder / "model.safetensors")
+    folder = copy(made(name).folder, tmp_path, {renamed(each): tensor for each, tensor in tensors.items()})
+    pixels = image(draw(*SIZES.get(name, FREE_SIZES)[-1]))
+    assert torch.equal(open_tower(folder)[1](pixels).rows, open_tower(made(name).folder)[1](pixels).rows)
+
+
+def copy(
+    source: Path, folder: Path, tensors: dict[str, torch.Tensor] | None = None, config: dict[str, Any] | None = None
+) -> Path:
+    """The same folder with other tensors, and these keys in its config."""
+    tensors = load_file(source / "model.safetensors") if tensors is None else tensors
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    read = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**read, **(config or {})}))
+    settings = source / "preprocessor_config.json"
+    (folder / settings.name).write_text(settings.read_text())
+    return folder
+
+
+QKV = "model.visual.blocks.1.attn.qkv.weight"
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: t.pop(QKV), "1 missing: visual.blocks.1.attn.qkv.weight"),
+    (lambda t: t.update({QKV: t[QKV][:-1]}), r"1 of the wrong shape: .*blocks.1.attn.qkv.weight \(expected \[120, 40\]"),
+    (lambda t: t.update({QKV: t[QKV].T.contiguous()}), "of the wrong shape"),
+    (lambda t: t.update({"model.visual.blocks.3.norm1.weight": torch.ones(40)}), "1 not part of it: .*blocks.3.norm1.weight"),
+    (lambda t: t.update({"visual.blocks.1.attn.qkv.weight": t[QKV]}), "1 not part of it: visual.blocks.1.attn.qkv.weight"),
+    (lambda t: t.pop("model.visual.deepstack_merger_list.1.norm.bias"), "1 missing: .*deepstack_merger_list.1.norm.bias"),
+    (lambda t: (t.pop(QKV), t.pop("model.visual.pos_embed.weight")), "2 missing"),
+])  # fmt: skip
+def test_tensors_that_do_not_match_are_told_before_they_are_read(
+    change: Callable[[dict[str, torch.Tensor]], Any], words: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    tensors = load_file(made("qwen3").folder / "model.safetensors")
+    change(tensors)
+    with open_checkpoint(copy(made("qwen3").folder, tmp_path, tensors)) as checkpoint:
+        spec = read_vision(checkpoint)
+        assert spec is not None
+        with pytest.raises(CheckpointError, match=words) as caught:
+            check_tower(checkpoint, spec)
+        assert caught.value.hint
+        with pytest.raises(CheckpointError, match=words):
+            load_tower(checkpoint, spec, torch.float32)
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (torch.full((120, 40), math.nan), "NaN"),
+    (torch.full((120, 40), math.inf), "infinite"),
+    (torch.zeros((120, 40), dtype=torch.int32), "not numbers that a layer can use"),
+])  # fmt: skip
+def test_weights_that_are_no_numbers_are_refused(
+    value: torch.Tensor, words: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    tensors = load_file(made("qwen3").folder / "model.safetensors") | {QKV: value}
+    with open_checkpoint(copy(made("qwen3").folder, tmp_path, tensors)) as checkpoint:
+        spec = read_vision(checkpoint)
+        assert spec is not None
+        with pytest.raises(CheckpointError, match=words):
+            load_tower(checkpoint, spec, torch.float32)
+
+
+def test_what_no_tower_reads_is_left_aside(made: Callable[[str], Made], tmp_path: Path) -> None:
+    extra = {
+        "vision_tower.vision_model.head.probe": torch.ones(1, 1, 32),
+        "vision_tower.embeddings.position_ids": torch.arange(144),
+    }
+    tensors = load_file(made("gemma3").folder / "model.safetensors") | extra
+    open_tower(copy(made("gemma3").folder, tmp_path, tensors))
+
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+
+
+@pytest.mark.parametrize("name", [QKV, "model.language_model.layers.0.mlp.up_proj.weight"])
+def test_towers_of_quantized_models_are_read(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """Whether the tower was left alone, as most do, or not."""
+    tensors = load_file(made("qwen3").folder / "model.safetensors")
+    scale = tensors[name].abs().max() / 448
+    codes = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    stored = tensors | {name: codes, name.replace("weight", "weight_scale"): scale}
+    folder = copy(made("qwen3").folder, tmp_path, stored, FP8)
+    (same := tmp_path / "plain").mkdir()
+    copy(made("qwen3").folder, same, tensors | {name: codes.float() * scale})
+    pixels = image(draw(24, 40))
+    assert torch.equal(open_tower(folder)[1](pixels).rows, open_tower(same)[1](pixels).rows)

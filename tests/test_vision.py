@@ -1,0 +1,254 @@
+"""Models that read images against transformers in fp32: what follows a prompt with images, whatever steps it is computed in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
+
+from engines import engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from test_models import CASES, QWEN_IDS, QWEN_TEXT
+
+NUMBERS = np.random.default_rng(0)
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+QWEN_TOWER = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MODELS: dict[str, Any] = {
+    "qwen2-vl": Qwen2VLConfig(
+        text_config=QWEN_TEXT, vision_config=QWEN_TOWER | {"embed_dim": 32, "hidden_size": 48}, **QWEN_IDS
+    ),
+    "qwen2.5-vl": Qwen2_5_VLConfig(
+        text_config=QWEN_TEXT, **QWEN_IDS,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "window_size": 16,
+                                    "fullatt_block_indexes": [2]},
+    ),
+    "qwen3-vl": Qwen3VLConfig(
+        text_config=QWEN_TEXT | {"head_dim": 32}, **QWEN_IDS,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48,
+                                    "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+    ),
+    "qwen3.5": Qwen3_5Config(
+        text_config=CASES["qwen3.5"].to_dict(), **QWEN_IDS, tie_word_embeddings=False,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48,
+                                    "num_position_embeddings": 16},
+    ),
+    "gemma3": Gemma3Config(
+        text_config=CASES["gemma3, ropes of two bases"].to_dict(), image_token_index=512, mm_tokens_per_image=16,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+    ),
+    "mistral3": Mistral3Config(
+        text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
+        vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 4, "image_size": 64},
+    ),
+}  # fmt: skip
+QWENS = [name for name in MODELS if name.startswith("qwen")]
+
+
+def an_image(vision: VisionSpec, rows: int, columns: int) -> Image:
+    height, width = rows * vision.tower.cell, columns * vision.tower.cell
+    pixels = NUMBERS.integers(0, 256, (height, width, 3), np.uint8).tobytes()
+    return Image.of(height, width, pixels)
+
+
+def prompt_with(vision: VisionSpec, parts: list[int | Image], token: int) -> TokenIds:
+    """So many tokens at random, or an image. Ends of lines are read as any other token."""
+    ids: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += NUMBERS.integers(2, 500, part).tolist()
+            continue
+        images.append(vision.placed(part, len(ids)))
+        line = [token] * images[-1].columns + ([501] if images[-1].ends_lines else [])
+        ids += line * images[-1].rows
+    return TokenIds(ids, images)
+
+
+def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token: int) -> dict[str, torch.Tensor]:
+    """Its arguments, made of the pixels by hand."""
+    tower, ids = vision.tower, torch.tensor([list(prompt)])
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (vision.mean, vision.std))
+    values = []
+    for placed in prompt.images:
+        pixels = torch.tensor(list(placed.image.pixels), dtype=torch.float32)
+        pixels = pixels.view(placed.image.height, placed.image.width, 3).permute(2, 0, 1)
+        values.append((pixels / 255 - mean) / std)
+    is_image = (ids == token).int()
+    if model.config.model_type == "gemma3":
+        return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_image}
+    if model.config.model_type == "mistral3":
+        sizes = torch.tensor([[each.image.height, each.image.width] for each in prompt.images])
+        whole = torch.zeros(len(values), 3, *sizes.max(0).values.tolist())
+        for each, value in zip(whole, values, strict=True):
+            each[:, : value.shape[1], : value.shape[2]] = value
+        return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
+    patches, grids = [], []
+    for value in values:
+        lines, columns = (side // tower.cell for side in value.shape[1:])
+        cells = value.view(3, lines, tower.merge, tower.patch_size, columns, tower.merge, tower.patch_size)
+        flat = cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # a row a patch, cell by cell
+        patches.append(flat[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1))
+        grids.append([1, lines * tower.merge, columns * tower.merge])
+    grid = torch.tensor(grids)
+    return {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}
+
+
+def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:
+    model = random_model(MODELS[name], auto=AutoModelForImageTextToText)
+    worker = worker_for(save(model, folder), dtype="float32", **settings)
+    assert worker.sight is not None
+    return model, worker, worker.sight.spec, model.config.image_token_id
+
+
+def parts_of(vision: VisionSpec) -> list[int | Image]:
+    if vision.size.kind == "square":
+        return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
+    return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_follows_images_is_what_transformers_has(name: str, tmp_path: Path) -> None:
+    model, worker, vision, token = opened(name, tmp_path)
+    prompt = prompt_with(vision, parts_of(vision), token)
+    (output,) = run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
+    answer = output.outputs[0]
+    whole = TokenIds([*prompt, *answer.token_ids], prompt.images)
+    with torch.inference_mode():
+        logits = model(**seen_by_transformers(model, vision, whole, token)).logits[0, len(prompt) - 1 : -1]
+    assert list(answer.token_ids) == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1).max(-1).values
+    assert answer.logprobs is not None
+    actual = torch.tensor([each.logprob for each in answer.logprobs])
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def logprobs_of(output: Any) -> list[float]:
+    return [each.logprob for each in output.outputs[0].logprobs]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_steps_nor_neighbours_change_a_bit(name: str, tmp_path: Path) -> None:
+    """Alone in one step, cut anywhere, beside others, behind a found prefix, and computed again after a preemption."""
+    _, worker, vision, token = opened(name, tmp_path, num_blocks=64)
+    parts = parts_of(vision)
+    prompts = [prompt_with(vision, parts, token), prompt_with(vision, [*parts[:4], 9], token)]
+    prompts += [prompt_with(vision, [7], token), TokenIds([*prompts[0], *NUMBERS.integers(2, 500, 20)], prompts[0].images)]
+    requests = [(prompt, greedy(24, logprobs=0)) for prompt in prompts]
+    alone = [run(engine_for(worker), [request])[0] for request in requests]
+    settings: list[dict[str, Any]] = [
+        {}, {"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
+        {"num_blocks": sum(-(-len(prompt) // 16) for prompt in prompts) + 2}, {"num_speculative_tokens": 3},
+    ]  # fmt: skip
+    for setting in settings:
+        engine = engine_for(worker, **setting)
+        for _ in range(2):  # the second time finds what the first one left
+            for first, again in zip(alone, run(engine, requests), strict=True):
+                assert again.outputs[0].token_ids == first.outputs[0].token_ids
+                assert logprobs_of(again) == logprobs_of(first)
+        assert (engine.stats().preemptions > 0) == ("num_blocks" in setting)
+        assert (engine.stats().prefix_hit_tokens > 0) == setting.get("enable_prefix_caching", not worker.spec.has_states)
+
+
+def test_a_found_prefix_is_of_the_same_image(tmp_path: Path) -> None:
+    """Tokens of two images are the same; what is cached of them is not. What lies in front of them is shared."""
+    _, worker, vision, token = opened("qwen3-vl", tmp_path)
+    ids = NUMBERS.integers(2, 500, 40).tolist()
+    images = [an_image(vision, 8, 8) for _ in range(2)]
+    prompts = [TokenIds([*ids, *[token] * 64, *ids], [vision.placed(image, 40)]) for image in images]
+    moved = TokenIds([*ids[:39], *[token] * 65, *ids], [vision.placed(images[0], 39)])
+    engine = engine_for(worker)
+    hits = []
+    answers = []
+    for prompt in (*prompts, prompts[0], moved):
+        before = engine.stats().prefix_hit_tokens
+        (output,) = run(engine, [(prompt, greedy(8))])
+        answers.append(output.outputs[0].token_ids)
+        hits.append(engine.stats().prefix_hit_tokens - before)
+    assert hits == [0, 32, 128, 32]
+    assert answers[0] == answers[2] != answers[1]
+
+
+def test_answers_of_one_prompt_share_its_images(tmp_path: Path) -> None:
+    _, worker, vision, token = opened("qwen2.5-vl", tmp_path)
+    prompt = prompt_with(vision, parts_of(vision), token)
+    (output,) = run(engine_for(worker), [(prompt, greedy(6, n=3))])
+    assert len({answer.token_ids for answer in output.outputs}) == 1
+    assert output.outputs[0].token_ids == run(engine_for(worker), [(prompt, greedy(6))])[0].outputs[0].token_ids
+
+
+def test_a_tower_is_loaded_with_the_first_image_and_computes_each_once(tmp_path: Path) -> None:
+    _, worker, vision, token = opened("gemma3", tmp_path)
+    sight = worker.sight
+    assert sight is not None
+    run(engine_for(worker), [(prompt_with(vision, [9], token), greedy(2))])
+    assert sight._tower is None
+    image = an_image(vision, 4, 4)
+    prompt = prompt_with(vision, [3, image, 5], token)
+    run(engine_for(worker, max_num_batched_tokens=5), [(prompt, greedy(2))])
+    assert sight.num_computed == 1
+    run(engine_for(worker), [(prompt_with(vision, [8, image, 5], token), greedy(2))])
+    assert sight.num_computed == 1
+
+
+def test_prompt_logprobs_of_images_are_those_of_transformers(tmp_path: Path) -> None:
+    """All rows are asked for, of a model that adds rows behind its last layer but one, too."""
+    model, worker, vision, token = opened("qwen3-vl", tmp_path)
+    prompt = prompt_with(vision, parts_of(vision), token)
+    (output,) = run(engine_for(worker), [(prompt, greedy(1, prompt_logprobs=0))])
+    assert output.prompt_logprobs is not None
+    actual = torch.tensor([each.logprob for each in output.prompt_logprobs[1:] if each is not None])
+    with torch.inference_mode():
+        logits = model(**seen_by_transformers(model, vision, prompt, token)).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(list(prompt[1:]))[:, None])[:, 0]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_images_that_do_not_fit_their_prompt_are_refused(tmp_path: Path) -> None:
+    _, worker, vision, token = opened("qwen3-vl", tmp_path)
+    image, cell = an_image(vision, 2, 3), vision.tower.cell
+    good = prompt_with(vision, [4, image, 4], token)
+    placed = good.images[0]
+    wrong = [
+        [placed._replace(start=9)],  # beyond the end
+        [placed, placed],  # twice the same tokens
+        [placed._replace(rows=3, columns=2)],
+        [placed._replace(has_grid=False)],
+        [vision.placed(image._replace(pixels=image.pixels[:-1]), 4)],
+        [vision.placed(Image.of(cell, cell + 1, bytes(3 * cell * (cell + 1))), 4)],
+        [vision.placed(Image.of(0, 0, b""), 4)],
+    ]
+    engine = engine_for(worker)
+    for images in wrong:
+        with pytest.raises(UsageError, match="images"):
+            engine.add("it", TokenIds(good, images), greedy(1))
+    assert not engine.has_unfinished()
+    text_only = engine_for(worker)
+    text_only._vision = None
+    with pytest.raises(UnsupportedError, match="reads no images"):
+        text_only.add("it", good, greedy(1))
+
+
+def test_several_processes_see_the_same(tmp_path: Path) -> None:
+    _, worker, vision, token = opened("qwen3-vl", tmp_path)
+    prompt = prompt_with(vision, parts_of(vision), token)
+    (alone,) = run(engine_for(worker), [(prompt, greedy(8))])
+    divided = worker_for(tmp_path, dtype="float32", tensor_parallel_size=2)
+    try:
+        (together,) = run(engine_for(divided), [(prompt, greedy(8))])
+    finally:
+        divided.close()
+    assert together.outputs[0].token_ids == alone.outputs[0].token_ids
