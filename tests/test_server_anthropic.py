@@ -368,7 +368,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": user({"type": "text"})}, "messages[0].content[0]"),
     ({"messages": user({"type": "text", "text": "a"}, IMAGE)}, "messages[0].content[1].source.type"),
     ({"messages": user({"type": "image", "source": {"type": "ftp", "url": ""}})}, "messages[0].content[0].source.type"),
-    ({"messages": user({"type": "image", "source": {"type": "base64", "media_type": "image/png"}})}, "messages[0].content[0].source"),
+    ({"messages": user({"type": "image", "source": {"type": "base64", "data": ""}})}, "messages[0].content[0].source.media_type"),
     ({"messages": [*HI, {"role": "assistant", "content": [IMAGE]}]}, "messages[1].content[0].type"),
     ({"messages": user({"type": "document", "source": {}})}, "messages[0].content[0].type"),
     ({"messages": user({"type": "tool_result", "tool_use_id": "x"})}, "messages[0].content[0].tool_use_id"),

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
@@ -252,3 +253,33 @@ def test_several_processes_see_the_same(tmp_path: Path) -> None:
     finally:
         divided.close()
     assert together.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_tower_that_computes_in_another_type_gives_rows_of_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor without products of 16 bits."""
+    monkeypatch.setattr("nanovllm_cli.kernels.simd.HAS_BF16_DOT", False)
+    save(random_model(MODELS["qwen3-vl"], auto=AutoModelForImageTextToText), tmp_path)
+    worker = worker_for(tmp_path, dtype="bfloat16")
+    assert worker.sight is not None
+    vision = worker.sight.spec
+    prompt = prompt_with(vision, parts_of(vision), 512)
+    share = Scheduled(0, list(prompt), 0, [0], (), images=prompt.images)
+    found = worker.sight.rows([share])
+    assert found is not None
+    assert {found.values.dtype, *(each.dtype for each in found.deep)} == {torch.bfloat16}
+    exact = worker_for(tmp_path, dtype="float32").sight
+    assert exact is not None
+    expected = exact.rows([share])
+    assert expected is not None
+    assert torch.equal(found.values, expected.values.bfloat16())
+
+
+def test_what_no_tower_can_be_leaves_a_model_that_reads_texts(tmp_path: Path) -> None:
+    save(random_model(MODELS["gemma3"], auto=AutoModelForImageTextToText), tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"do_pan_and_scan": true}')
+    worker = worker_for(tmp_path, dtype="float32")
+    assert worker.sight is None
+    (output,) = run(engine_for(worker), [([5, 6, 7], greedy(3))])
+    assert len(output.outputs[0].token_ids) == 3

@@ -12,6 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 
+class WholeImages(NamedTuple):
+    """Tokens `rows` [n] int64 of a step; in_windows: they see more only in layers with a window."""
+
+    rows: torch.Tensor
+    in_windows: bool = False
+
+    def within(self, rows: torch.Tensor) -> WholeImages | None:
+        """Those among some rows of the step, as places among these."""
+        places = torch.isin(rows, self.rows).nonzero()[:, 0]
+        return self._replace(rows=places) if len(places) else None
+
+
 class ImageRows(NamedTuple):
     """Of the tokens `rows` [n] int64 of a step: what a tower has made of their images, [n, hidden]; and what is added to them
     behind each of the first layers, [n, hidden] each."""
@@ -40,7 +52,7 @@ class Batch:
     token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
     segments     [T] int64 or None; which of two texts that are read together each token is of, 0 or 1; None: all are of the first
     images       what takes the place of some tokens' embeddings, on the device already, or None
-    whole_rows   [n] int64 or None; tokens of images that see all of theirs, which this step has to its end
+    whole        tokens of images that see all of theirs, which this step has to its end, or None
     lora         [T, A] fp32 or None; what each token takes of each adapter that requests choose from; None: nobody takes any
     hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
     """
@@ -57,8 +69,8 @@ class Batch:
     states: torch.Tensor
     token_table: torch.Tensor | None = None
     segments: torch.Tensor | None = None
-    whole_rows: torch.Tensor | None = None
     lora: torch.Tensor | None = None
+    whole: WholeImages | None = None
     images: ImageRows | None = None
     hidden: torch.Tensor | None = None
 
@@ -67,11 +79,12 @@ class Batch:
         if self.token_ids.device == device:
             return self
         assert self.token_table is None
-        mine: dict[str, torch.Tensor | None] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
+        mine: dict[str, torch.Tensor | None] = {each.name: getattr(self, each.name) for each in fields(self)[:-3]}
         there: dict[str, Any] = {
             name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in mine.items()
         }
-        return Batch(**there, images=self.images, hidden=self.hidden)
+        whole = None if self.whole is None else self.whole._replace(rows=self.whole.rows.to(device, non_blocking=True))
+        return Batch(**there, whole=whole, images=self.images, hidden=self.hidden)
 
     def asked(self) -> Batch:
         """The rows whose logits are wanted, alone."""
@@ -100,6 +113,7 @@ class Batch:
             logit_rows=torch.arange(len(rows)),
             states=self.states[owners],
             lora=None if self.lora is None else self.lora[rows],
+            whole=None if self.whole is None else self.whole.within(rows),
         )
 
     @property

@@ -33,7 +33,8 @@ class PlacedImage(NamedTuple):
 
     ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
     image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
-    whole: its tokens see all of it, those behind them, too, so that one step has them all.
+    whole: its tokens see all of it, those behind them, too, so that one step has them all; in_windows: only in layers with a
+    window.
     """
 
     image: Image
@@ -43,6 +44,7 @@ class PlacedImage(NamedTuple):
     ends_lines: bool = False
     has_grid: bool = False
     whole: bool = False
+    in_windows: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +158,8 @@ class TowerSpec:
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """All that a model needs to see. mean, std: of the three colours, from 0 to 1, which are taken off and divided by. has_grid:
-    see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them."""
+    see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them; whole_in_windows: only in
+    layers with a window."""
 
     tower: TowerSpec
     size: SizeRule
@@ -165,6 +168,7 @@ class VisionSpec:
     std: tuple[float, float, float]
     has_grid: bool = False
     whole: bool = False
+    whole_in_windows: bool = False
 
     def limited(self, most: int) -> VisionSpec:
         """The same for images of at most so many tokens, where their size is not fixed."""
@@ -192,5 +196,6 @@ class VisionSpec:
         """An image where its first token is the prompt's `start`."""
         cell = self.tower.cell
         return PlacedImage(
-            image, start, image.height // cell, image.width // cell, bool(self.tokens.line_end), self.has_grid, self.whole
-        )
+            image, start, image.height // cell, image.width // cell, bool(self.tokens.line_end), self.has_grid, self.whole,
+            self.whole_in_windows,
+        )  # fmt: skip

@@ -51,10 +51,16 @@ class LatentWeights(NamedTuple):
 
 
 class WholeRows(NamedTuple):
-    """Rows of a step whose tokens see those behind them, too, [n] int64, and what the backend made of a batch of these alone."""
+    """Rows of a step whose tokens see those behind them, too, [n] int64, and what the backend made of a batch of these alone.
+    in_windows: only in layers with a window."""
 
     rows: torch.Tensor
     step: Any
+    in_windows: bool = False
+
+    def counts_in(self, spec: AttentionSpec) -> bool:
+        """Whether they do in this layer."""
+        return spec.window is not None or not self.in_windows
 
 
 class StepInputs(NamedTuple):

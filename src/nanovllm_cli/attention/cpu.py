@@ -118,7 +118,7 @@ class CpuAttention:
             )  # fmt: skip
 
         out = found(q, step, both_ways=spec.both_ways)
-        if step.whole is not None:
+        if step.whole is not None and step.whole.counts_in(spec):
             out[step.whole.rows] = found(q[step.whole.rows], step.whole.step, both_ways=True)
         return out
 

@@ -233,7 +233,7 @@ class CudaAttention:
             )  # fmt: skip
 
         out = found(q, step)
-        if step.whole is not None:
+        if step.whole is not None and step.whole.counts_in(spec):
             out[step.whole.rows] = found(q[step.whole.rows], step.whole.step)
         return out
 

@@ -93,7 +93,16 @@ class LoadedModel:
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
         self._count()
-        self.sight: Sight | None = sight_of(checkpoint, config.image_max_tokens, self.dtype, platform.ops.device)
+        self.sight = self._sight(checkpoint, config, progress)
+
+    def _sight(self, checkpoint: Checkpoint, config: EngineConfig, progress: LoadProgress) -> Sight | None:
+        """A model whose images nothing here can read still reads texts."""
+        dtypes = self.platform.tower_dtype(self.dtype), self.dtype
+        try:
+            return sight_of(checkpoint, config.image_max_tokens, *dtypes, self.platform.ops.device)
+        except UnsupportedError as error:
+            progress.note(f"images are not read: {error.message}")
+            return None
 
     def _kit(self) -> Kit:
         """For a model of own_spec, and whatever is known of its weights from now on."""

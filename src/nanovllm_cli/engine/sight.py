@@ -29,11 +29,12 @@ KEPT_BYTES = 256 << 20
 
 
 class Sight:
-    """load: gives the tower. num_bytes: what it takes at the most, with an image of the largest size in it. num_computed: images
-    so far."""
+    """load: gives the tower. dtype: of rows. num_bytes: what it takes at the most, with an image of the largest size in it.
+    num_computed: images so far."""
 
-    def __init__(self, spec: VisionSpec, load: Callable[[], Tower], num_bytes: int) -> None:
+    def __init__(self, spec: VisionSpec, load: Callable[[], Tower], dtype: torch.dtype, num_bytes: int) -> None:
         self.spec = spec
+        self._dtype = dtype
         self.num_bytes = num_bytes
         self._load = load
         self._tower: Tower | None = None
@@ -66,7 +67,8 @@ class Sight:
             if self._tower is None:
                 self._tower = self._load()
             start = time.monotonic()
-            made = self._tower(image)
+            rows, deep = self._tower(image)
+            made = TowerRows(rows.to(self._dtype), tuple(each.to(self._dtype) for each in deep))
             self.num_computed += 1
             logger.info(
                 "an image of %d x %d pixels: %d tokens in %.2f s",
@@ -78,9 +80,12 @@ class Sight:
         return made
 
 
-def sight_of(checkpoint: Checkpoint, most_tokens: int, dtype: torch.dtype, device: torch.device) -> Sight | None:
-    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. Raises
-    CheckpointError and UnsupportedError for a tower that nothing can be made of."""
+def sight_of(
+    checkpoint: Checkpoint, most_tokens: int, computed_in: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> Sight | None:
+    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. dtype: of
+    the rows, whatever they are computed in. Raises CheckpointError and UnsupportedError for a tower that nothing can be made of.
+    """
     spec = read_vision(checkpoint)
     if spec is None:
         return None
@@ -89,10 +94,10 @@ def sight_of(checkpoint: Checkpoint, most_tokens: int, dtype: torch.dtype, devic
 
     def load() -> Tower:
         with open_checkpoint(checkpoint.path) as again:
-            return load_tower(again, spec, dtype, device)
+            return load_tower(again, spec, computed_in, device)
 
-    work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
-    return Sight(spec, load, vision_bytes(spec, dtype) + work)
+    work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, computed_in)
+    return Sight(spec, load, dtype, vision_bytes(spec, computed_in) + work)
 
 
 def _num_bytes(made: TowerRows) -> int:

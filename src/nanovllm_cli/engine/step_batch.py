@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from nanovllm_cli.batch import Batch
+from nanovllm_cli.batch import Batch, WholeImages
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
 
@@ -54,7 +54,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
         segments=_segments(scheduled),
-        whole_rows=_whole_rows(scheduled),
+        whole=_whole(scheduled),
         lora=None if (lora := lora_rows(scheduled)) is None else torch.from_numpy(lora),
     ), owners
 
@@ -66,15 +66,16 @@ def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:
                       for share in scheduled]).long()  # fmt: skip
 
 
-def _whole_rows(scheduled: list[Scheduled]) -> torch.Tensor | None:
+def _whole(scheduled: list[Scheduled]) -> WholeImages | None:
     rows: list[int] = []
-    first = 0
+    first, in_windows = 0, False
     for share in scheduled:
         for placed in share.images:
             if placed.whole:
                 rows += range(first + max(0, placed.start - share.start), first + placed.end - share.start)
+                in_windows = placed.in_windows
         first += len(share.token_ids)
-    return torch.tensor(rows, dtype=torch.int64) if rows else None
+    return WholeImages(torch.tensor(rows, dtype=torch.int64), in_windows) if rows else None
 
 
 def lora_rows(scheduled: Sequence[Scheduled]) -> np.ndarray | None:

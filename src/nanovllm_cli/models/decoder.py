@@ -28,6 +28,9 @@ from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
+NOBODY = 0
+"""The token whose numbers a layer gets of an image's tokens, where it gets some of each token's own: padding, in Gemma 4."""
+
 
 class Block:
     """One layer. `x` is what of the layer before has still to join the residual stream, or None."""
@@ -228,9 +231,10 @@ class Decoder:
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         there, whole = batch.to(self.device), None
-        if batch.whole_rows is not None and there.whole_rows is not None:
-            apart = batch.taken(batch.whole_rows)
-            whole = WholeRows(there.whole_rows, self.backend.prepare(apart, apart.to(self.device), is_whole=True))
+        if batch.whole is not None and there.whole is not None:
+            apart = batch.taken(batch.whole.rows)
+            step = self.backend.prepare(apart, apart.to(self.device), is_whole=True)
+            whole = WholeRows(there.whole.rows, step, batch.whole.in_windows)
         inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there, whole=whole))
         if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
@@ -247,7 +251,8 @@ class Decoder:
         batch = inputs.batch
         self._choose(batch)
         residual, x = self.enter(batch)
-        every = None if self.per_layer is None else self.per_layer(batch.token_ids, batch.token_table, residual)
+        ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
+        every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
         deep = () if batch.images is None else batch.images.deep

@@ -57,12 +57,8 @@ class _Url(msgspec.Struct, tag_field="type", tag="url"):
     url: str
 
 
-class _File(msgspec.Struct, tag_field="type", tag="file"):
-    file_id: str
-
-
 class _Image(msgspec.Struct):
-    source: _Base64 | _Url | _File
+    source: _Base64 | _Url
 
 
 class _Thinking(msgspec.Struct):
@@ -84,7 +80,7 @@ class _ToolResult(msgspec.Struct):
     is_error: bool | None = None
 
 
-_SEEN = described({"text": _Text, "image": _Image}, without=(_File,))
+_SEEN = described({"text": _Text, "image": _Image})
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_BLOCKS, "items": described({"text": _Text})}]}
 _RESULT = object_schema(
     {"type": {"const": "tool_result"}, "tool_use_id": {"type": "string", "minLength": 1, "maxLength": 128}},
@@ -236,9 +232,10 @@ def _seen(block: Any, path: str) -> str | Picture:
     """A text, or an image."""
     if kind_of(block, path) != "image":
         return _text(block, path)
+    kind = kind_of(block.get("source"), f"{path}.source")
+    if kind not in ("base64", "url"):
+        raise unsupported(f"{path}.source.type", f"{shown(kind)} is not supported; send the image itself, in base64")
     source = read(_Image, block, path).source
-    if isinstance(source, _File):
-        raise unsupported(f"{path}.source.type", "no files are kept here; send the image itself, in base64")
     return Picture(source.data if isinstance(source, _Base64) else source.url, path)
 
 
