@@ -147,6 +147,7 @@ def test_a_tokenizer_without_an_images_token_is_told_of(tmp_path: Path) -> None:
         ({"type": "image", "image": "/etc/passwd"}, "neither a data URL nor an image"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "is no image"),
         ({"type": "input_audio", "input_audio": {}}, "no audio"),
+        ({"type": []}, "is no part of a message"),
     ],
 )
 def test_parts_that_are_no_images(part: dict[str, Any], error: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from nanovllm_cli.cli.model import chat_template, named_models, say_parts
 from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelWords
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
-from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
+from nanovllm_cli.cli.serve_options import AccessOptions, AddressOptions, LimitOptions, ServedOptions
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
@@ -179,7 +179,7 @@ def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptio
         key_file=None if access.api_key_file is None else KeyFile(access.api_key_file),
         allowed_hosts=tuple(access.allowed_host or ()),
         cors_origins=tuple(access.cors_origin or ()),
-        max_body_bytes=limits.max_body or MAX_BODY,
+        max_body_bytes=limits.max_body,
         max_requests=limits.max_requests,
         request_seconds=limits.timeout,
         idle_seconds=limits.idle_timeout,

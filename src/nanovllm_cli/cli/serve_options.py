@@ -23,7 +23,7 @@ from nanovllm_cli.errors import UsageError
 
 ADDRESS, ACCESS, LIMITS = "Address", "Who may ask", "Limits"
 HOST, PORT = "127.0.0.1", 8080
-MAX_REQUESTS, MAX_BODY = 512, 16 << 20
+MAX_REQUESTS = 512
 DRAIN_SECONDS, IDLE_SECONDS, PING_SECONDS, SWAP_SECONDS = 30.0, 30.0, 15.0, 60.0
 
 
@@ -168,7 +168,7 @@ class LimitOptions:
         default=MAX_REQUESTS, panel=LIMITS,
     )
     max_body: int | None = option(
-        "--max-body", help="Largest request. [16M]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
+        "--max-body", help="Largest request. [16M; 64M where a model reads images]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
     )
     timeout: float | None = _seconds("--timeout", "Longest time for one request.", None, "no limit")
     idle_timeout: float = _seconds("--idle-timeout", "How long a connection may lie idle.", IDLE_SECONDS)

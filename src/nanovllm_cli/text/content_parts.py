@@ -43,8 +43,8 @@ def content_of(content: Any, where: str, *, reads_images: bool) -> Content:
     parts: list[str | ImagePart] = []
     for place, part in enumerate(content):
         at = f"{where}.content[{place}]"
-        is_image = reads_images and isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
-        parts.append(_image(part, at) if is_image else _part(part, at))
+        kind = part.get("type") if reads_images and isinstance(part, Mapping) else None
+        parts.append(_image(part, at) if isinstance(kind, str) and kind in IMAGE_PARTS else _part(part, at))
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "\n".join(texts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -63,8 +64,8 @@ def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, dev
     parts = _compared(checkpoint, spec.tower, reader)
     tensors = {}
     for ours, theirs in parts.items():
-        whole = torch.cat([_read(reader, name) for name in theirs])
-        tensors[ours] = _arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
+        whole = torch.cat([read_whole(reader, name) for name in theirs])
+        tensors[ours] = arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
 
@@ -90,36 +91,45 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
                 extra.append(name)
             else:
                 there[plain] = name
-    parts: dict[str, list[str]] = {}
-    missing, misshapen = [], []
-    for ours, shape in tower_shapes(spec).items():
+    names: dict[str, list[str]] = {}
+    for ours in tower_shapes(spec):
         layer = _LAYER.search(ours)
         pattern = family.names[_LAYER.sub("{i}", ours)]
-        plain_names = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
-        wanted = _stored_shape(ours, (shape[0] // len(plain_names), *shape[1:]), spec)
-        for plain in plain_names:
-            if plain not in there:
-                missing.append(plain)
-            elif (found := reader.shape(there[plain])) != wanted:
-                misshapen.append(f"{there[plain]} (expected {list(wanted)}, found {list(found)})")
-        parts[ours] = plain_names
-    extra += [there[plain] for plain in there.keys() - {plain for names in parts.values() for plain in names}]
+        names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
+    shapes = {each: (shape[0] // len(names[ours]), *shape[1:]) for ours, shape in stored_shapes(spec).items() for each in names[ours]}
+    match_tensors(checkpoint.path, shapes, {plain: (name, reader.shape(name)) for plain, name in there.items()}, extra)
+    return {ours: [there[plain] for plain in own] for ours, own in names.items()}
+
+
+def match_tensors(
+    path: Path, wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[str, tuple[int, ...]]], extra: Iterable[str] = ()
+) -> None:
+    """One CheckpointError for all that is not as wanted, if anything. there: name -> what the file at `path` calls it, and its
+    shape. extra: what else is in it and should not be."""
+    missing = wanted.keys() - there.keys()
+    extra = [*extra, *(there[name][0] for name in there.keys() - wanted.keys())]
+    misshapen = [
+        f"{there[name][0]} (expected {list(shape)}, found {list(there[name][1])})"
+        for name, shape in wanted.items()
+        if name in there and there[name][1] != shape
+    ]
     problems = [("missing", missing), ("not part of it", extra), (MISSHAPEN, misshapen)]
     lines = [f"{len(names)} {what}: {some(sorted(names))}" for what, names in problems if names]
     if lines:
-        raise CheckpointError(f"{checkpoint.path}: tensors don't match the vision tower: {'; '.join(lines)}", OTHER_MODEL)
-    return {ours: [there[plain] for plain in names] for ours, names in parts.items()}
+        raise CheckpointError(f"{path}: tensors don't match the vision tower: {'; '.join(lines)}", OTHER_MODEL)
 
 
-def _stored_shape(ours: str, shape: tuple[int, ...], spec: TowerSpec) -> tuple[int, ...]:
-    """Of a tensor in the file, by its shape as one of ours."""
-    if ours == "patch.weight":
-        side = (spec.patch_size, spec.patch_size)
-        return (shape[0], 3, spec.frames, *side) if spec.frames else (shape[0], 3, *side)
-    return shape[::-1] if ours == "projector.out.weight" else shape
+def stored_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
+    """Of what files have for each of ours, all that lies behind each other in it taken together."""
+    shapes = tower_shapes(spec)
+    side = (spec.patch_size, spec.patch_size)
+    shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if (out := shapes.get("projector.out.weight")) is not None:
+        shapes["projector.out.weight"] = out[::-1]
+    return shapes
 
 
-def _arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
+def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if ours == "patch.weight":
         kernel = stored.to(torch.float32).sum(dim=2) if spec.frames else stored  # all frames show the same
@@ -133,7 +143,8 @@ def _arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     return stored
 
 
-def _read(reader: WeightReader, name: str) -> torch.Tensor:
+def read_whole(reader: WeightReader, name: str) -> torch.Tensor:
+    """As plain numbers."""
     form = reader.format(name)
     parts = []
     for rows, _ in reader.slices(name):
