@@ -30,7 +30,7 @@ CONFIGS: dict[str, Any] = {
         image_token_id=IMAGE, video_token_id=254, vision_start_token_id=253, vision_end_token_id=252,
     ),
     "gemma3": Gemma3Config(
-        text_config=TEXT | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+        text_config=TEXT | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
         vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
                        "image_size": 32, "patch_size": 4},
         image_token_index=IMAGE, mm_tokens_per_image=16,

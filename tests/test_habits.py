@@ -33,7 +33,7 @@ def test_a_peers_flag_is_never_read_as_one_of_ours_with_a_value() -> None:
     """`-ot x` would write the answer into a file called t, `-mli` would run the model li."""
     command = get_command(build()).commands["run"]  # type: ignore[attr-defined]
     calls = (["tiny", "-ot", "x"], "-ot"), (["-mli"], "-mli"), (["tiny", "-hft", "x"], "-hft"), (["tiny", "-ptc", "4"], "-ptc")
-    calls += (["tiny", "-fa=on", "hi"], "-fa"), (["-mm", "x"], "-mm"), (["tiny", "-fitt", "1024"], "-fitt")
+    calls += (["tiny", "-fa=on", "hi"], "-fa"), (["-mmu", "x"], "-mmu"), (["tiny", "-fitt", "1024"], "-fitt")
     for words, flag in calls:
         with pytest.raises(typer.TyperException) as refused:
             command.make_context("run", words)

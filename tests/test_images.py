@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image as pillow
 from PIL import ImageOps
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
@@ -27,6 +31,7 @@ from nanovllm_cli.vision_spec import Image, ImageTokens, SizeRule, TowerSpec, Vi
 AREA = SizeRule("area", 28, min_pixels=56 * 56, max_pixels=28 * 28 * 12)
 LONGEST = SizeRule("longest", 28, longest_side=112)
 SQUARE = SizeRule("square", 56, longest_side=112, resample="bilinear")
+LARGEST = SizeRule("largest", 28, max_pixels=28 * 28 * 70, longest_side=28 * 70)
 SIDES = st.integers(1, 6000)
 
 
@@ -61,7 +66,37 @@ def test_longest_is_pixtrals(height: int, width: int, unit: int, longest: int) -
     assert fitted(SizeRule("longest", unit, longest_side=longest), height, width) == theirs
 
 
-@pytest.mark.parametrize("rule", [AREA, LONGEST, SQUARE])
+@settings(max_examples=400, deadline=None)
+@given(SIDES, SIDES, st.sampled_from([(16, 3), (16, 1), (14, 2)]), st.sampled_from([2, 7, 70, 140, 280, 560, 1120]))
+@example(1, 200, (16, 3), 70)
+@example(200, 1, (16, 3), 140)
+@example(3000, 4000, (16, 3), 280)
+@example(48, 48, (16, 3), 1120)
+def test_largest_is_gemma_4s(height: int, width: int, patch: tuple[int, int], most: int) -> None:
+    assume(max(height, width) <= 200 * min(height, width))
+    (side, pooled), unit = patch, patch[0] * patch[1]
+    theirs = get_aspect_ratio_preserving_size(height, width, side, most * pooled**2, pooled)
+    rule = SizeRule("largest", unit, max_pixels=most * unit**2, longest_side=most * unit)
+    assert fitted(rule, height, width) == theirs
+    assert theirs[0] * theirs[1] <= most_rows(seeing(rule, pooled)) * unit**2
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 200), (10, 10), (5000, 300), (200, 1)])
+@pytest.mark.parametrize("most", [1, 2, 5, 69, 71])
+def test_what_is_as_large_as_may_be_is_limited(height: int, width: int, most: int) -> None:
+    limited = seeing(LARGEST).limited(most)
+    rows, columns = (side // 28 for side in fitted(limited.size, height, width))
+    assert 0 < rows * columns <= most_rows(limited) == min(most, 70)
+
+
+def test_what_is_as_large_as_may_be_keeps_its_shape_where_sides_are_bounded() -> None:
+    rule = replace(LARGEST, longest_side=16 * 28)
+    assert fitted(rule, 4000, 1000) == fitted(rule, 40, 10) == (16 * 28, 4 * 28)
+    assert fitted(rule, 10, 1000) == (28, 16 * 28)
+    assert fitted(rule, 500, 500) == (8 * 28, 8 * 28)
+
+
+@pytest.mark.parametrize("rule", [AREA, LONGEST, SQUARE, LARGEST])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 200), (200, 1), (1, 40_000), (8192, 8192), (113, 111)])
 def test_no_size_is_nothing_or_beside_the_grid(rule: SizeRule, height: int, width: int) -> None:
     sides = fitted(rule, height, width)
@@ -77,6 +112,8 @@ def test_no_size_is_nothing_or_beside_the_grid(rule: SizeRule, height: int, widt
         (SizeRule("longest", 28, longest_side=1540), 3025),
         (SizeRule("longest", 16, longest_side=1000), 63 * 63),
         (SizeRule("square", 56, longest_side=896), 256),
+        (SizeRule("largest", 48, max_pixels=48 * 48 * 280, longest_side=48 * 3000), 280),
+        (SizeRule("largest", 48, max_pixels=48 * 48 * 280, longest_side=48 * 10), 100),
     ],
 )
 def test_most_rows_is_what_some_image_becomes_and_none_passes(rule: SizeRule, rows: int) -> None:
@@ -172,6 +209,12 @@ def theirs_as(rule: SizeRule, file: bytes) -> np.ndarray[Any, Any]:
     if rule.kind == "longest":
         pixtral = PixtralImageProcessorPil(size={"longest_edge": rule.longest_side}, **plain)
         return np.asarray(pixtral(images=[given], patch_size=rule.multiple)["pixel_values"][0])
+    if rule.kind == "largest":
+        gemma = Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=2, max_soft_tokens=rule.max_pixels // 28**2, **plain)
+        found = gemma(images=[given])
+        columns, rows = (side + 1 for side in found["image_position_ids"][0].max(axis=0))
+        lines = np.asarray(found["pixel_values"][0][: rows * columns]).reshape(rows, columns, 14, 14, 3)
+        return lines.transpose(4, 0, 2, 1, 3).reshape(3, rows * 14, columns * 14)
     size = {"shortest_edge": rule.min_pixels, "longest_edge": rule.max_pixels}
     found = Qwen2VLImageProcessorPil(size=size, patch_size=14, merge_size=2, **plain)(images=[given])
     _, rows, columns = found["image_grid_thw"][0]
@@ -183,7 +226,7 @@ def pixels(image: Image) -> np.ndarray[Any, Any]:
     return np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
 
 
-@pytest.mark.parametrize("rule", [AREA, LONGEST, SQUARE], ids=lambda rule: rule.kind)
+@pytest.mark.parametrize("rule", [AREA, LONGEST, SQUARE, LARGEST], ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("name", FILES)
 def test_pixels_are_those_of_transformers(name: str, rule: SizeRule) -> None:
     file = FILES[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -22,11 +24,14 @@ from engines import engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
 NUMBERS = np.random.default_rng(0)
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+GEMMA_4_TOWER = TOWER | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}
+GEMMA_4_IDS: dict[str, Any] = {"audio_config": None, "image_token_id": 512, "video_token_id": 511}
 QWEN_TOWER = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 MODELS: dict[str, Any] = {
     "qwen2-vl": Qwen2VLConfig(
@@ -50,6 +55,14 @@ MODELS: dict[str, Any] = {
     "gemma3": Gemma3Config(
         text_config=CASES["gemma3, ropes of two bases"].to_dict(), image_token_index=512, mm_tokens_per_image=16,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+    ),
+    "gemma4": Gemma4Config(
+        text_config=CASES["gemma4, keys of other layers"].to_dict() | {"pad_token_id": 0}, **GEMMA_4_IDS,
+        vision_config=GEMMA_4_TOWER | {"use_clipped_linears": True},
+    ),
+    "gemma4, whole in windows": Gemma4Config(
+        text_config=CASES["gemma4, keys are values"].to_dict() | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
+        vision_config=GEMMA_4_TOWER | {"standardize": True, "pooling_kernel_size": 2}, **GEMMA_4_IDS,
     ),
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
@@ -97,6 +110,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         for each, value in zip(whole, values, strict=True):
             each[:, : value.shape[1], : value.shape[2]] = value
         return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
+    if model.config.model_type == "gemma4":
+        return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
     patches, grids = [], []
     for value in values:
         lines, columns = (side // tower.cell for side in value.shape[1:])
@@ -106,6 +121,19 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         grids.append([1, lines * tower.merge, columns * tower.merge])
     grid = torch.tensor(grids)
     return {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}
+
+
+def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
+    """Of images one below the other, of which the smaller are filled up; with each patch's column and line."""
+    most = max(placed.image.height * placed.image.width for placed in prompt.images) // side**2
+    patches = torch.zeros(len(prompt.images), most, 3 * side**2)
+    places = torch.full((len(prompt.images), most, 2), -1)
+    for i, (image, *_) in enumerate(prompt.images):
+        lines, columns = image.height // side, image.width // side
+        pixels = torch.tensor(list(image.pixels), dtype=torch.float32).view(lines, side, columns, side, 3) / 255
+        patches[i, : lines * columns] = pixels.transpose(1, 2).reshape(lines * columns, -1)
+        places[i, : lines * columns] = torch.cartesian_prod(torch.arange(lines), torch.arange(columns)).flip(1)
+    return {"pixel_values": patches, "image_position_ids": places}
 
 
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:
@@ -283,3 +311,16 @@ def test_what_no_tower_can_be_leaves_a_model_that_reads_texts(tmp_path: Path) ->
     assert worker.sight is None
     (output,) = run(engine_for(worker), [([5, 6, 7], greedy(3))])
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_images_longer_than_a_window_are_left_out_or_made_smaller(tmp_path: Path) -> None:
+    """Where tokens of an image see all of it: attention in both directions is bounded by a window on either side."""
+    config = copy.deepcopy(MODELS["gemma3"])
+    config.text_config.sliding_window = 15
+    save(random_model(config, auto=AutoModelForImageTextToText), tmp_path / "fixed")
+    assert worker_for(tmp_path / "fixed", dtype="float32").sight is None
+    save(random_model(MODELS["gemma4, whole in windows"], auto=AutoModelForImageTextToText), tmp_path / "any")
+    worker = worker_for(tmp_path / "any", dtype="float32")
+    assert worker.sight is not None
+    windows = {attention.window for attention in worker.spec.attentions} - {None}
+    assert most_rows(worker.sight.spec) <= min(window for window in windows if window is not None)

@@ -245,7 +245,7 @@ def test_experts_do_not_change_how_a_model_sees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [
     {"architectures": ["Qwen3ForCausalLM"]},
-    {"architectures": ["Gemma4ForConditionalGeneration"]},
+    {"architectures": ["Gemma4UnifiedForConditionalGeneration"]},
     {"architectures": []},
     {"architectures": None},
     {"architectures": [["Qwen3VLForConditionalGeneration"]]},

@@ -82,6 +82,8 @@ class EngineConfig:
         model or by a layer for it; 0: none, or where there is one DRAFTED_TOKENS or MTP_TOKENS.
     draft_model: a smaller one of the same vocabulary, which guesses; a path, or a name on the hub. draft_quant: its `quant`.
     mtp: the model's own layer for further tokens guesses, where it has one (`models/mtp.py`).
+    mmproj: what a GGUF model sees by, in a file of its own: a path, or a name on the hub. None takes one that lies beside the
+        model, if mmproj_auto.
     image_max_tokens: most tokens that an image is made into, where a model takes images of many sizes.
     draft_min_p: the least probability that a token has for the draft model, or that layer, to guess it; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
@@ -120,6 +122,8 @@ class EngineConfig:
     draft_model: str | None = None
     draft_quant: str | None = None
     mtp: bool = False
+    mmproj: str | None = None
+    mmproj_auto: bool = True
     image_max_tokens: int = 4096
     draft_min_p: float = 0.75
     cache_salt_secret: bytes | None = None

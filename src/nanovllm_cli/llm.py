@@ -47,16 +47,18 @@ from nanovllm_cli.sampling_params import SamplingParams, params_for
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
+from nanovllm_cli.text.image_tokens import in_vocabulary
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.vision_spec import TokenIds, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.further import read_further
 from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.mmproj import with_mmproj
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.scoring import Scoring, scoring_of
-from nanovllm_cli.weights.source import ResolvedModel, find_parts, resolve
+from nanovllm_cli.weights.source import ResolvedModel, files_for, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -79,8 +81,9 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    lora, lora_modules, draft_model: the adapters and the draft model, by their paths. mtp: whether its own layer guesses. dtype:
-    of weights and activations. vision: of a model that reads images, which messages have as data URLs (`image_url`).
+    lora, lora_modules, draft_model, mmproj: the adapters, the draft model and what images are read by, by their paths. mtp:
+    whether its own layer guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have
+    as data URLs (`image_url`).
     max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
@@ -127,11 +130,14 @@ class LLM:
             check_size(self.tokenizer, spec.vocab_size)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
+            tokens = self.tokenizer.control_tokens
+            config = with_mmproj(config, model.mmproj, checkpoint, spec.hidden_size, tokens, progress)
             encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
             self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
+        self.mmproj: str | None = config.mmproj
         self.spec: ModelSpec = worker.spec
-        self.vision: VisionSpec | None = None if worker.sight is None else worker.sight.spec
+        self.vision: VisionSpec | None = None if worker.sight is None else in_vocabulary(worker.sight.spec, self.tokenizer)
         self.dtype: torch.dtype = worker.dtype
         self.max_model_len: int = worker.max_model_len
         self.num_parameters: int = worker.num_parameters
@@ -185,7 +191,8 @@ class LLM:
         for quant in (config.quant, config.draft_quant) if config is not None else ():
             if quant is not None:
                 parse_format(quant)  # before anything is downloaded
-        return resolve(str(model), offline=offline, revision=revision, progress=progress)
+        pick = files_for(config or EngineConfig())
+        return resolve(str(model), offline=offline, revision=revision, progress=progress, pick=pick)
 
     # ---- what it is ----
 

@@ -81,9 +81,10 @@ class SizeRule:
     area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL)
     longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
     square   longest_side on either side, whatever its shape (SigLIP)
+    largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
     """
 
-    kind: Literal["area", "longest", "square"]
+    kind: Literal["area", "longest", "square", "largest"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -94,7 +95,8 @@ class SizeRule:
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
     """What stands for an image. marker: what a chat template writes for it; before, token, after: what that becomes, `token` as
-    often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being last_end."""
+    often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being last_end.
+    instead: of `token`, where a vocabulary lacks that; which it is changes nothing."""
 
     marker: str
     token: str
@@ -102,6 +104,7 @@ class ImageTokens:
     after: str = ""
     line_end: str = ""
     last_end: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +114,18 @@ class TowerSpec:
     Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of out_size.
     frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP, down(act(up(x))),
     or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, and patch_bias of the patches'.
-    positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. theta: of rotary
-    positions, of lines in the first half of a head's pairs, of columns in the second; None: none. dealt: a head's frequencies go
-    to lines and columns in turn (Pixtral), else both have the same ones. window: of attention in all layers but `full`, in cells
-    on a side; 0: none. pre_norm, post_norm: of the rows before the first layer and behind the last. projector: "merger" (Qwen:
-    norm, join a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral
-    3: norm, join a cell by a matrix, two layers with a GELU); projector_eps: of its norm. deep: layers, in order, whose rows,
-    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. by_axis: two tables of so
+    many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in the first half of a
+    head's pairs, of columns in the second; None: none. dealt: a head's frequencies go to lines and columns in turn (Pixtral),
+    else both have the same ones. window: of attention in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm:
+    of the rows before the first layer and behind the last. normed: all that attention reads has a norm, each head's queries, keys
+    and, without a gain, values, and its scores are not scaled; and there are norms behind attention and MLP. clipped: bounds of
+    what each of the layers' matrices, without a bias, reads and gives. projector: "merger" (Qwen: norm, join a cell, two layers
+    with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a
+    matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one
+    matrix); projector_eps: of its norm. standardized: before that norm, a mean is taken off and a scale multiplied with. deep:
+    layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et
+    al. 2024).
     """
 
     patch_size: int
@@ -130,19 +138,23 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled"]
     projector_eps: float
     frames: int = 0
     gated: bool = False
     bias: bool = True
     patch_bias: bool = False
     positions: int = 0
+    by_axis: bool = False
     theta: float | None = None
     dealt: bool = False
     window: int = 0
     full: tuple[int, ...] = ()
     pre_norm: bool = False
     post_norm: bool = False
+    normed: bool = False
+    clipped: bool = False
+    standardized: bool = False
     deep: tuple[int, ...] = ()
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections import defaultdict
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.weights.files import without_quant
 
 if TYPE_CHECKING:
     from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "for example: nanovllm convert tiny --to gguf --outtype q8_0"
 _LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_QUANT_AT_END = re.compile(r"[-.](?:bf16|f16|f32|i?q\d\w*|mxfp4\w*|tq\d\w*)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,9 @@ def convert(
     """Write a model in another format: Hugging Face to GGUF and back, other types, parts and shards into one.
 
     Pickled weights (.bin) become safetensors; they are read in a process of their own that runs nothing of theirs.
-    Tensors, tokens, template and settings come out the same; what the new format has no place for is named. The input
-    is never changed, and what is written appears whole or not at all. The output's path goes to stdout.
+    Tensors, tokens, template and settings come out the same; what the new format has no place for is named. What a model sees by
+    becomes a GGUF file of its own, mmproj-….gguf, beside the model's. The input is never changed, and what is written appears
+    whole or not at all. The output's path goes to stdout.
     """
     screen = screen_for(messages)
     name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
@@ -126,6 +126,8 @@ def convert(
         conversion.check_output(checkpoint, made, output, replace=options.force)
         if not options.dry_run:
             conversion.write(checkpoint, made, output, replace=options.force, progress=progress)
+            if made.tower is not None:
+                screen.say(str(made.tower.write(output, replace=options.force, progress=progress)))
         _report(made, name, output, options, screen)
 
 
@@ -156,7 +158,7 @@ def _check_outtype(outtype: str, target: Target, name: str) -> None:
 
 def _default_name(source: str, made: Plan, outtype: str, kind: str) -> str:
     """Named after the repository, the folder or the file: tiny-Q8_0.gguf, tiny-hf, tiny-f16."""
-    stem = (_QUANT_AT_END.sub("", stem_of(source)) or "model") + kind
+    stem = (without_quant(stem_of(source)) or "model") + kind
     if made.target == "hf":
         return f"{stem}-{'hf' if outtype == 'auto' else outtype}"
     return f"{stem}-{made.type_name if outtype == 'auto' else outtype.upper()}" + ("" if made.is_folder else ".gguf")
@@ -168,14 +170,16 @@ def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen
         screen.say(f"not carried: {note}")
     for line in _table([*rows, _Row.of("total", made.steps)]):
         screen.say(line)
+    mmproj = None if made.tower is None else str(made.tower.path(output))
     if options.json:
         record: dict[str, Any] = {
-            "model": name, "output": str(output), "format": made.target, "written": not options.dry_run,
+            "model": name, "output": str(output), "mmproj": mmproj, "format": made.target, "written": not options.dry_run,
             "bytes": made.num_bytes, "not_carried": made.notes, "tensors": [row.record() for row in rows],
         }  # fmt: skip
         screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
     elif options.dry_run:
-        screen.say(f"would write {output} ({size(made.num_bytes)}); nothing was written")
+        beside = "" if made.tower is None else f", and {mmproj} ({size(made.tower.num_bytes)})"
+        screen.say(f"would write {output} ({size(made.num_bytes)}){beside}; nothing was written")
     else:
         if made.has_family:
             verb = "run" if made.has_head else "embed"

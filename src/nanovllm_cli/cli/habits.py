@@ -140,10 +140,10 @@ _EXPLAINED = {
     ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base"): "--lora NAME is all that an adapter needs: leave it out",
     ("--lora-init-without-apply",): "here it is --lora-modules NAME=PATH, which requests choose by their field lora",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
-    ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--mmproj-auto"):
-        "images are read by models in folders of safetensors, which bring along what sees: name such a one",
-    ("--no-mmproj", "--no-mmproj-auto", "--mmproj-offload", "--no-mmproj-offload"):
-        "what sees is loaded when the first image comes: leave it out",
+    ("-mmu", "--mmproj-url"): "a hub's file is named like any other: --mmproj org/repo, or org/repo/mmproj-F16.gguf",
+    ("--no-mmproj-auto",): "here it is --no-mmproj",
+    ("--mmproj-offload", "--no-mmproj-offload", "-mmdev", "--mmproj-device"):
+        "what sees is on the model's device, once the first image comes: leave it out",
     ("--image-min-tokens",): "an image is no smaller than the model has it: leave it out",
     ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path", "--allowed-media-domains",
      "--media-path", "--language-model-only"):
@@ -214,7 +214,7 @@ _NO_COMMANDS = {
     "speculative": "here it is nanovllm run MODEL --draft-model SMALLER",
     "export-lora": "here it is nanovllm convert MODEL --lora ADAPTER",
     "convert-lora-to-gguf": "an adapter is taken as it is: nanovllm run MODEL --lora FOLDER",
-    "mtmd-cli": "of models that see or hear only the part that writes is supported",
+    "mtmd-cli": "here it is nanovllm run MODEL --mmproj FILE --image FILE",
     "imatrix": "nanovllm quantize --algorithm imatrix measures by itself, --imatrix FILE goes by one that is there",
     "rerank": "nanovllm embed MODEL -f FILE --query TEXT ranks lines, by a reranker or by vectors; a server does at /v1/rerank",
     "infill": "a server does so: nanovllm serve MODEL, then POST /infill",

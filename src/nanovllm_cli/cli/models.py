@@ -175,7 +175,8 @@ class PullOptions:
 def pull(
     *, ctx: typer.Context, model_word: ModelWord = None, source: SourceOptions, options: PullOptions, messages: MessageOptions
 ) -> None:
-    """Download a model into the Hugging Face cache, or what is missing of it. Interrupted downloads go on where they stopped.
+    """Download a model into the Hugging Face cache, or what is missing of it, with what a GGUF model sees by. Interrupted
+    downloads go on where they stopped.
 
     The path to its files goes to stdout.
     """
@@ -183,8 +184,10 @@ def pull(
     name = named_model(ctx.obj, model_word or source.model, EXAMPLE.format("pull"))
     screen.announce(f"looking for {name}")
     with signals.insisting():
+        from nanovllm_cli.weights.files import choose_seeing
         from nanovllm_cli.weights.source import resolve
-    found = resolve(name, offline=source.offline, revision=source.revision, progress=ProgressLine(screen))
+    pick, progress = choose_seeing, ProgressLine(screen)
+    found = resolve(name, offline=source.offline, revision=source.revision, progress=progress, pick=pick)
     screen.say(found.told_as(name), "dim")
     if options.json:
         record = {

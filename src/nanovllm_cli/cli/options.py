@@ -12,6 +12,7 @@ import typer
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.adapter_options import LoraNames, LoraScaled, adapters
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
+from nanovllm_cli.cli.image_options import ImageMaxTokens, Mmproj, MmprojAuto
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.config import (
@@ -288,13 +289,9 @@ class EngineOptions(MemoryOptions):
         help=f"The least probability of a token that --draft-model or --mtp guesses. [{EngineConfig().draft_min_p:g}]",
         default=EngineConfig().draft_min_p, panel=ENGINE, metavar="P",
     )
-
-    image_max_tokens: int = option(
-        "--image-max-tokens",
-        help="Most tokens that an image is made into, where the model takes images of many sizes. "
-        f"[{EngineConfig().image_max_tokens}]",
-        default=EngineConfig().image_max_tokens, panel=ENGINE, metavar="N",
-    )
+    mmproj: Mmproj = None
+    mmproj_auto: MmprojAuto = EngineConfig().mmproj_auto
+    image_max_tokens: ImageMaxTokens = EngineConfig().image_max_tokens
 
     @parsers.by_their_flags()
     def config(
@@ -308,7 +305,8 @@ class EngineOptions(MemoryOptions):
             MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
             deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
             num_speculative_tokens=self.speculate, draft_model=draft, draft_quant=self.draft_quant,
-            mtp=self.mtp, draft_min_p=self.draft_min_p, image_max_tokens=self.image_max_tokens,
+            mtp=self.mtp, draft_min_p=self.draft_min_p, mmproj=self.mmproj, mmproj_auto=self.mmproj_auto,
+            image_max_tokens=self.image_max_tokens,
         )  # fmt: skip
 
 

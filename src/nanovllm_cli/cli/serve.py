@@ -76,7 +76,8 @@ def serve(
     if len(names) > 1:
         own = ["lora", "lora_scaled", "lora_modules"]
         refuse_typed(ctx, own, "has no meaning with several models", "serve the model of the adapter alone")
-        refuse_typed(ctx, ["draft_model", "draft_quant", "mtp"], "has no meaning with several models", "serve one of them alone")
+        beside = ["draft_model", "draft_quant", "mtp", "mmproj"]
+        refuse_typed(ctx, beside, "has no meaning with several models", "serve one of them alone")
     given = sampling.given()
     config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
@@ -85,19 +86,20 @@ def serve(
     with signals.insisting():
         from nanovllm_cli.server.listen import listen
         from nanovllm_cli.server.served_models import ModelSettings
-        from nanovllm_cli.weights.source import find_parts, resolve
+        from nanovllm_cli.weights.source import files_for, find_parts, resolve
     settings = _settings(address, access, limits)
     listener = listen(settings)
     try:
         progress = ProgressLine(screen)
         if len(names) > 1:  # whoever set a default did not say for which
-            config = replace(config, lora=(), lora_modules=(), draft_model=None, draft_quant=None, mtp=False)
+            config = replace(config, lora=(), lora_modules=(), draft_model=None, draft_quant=None, mtp=False, mmproj=None)
         config = find_parts(config, offline=model.offline, progress=progress)
         say_parts(config, screen)
+        source: dict[str, Any] = {"offline": model.offline, "revision": model.revision, "pick": files_for(config)}
         served = [
             ModelSettings(
                 each,
-                resolve(name, offline=model.offline, revision=model.revision, progress=progress).path,
+                resolve(name, **source, progress=progress).path,
                 config,
                 template,
                 given,

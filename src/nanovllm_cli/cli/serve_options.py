@@ -168,7 +168,8 @@ class LimitOptions:
         default=MAX_REQUESTS, panel=LIMITS,
     )
     max_body: int | None = option(
-        "--max-body", help="Largest request. [16M; 64M where a model reads images]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
+        "--max-body", help="Largest request. [16M; 64M where a model reads images]",
+        panel=LIMITS, metavar="SIZE", parser=parsers.memory,
     )
     timeout: float | None = _seconds("--timeout", "Longest time for one request.", None, "no limit")
     idle_timeout: float = _seconds("--idle-timeout", "How long a connection may lie idle.", IDLE_SECONDS)

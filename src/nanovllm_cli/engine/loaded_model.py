@@ -99,8 +99,12 @@ class LoadedModel:
         """A model whose images nothing here can read still reads texts."""
         dtypes = self.platform.tower_dtype(self.dtype), self.dtype
         try:
-            return sight_of(checkpoint, config.image_max_tokens, *dtypes, self.platform.ops.device)
+            return sight_of(
+                checkpoint, config.mmproj, self.spec, config.image_max_tokens, *dtypes, self.platform.ops.device
+            )
         except UnsupportedError as error:
+            if config.mmproj is not None:
+                raise
             progress.note(f"images are not read: {error.message}")
             return None
 

@@ -17,10 +17,13 @@ import torch
 
 from nanovllm_cli.batch import ImageRows
 from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.images.sizes import most_rows
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.tower import Tower, TowerRows, work_bytes
 from nanovllm_cli.vision_spec import Image, PlacedImage, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.mmproj import checked_mmproj, load_mmproj, open_mmproj
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
 
 logger = logging.getLogger(__name__)
@@ -81,23 +84,41 @@ class Sight:
 
 
 def sight_of(
-    checkpoint: Checkpoint, most_tokens: int, computed_in: torch.dtype, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    mmproj: str | None,
+    model: ModelSpec,
+    most_tokens: int,
+    computed_in: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Sight | None:
-    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. dtype: of
-    the rows, whatever they are computed in. Raises CheckpointError and UnsupportedError for a tower that nothing can be made of.
-    """
-    spec = read_vision(checkpoint)
+    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. mmproj:
+    the file that it sees by, if that is one of its own. dtype: of the rows, whatever they are computed in. Raises
+    CheckpointError and UnsupportedError for a tower that nothing can be made of, UsageError for another model's file."""
+    spec = _vision_of(checkpoint) if mmproj is None else checked_mmproj(mmproj, checkpoint, model.hidden_size)
     if spec is None:
         return None
-    spec = spec.limited(most_tokens)
-    check_tower(checkpoint, spec)
+    windows = [attention.window for attention in model.attentions if attention.window is not None]
+    spec = spec.limited(min([most_tokens, *windows] if spec.whole else [most_tokens]))
+    if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
+        raise UnsupportedError(f"images of {most} tokens that see each other in layers with windows of {min(windows)}")
 
     def load() -> Tower:
-        with open_checkpoint(checkpoint.path) as again:
-            return load_tower(again, spec, computed_in, device)
+        if mmproj is None:
+            with open_checkpoint(checkpoint.path) as again:
+                return load_tower(again, spec, computed_in, device)
+        with open_mmproj(mmproj) as file:
+            return load_mmproj(file, spec, computed_in, device)
 
     work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, computed_in)
     return Sight(spec, load, dtype, vision_bytes(spec, computed_in) + work)
+
+
+def _vision_of(checkpoint: Checkpoint) -> VisionSpec | None:
+    spec = read_vision(checkpoint)
+    if spec is not None:
+        check_tower(checkpoint, spec)
+    return spec
 
 
 def _num_bytes(made: TowerRows) -> int:

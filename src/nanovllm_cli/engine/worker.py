@@ -100,7 +100,7 @@ class Worker(LoadedModel):
         models: list[LoadedModel] = [self]
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
-                own = replace(config, quant=config.draft_quant, lora=(), lora_modules=())
+                own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None)
                 models.append(LoadedModel(draft, own, platform, progress))
             if not models[-1].spec.has_head:
                 raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")

@@ -14,7 +14,7 @@ def fitted(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     if rule.kind == "square":
         return rule.longest_side, rule.longest_side
     unit = rule.multiple
-    rows, columns = (_by_area if rule.kind == "area" else _by_longest)(rule, height, width)
+    rows, columns = {"area": _by_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
     return rows * unit, columns * unit
 
 
@@ -25,6 +25,8 @@ def most_rows(spec: VisionSpec) -> int:
         pixels = rule.longest_side**2
     elif rule.kind == "longest":
         pixels = (math.ceil(rule.longest_side / rule.multiple) * rule.multiple) ** 2
+    elif rule.kind == "largest":
+        pixels = min(rule.max_pixels, rule.longest_side**2)
     else:
         area = rule.multiple**2
         most, least = rule.max_pixels / area, rule.min_pixels / area
@@ -52,3 +54,12 @@ def _by_longest(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     shrink = max(1.0, max(height, width) / rule.longest_side)
     rows, columns = (math.ceil(math.floor(side / shrink) / rule.multiple) for side in (height, width))
     return max(1, rows), max(1, columns)
+
+
+def _by_largest(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
+    most = min(rule.max_pixels // rule.multiple**2, rule.longest_side // rule.multiple)
+    grow = min(math.sqrt(rule.max_pixels / (height * width)), rule.longest_side / max(height, width))
+    rows, columns = (math.floor(grow * side / rule.multiple) for side in (height, width))
+    if not rows:
+        return 1, most
+    return (rows, columns) if columns else (most, 1)

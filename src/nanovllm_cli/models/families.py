@@ -15,7 +15,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField
 from nanovllm_cli.models.rotary import ReadValues, rope_from_gguf, rope_from_hf, stretched, woven
 
 MAX_LAYERS = 1024
@@ -52,12 +52,19 @@ QWEN3_MOE = replace(QWEN3, name="qwen3_moe", gguf_name="qwen3moe", experts=QWEN_
                     defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4})  # fmt: skip
 
 
+def _section_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    rope = spec.attention.rope
+    return {"rope.dimension_sections": [*rope.sections, 0]} if rope is not None and rope.sections else {}
+
+
 # Of models that see: their positions of a text are those of any other, an image's go by rows and columns, too.
-QWEN2_VL = replace(QWEN2, defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8})
-QWEN3_VL = replace(QWEN3, has_window=False, hf=lambda spec, read: woven(spec, (24, 20, 20)),
+QWEN2_VL = replace(QWEN2, gguf_name="qwen2vl", gguf_keys=_section_keys,
+                   defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8})  # fmt: skip
+QWEN3_VL = replace(QWEN3, has_window=False, hf=lambda spec, read: woven(spec, (24, 20, 20)), gguf_name="qwen3vl",
+                   gguf_keys=_section_keys,
                    defaults={"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 32,
                              "max_position_embeddings": 128000})  # fmt: skip
-QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3moe", hf_names=QWEN_NAMES,
+QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3vlmoe", hf_names=QWEN_NAMES,
                        experts=replace(QWEN_KEYS, norm_topk=True),
                        defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16})  # fmt: skip
 

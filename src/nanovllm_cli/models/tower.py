@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.models.tower_attention import Windows, attention
+from nanovllm_cli.models.tower_attention import HeadNorms, Windows, attention
 from nanovllm_cli.vision_spec import Image, TowerSpec
 
 ROWS_TOGETHER = 8192
@@ -58,8 +58,8 @@ class _Grid(NamedTuple):
 
 
 class Tower:
-    """tensors: by our names (`tower_shapes`), on one device, norms in float32 and all others in one type. mean, std: see
-    `VisionSpec`."""
+    """tensors: by our names (`tower_shapes`), on one device, norms and bounds in float32 and all others in one type. mean, std:
+    see `VisionSpec`."""
 
     def __init__(
         self,
@@ -87,10 +87,11 @@ class Tower:
             inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x)
         deep: list[torch.Tensor] = []
         for i in range(spec.num_layers):
-            attend = everywhere if i in spec.full else inside
-            qkv = self._linear(f"layers.{i}.qkv", self._norm(f"layers.{i}.attention_norm", x))
-            x += self._linear(f"layers.{i}.out", attend(qkv))
-            x += self._mlp(f"layers.{i}", self._norm(f"layers.{i}.mlp_norm", x))
+            layer, attend = f"layers.{i}", everywhere if i in spec.full else inside
+            qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
+            seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
+            x += self._normed(f"{layer}.after_attention_norm", seen)
+            x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
@@ -133,12 +134,23 @@ class Tower:
         x = self._linear("patch", values)
         if not spec.positions:
             return x
-        rows = math.isqrt(spec.positions)
-        table = self._tensors["positions.weight"].to(torch.float32).view(rows, rows, -1)
-        if (rows, rows) != (lines, columns):
-            planes = table.permute(2, 0, 1)[None]
-            table = functional.interpolate(planes, (lines, columns), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
-        return x + _cell_by_cell(table, merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+        return x + _cell_by_cell(self._positions(lines, columns), merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+
+    def _positions(self, lines: int, columns: int) -> torch.Tensor:
+        """[lines, columns, hidden_size] float32, of patches."""
+        table = self._tensors["positions.weight"]
+        if self.spec.by_axis:
+            assert max(lines, columns) <= self.spec.positions
+            return table[1, :lines, None].to(torch.float32) + table[0, :columns].to(torch.float32)
+        rows = math.isqrt(self.spec.positions)
+        table = table.to(torch.float32).view(rows, rows, -1)
+        if (rows, rows) == (lines, columns):
+            return table
+        planes = table.permute(2, 0, 1)[None]
+        return functional.interpolate(planes, (lines, columns), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
+
+    def _head_norms(self, layer: str) -> HeadNorms | None:
+        return HeadNorms(self._tensors[f"{layer}.head_norm.weight"].view(2, -1), self.spec.eps) if self.spec.normed else None
 
     def _mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
         made = []
@@ -155,9 +167,15 @@ class Tower:
     def _projected(self, x: torch.Tensor) -> torch.Tensor:
         """[patches, hidden_size] -> [cells, out_size]."""
         eps = self.spec.projector_eps
-        if self.spec.projector == "pooled":
+        if self.spec.projector in ("pooled", "scaled"):
             means = x.view(-1, self.spec.merge**2, x.shape[-1]).to(torch.float32).mean(dim=1)
-            return self._linear("projector.out", self._norm("projector.norm", means, eps))
+            if self.spec.projector == "pooled":
+                return self._linear("projector.out", self._norm("projector.norm", means, eps))
+            means *= self.spec.hidden_size**0.5  # past what float16 holds
+            if self.spec.standardized:
+                means -= self._tensors["projector.standard_norm.shift"]
+                means *= self._tensors["projector.standard_norm.scale"]
+            return self._linear("projector.out", functional.rms_norm(means, means.shape[1:], eps=eps).to(self._dtype))
         x = self._joined(self._norm("projector.norm", x, eps))
         if self.spec.projector == "patch_merger":
             x = self._linear("projector.join", x)
@@ -170,7 +188,17 @@ class Tower:
         return self._linear(f"{name}.down", functional.gelu(self._linear(f"{name}.up", x)))
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
+        weight, bounds = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bounds")
+        if bounds is None:
+            return functional.linear(x, weight, self._tensors.get(f"{name}.bias"))
+        parts = [
+            functional.linear(x.clamp(low, high), part).clamp_(least, most)
+            for part, (low, high, least, most) in zip(weight.chunk(len(bounds)), bounds, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(name, x) if self.spec.normed else x
 
     def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """A layer norm is one that has a bias. eps: the spec's, if not given."""
@@ -183,7 +211,8 @@ class Tower:
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
-    layers.{i}.up: gate and up, where it is gated. What joins a cell reads its patches behind each other, line by line."""
+    layers.{i}.up: gate and up, where it is gated; bounds: of each of these, the least and the most that it reads and that it
+    gives. What joins a cell reads its patches behind each other, line by line."""
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.merge**2 * spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -199,7 +228,7 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
 
     matrix("patch", hidden, 3 * spec.patch_size**2, spec.patch_bias)
     if spec.positions:
-        shapes["positions.weight"] = (spec.positions, hidden)
+        shapes["positions.weight"] = (*((2,) if spec.by_axis else ()), spec.positions, hidden)
     if spec.pre_norm:
         norm("pre_norm")
     for i in range(spec.num_layers):
@@ -209,6 +238,13 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm(f"layers.{i}.mlp_norm")
         matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
         matrix(f"layers.{i}.down", hidden, inner)
+        if spec.normed:
+            shapes[f"layers.{i}.head_norm.weight"] = (2 * spec.head_dim,)
+            norm(f"layers.{i}.after_attention_norm", kind="rms")
+            norm(f"layers.{i}.after_mlp_norm", kind="rms")
+        if spec.clipped:
+            for name, parts in (("qkv", 3), ("out", 1), ("up", 2 if spec.gated else 1), ("down", 1)):
+                shapes[f"layers.{i}.{name}.bounds"] = (parts, 4)
     if spec.post_norm:
         norm("post_norm")
     for i in range(len(spec.deep)):
@@ -217,6 +253,11 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         matrix(f"deep.{i}.down", spec.out_size, joined)
     if spec.projector == "pooled":
         norm("projector.norm", kind="rms")
+        matrix("projector.out", spec.out_size, hidden, bias=False)
+        return shapes
+    if spec.projector == "scaled":
+        if spec.standardized:
+            shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
         matrix("projector.out", spec.out_size, hidden, bias=False)
         return shapes
     norm("projector.norm")
@@ -232,7 +273,7 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
 
 def tower_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Of a tensor by our name, in a tower that computes in `dtype`."""
-    return torch.float32 if "norm." in name else dtype
+    return torch.float32 if "norm." in name or name.endswith(".bounds") else dtype
 
 
 def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:

@@ -14,8 +14,17 @@ from torch.nn import functional
 
 from nanovllm_cli.kernels import cpu
 
-Attend = Callable[[torch.Tensor], torch.Tensor]
-"""[n, 3 * heads * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]."""
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head: of queries and keys with gains [2, dim] in float32, of values without."""
+
+    gains: torch.Tensor
+    eps: float
+
+
+Attend = Callable[[torch.Tensor, HeadNorms | None], torch.Tensor]
+"""[n, 3 * heads * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]. Scores of those that
+are normed are not scaled."""
 
 
 class Windows(NamedTuple):
@@ -38,17 +47,21 @@ class TorchAttention:
         self._sizes, self._heads, self._dim = windows.sizes, heads, dim
         self._turns = [each[:, None, None] for each in windows.turns] if windows.turns[0].shape[1] else None
 
-    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
         heads, dim = self._heads, self._dim
         parts = qkv.view(-1, 3, heads, dim)
-        turned = parts[:, :2] if self._turns is None else _turned(parts[:, :2], *self._turns)
+        if norms is not None:
+            parts = functional.rms_norm(parts.to(torch.float32), (dim,), eps=norms.eps)
+            parts[:, :2] *= norms.gains[:, None]
+        turned = (parts[:, :2] if self._turns is None else _turned(parts[:, :2], *self._turns)).to(qkv.dtype)
         found, start = [], 0
         for count, length in self._sizes:
             q, k, v = (
                 each[start : start + count * length].view(count, length, heads, dim).transpose(1, 2)
-                for each in (turned[:, 0], turned[:, 1], parts[:, 2])
+                for each in (turned[:, 0], turned[:, 1], parts[:, 2].to(qkv.dtype))
             )
-            found.append(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, heads * dim))
+            seen = functional.scaled_dot_product_attention(q, k, v, scale=None if norms is None else 1.0)
+            found.append(seen.transpose(1, 2).reshape(-1, heads * dim))
             start += count * length
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -76,12 +89,16 @@ class PagedAttention:
         self._keys, self._values = (torch.zeros(shape, dtype=dtype) for shape in shapes)  # what is behind a window counts 0 times
         self._cos, self._sin = windows.turns
         self._heads, self._dim = heads, dim
+        self._ones = torch.ones(dim, dtype=dtype)
 
-    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
+        of_q, of_k = (None, None) if norms is None else norms.gains.to(qkv.dtype)
+        of_v, eps = (None, 0.0) if norms is None else (self._ones, norms.eps)
         q = cpu.rope_and_cache(
-            qkv, self._heads, self._heads, self._dim, None, None, None, 0.0, 0.0, self._cos, self._sin, False, self._slots,
+            qkv, self._heads, self._heads, self._dim, of_q, of_k, of_v, eps, 0.0, self._cos, self._sin, False, self._slots,
             self._run, self._keys, self._values,
         )  # fmt: skip
+        scale = self._dim**-0.5 if norms is None else 1.0
         return cpu.paged_attention(
-            q, self._keys, self._values, self._tiles, self._tables, self._dim**-0.5, 0, 0.0, None, both_ways=True
+            q, self._keys, self._values, self._tiles, self._tables, scale, 0, 0.0, None, both_ways=True
         )

@@ -10,28 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.families import MAX_LAYERS, text_config
+from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER
-from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.tower_configs import (
+    MAX_PIXELS,
+    MAX_SIDE,
+    Three,
+    activation_of,
+    check_width,
+    colours_of,
+    depth_of,
+    heads_of,
+    layers_of,
+    resample_of,
+    square,
+    text_width,
+    theta_of,
+    vision_section,
+    weights_and_biases,
+)
+from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
 
-MAX_SIDE = 1 << 14
-MAX_PIXELS = MAX_SIDE**2
-"""Of an image that a tower reads, whatever its files say."""
-ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-}
-RESAMPLES: dict[int, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
-"""By the numbers that Pillow has for them."""
-
-Three = tuple[float, float, float]
 _CLIP: tuple[Three, Three] = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALVES: tuple[Three, Three] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _QWEN_TOKENS = ImageTokens("<|image_pad|>", "<|image_pad|>")  # the template writes what is around it
@@ -60,7 +64,7 @@ def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
 
 
 def _qwen2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
-    vision = _vision(config)
+    vision = vision_section(config)
     hidden = vision.integer("embed_dim", 1280)
     inner = int(hidden * vision.number("mlp_ratio", 4))
     shape = _qwen_shape(vision, "quick_gelu", hidden, patch=14)
@@ -70,7 +74,7 @@ def _qwen2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 
 def _qwen2_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
-    vision = _vision(config)
+    vision = vision_section(config)
     shape = _qwen_shape(vision, "silu", vision.integer("hidden_size", 3584), patch=14)
     side = shape["patch_size"] * shape["merge"]
     tower = TowerSpec(
@@ -80,7 +84,7 @@ def _qwen2_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         norm="rms",
         gated=True,
         window=vision.integer("window_size", 112, least=side) // side,
-        full=_layers(vision, "fullatt_block_indexes", (7, 15, 23, 31), shape["num_layers"]),
+        full=layers_of(vision, "fullatt_block_indexes", (7, 15, 23, 31), shape["num_layers"]),
     )
     return _qwen(config, images, tower, _CLIP, (56 * 56, 16384 * 28 * 28))
 
@@ -95,9 +99,9 @@ def _qwen3_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 
 def _qwen3(config: ConfigReader, images: ConfigReader, *, has_deep: bool) -> VisionSpec:
-    vision = _vision(config)
+    vision = vision_section(config)
     shape = _qwen_shape(vision, "gelu_pytorch_tanh", vision.integer("hidden_size", 1152), patch=16)
-    deep = _layers(vision, "deepstack_visual_indexes", (8, 16, 24), shape["num_layers"]) if has_deep else ()
+    deep = layers_of(vision, "deepstack_visual_indexes", (8, 16, 24), shape["num_layers"]) if has_deep else ()
     if list(deep) != sorted(set(deep)):
         raise CheckpointError(f"{vision.where}: 'deepstack_visual_indexes' must be in order, and each once", BROKEN)
     tower = TowerSpec(
@@ -106,7 +110,7 @@ def _qwen3(config: ConfigReader, images: ConfigReader, *, has_deep: bool) -> Vis
         out_size=vision.integer("out_hidden_size", 3584),
         norm="layer",
         patch_bias=True,
-        positions=_square(vision, vision.integer("num_position_embeddings", 2304)),
+        positions=square(vision, vision.integer("num_position_embeddings", 2304)),
         deep=deep,
     )
     return _qwen(config, images, tower, _HALVES, (1 << 16, 1 << 24))
@@ -119,13 +123,13 @@ def _qwen_shape(vision: ConfigReader, activation: str, hidden: int, patch: int) 
         "merge": vision.integer("spatial_merge_size", 2),
         "frames": vision.integer("temporal_patch_size", 2),
         "hidden_size": hidden,
-        "num_layers": _depth(vision, "depth", 27 if patch == 16 else 32),
-        "num_heads": _heads(vision, "num_heads", hidden, parts=4),
-        "activation": _activation(vision, activation),
+        "num_layers": depth_of(vision, "depth", 27 if patch == 16 else 32),
+        "num_heads": heads_of(vision, "num_heads", hidden, parts=4),
+        "activation": activation_of(vision, activation),
         "eps": 1e-6,
         "projector": "merger",
         "projector_eps": 1e-6,
-        "theta": _theta(vision),
+        "theta": theta_of(vision),
     }
 
 
@@ -133,7 +137,7 @@ def _qwen(
     config: ConfigReader, images: ConfigReader, tower: TowerSpec, colours: tuple[Three, Three], pixels: tuple[int, int]
 ) -> VisionSpec:
     """colours: mean and deviation; pixels: the fewest and the most, all of settings that say nothing."""
-    _check_width(config, tower)
+    check_width(config, tower)
     size = images.section("size")
     least, most = (
         images.integer(f"{bound}_pixels", size.integer(edge, size.integer(f"{bound}_pixels", usual)))
@@ -143,15 +147,15 @@ def _qwen(
         raise CheckpointError(
             f"{images.where}: images of {least} to {most} pixels; the second must be the larger, and at most {MAX_PIXELS}", BROKEN
         )
-    rule = SizeRule("area", tower.cell, min_pixels=least, max_pixels=most, resample=_resample(images, 3))
-    return VisionSpec(tower, rule, _QWEN_TOKENS, *_colours(images, colours), has_grid=True)
+    rule = SizeRule("area", tower.cell, min_pixels=least, max_pixels=most, resample=resample_of(images, 3))
+    return VisionSpec(tower, rule, _QWEN_TOKENS, *colours_of(images, colours), has_grid=True)
 
 
 def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
-    vision = _vision(config, "siglip_vision_model")
+    vision = vision_section(config, "siglip_vision_model")
     hidden = vision.integer("hidden_size", 768)
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
-    cells = math.isqrt(_square(config, config.integer("mm_tokens_per_image", 256), "mm_tokens_per_image"))
+    cells = math.isqrt(square(config, config.integer("mm_tokens_per_image", 256), "mm_tokens_per_image"))
     if side > MAX_SIDE or side % (patch * cells):
         raise CheckpointError(
             f"{vision.where}: images of {side} x {side} pixels in patches of {patch} don't make {cells} x {cells} tokens", BROKEN
@@ -161,11 +165,11 @@ def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         patch_size=patch,
         merge=side // patch // cells,
         hidden_size=hidden,
-        num_layers=_depth(vision, "num_hidden_layers", 12),
-        num_heads=_heads(vision, "num_attention_heads", hidden, 12, parts=2),
+        num_layers=depth_of(vision, "num_hidden_layers", 12),
+        num_heads=heads_of(vision, "num_attention_heads", hidden, 12, parts=2),
         intermediate_size=vision.integer("intermediate_size", 3072),
-        out_size=_text_width(config),
-        activation=_activation(vision, "gelu_pytorch_tanh"),
+        out_size=text_width(config),
+        activation=activation_of(vision, "gelu_pytorch_tanh"),
         norm="layer",
         eps=eps,
         projector="pooled",
@@ -180,12 +184,12 @@ def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         raise CheckpointError(f"{images.where}: the tower reads images of {side} x {side} pixels, not {sorted(made)}", BROKEN)
     if images.flag("do_pan_and_scan", False):
         raise UnsupportedError(f"{images.where}: images that are also read in parts (do_pan_and_scan) are not supported", ANOTHER)
-    rule = SizeRule("square", side, longest_side=side, resample=_resample(images, 2))
-    return VisionSpec(tower, rule, _GEMMA_TOKENS, *_colours(images, _HALVES), whole=True)
+    rule = SizeRule("square", side, longest_side=side, resample=resample_of(images, 2))
+    return VisionSpec(tower, rule, _GEMMA_TOKENS, *colours_of(images, _HALVES), whole=True)
 
 
 def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
-    vision = _vision(config, "pixtral")
+    vision = vision_section(config, "pixtral")
     hidden = vision.integer("hidden_size", 1024)
     for key, only in (("projector_hidden_act", "gelu"), ("multimodal_projector_bias", False), ("vision_feature_layer", -1)):
         if (said := config.values.get(key, only)) not in (only, [only]):
@@ -195,11 +199,11 @@ def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         patch_size=vision.integer("patch_size", 14),
         merge=config.integer("spatial_merge_size", 2),
         hidden_size=hidden,
-        num_layers=_depth(vision, "num_hidden_layers", 24),
-        num_heads=_heads(vision, "num_attention_heads", hidden, parts=4),
+        num_layers=depth_of(vision, "num_hidden_layers", 24),
+        num_heads=heads_of(vision, "num_attention_heads", hidden, parts=4),
         intermediate_size=vision.integer("intermediate_size", 4096),
-        out_size=_text_width(config),
-        activation=_activation(vision, "gelu"),
+        out_size=text_width(config),
+        activation=activation_of(vision, "gelu"),
         norm="rms",
         eps=1e-5,
         projector="patch_merger",
@@ -207,7 +211,7 @@ def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         frames=0,
         gated=True,
         bias=False,
-        theta=_theta(vision),
+        theta=theta_of(vision),
         dealt=True,
         pre_norm=True,
     )
@@ -216,112 +220,8 @@ def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         raise CheckpointError(
             f"{images.where}: 'longest_edge' must be from {tower.cell} to {MAX_SIDE} pixels, not {longest}", BROKEN
         )
-    rule = SizeRule("longest", tower.cell, longest_side=longest, resample=_resample(images, 3))
-    return VisionSpec(tower, rule, _MISTRAL_TOKENS, *_colours(images, _CLIP))
-
-
-def _vision(config: ConfigReader, kind: str | None = None) -> ConfigReader:
-    """kind: the only "model_type" of a tower that the family has."""
-    vision = config.section("vision_config")
-    if kind is not None and (said := vision.text("model_type", kind)) != kind:
-        raise UnsupportedError(f"{vision.where}: a tower of the kind {said[:40]!r} is not supported", f"known: {kind}")
-    for key in ("in_channels", "in_chans", "num_channels"):
-        if vision.integer(key, 3) != 3:
-            raise UnsupportedError(f"{vision.where}: images of other than three colours are not supported", ANOTHER)
-    return vision
-
-
-def _depth(vision: ConfigReader, key: str, usual: int) -> int:
-    if (depth := vision.integer(key, usual)) > MAX_LAYERS:
-        raise CheckpointError(f"{vision.where} asks for {depth} layers; at most {MAX_LAYERS} are believed", BROKEN)
-    return depth
-
-
-def _heads(vision: ConfigReader, key: str, hidden: int, usual: int = 16, *, parts: int) -> int:
-    """parts: that a head's dimensions fall into, of one size."""
-    heads = vision.integer(key, usual)
-    if hidden % (heads * parts):
-        raise CheckpointError(f"{vision.where}: {heads} heads can't share {hidden} dimensions evenly", BROKEN)
-    return heads
-
-
-def _activation(vision: ConfigReader, usual: str) -> Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]:
-    if (said := vision.text("hidden_act", usual)) not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"{vision.where}: activation {said[:80]!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
-        )
-    return ACTIVATIONS[said]
-
-
-def _theta(vision: ConfigReader) -> float:
-    rope = vision.section("rope_parameters")
-    if (kind := rope.text("rope_type", "axial")) not in ("axial", "default"):
-        raise UnsupportedError(f"{vision.where}: rotary positions of the type {kind[:40]!r} are not supported", ANOTHER)
-    return rope.number("rope_theta", vision.number("rope_theta", 1e4))
-
-
-def _layers(vision: ConfigReader, key: str, usual: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """A list of some of so many layers; defaults may name others, which are left out."""
-    said = vision.values.get(key)
-    if said is None:
-        return tuple(layer for layer in usual if layer < depth)
-    if not isinstance(said, list) or len(said) > MAX_LAYERS:
-        raise CheckpointError(f"{vision.where}: {key!r} must be a list of layers", BROKEN)
-    layers = [ConfigReader({key: layer}, vision.where).integer(key, least=0) for layer in said]
-    return tuple(layer for layer in layers if layer < depth)
-
-
-def _square(read: ConfigReader, number: int, key: str = "num_position_embeddings") -> int:
-    if math.isqrt(number) ** 2 != number:
-        raise CheckpointError(f"{read.where}: {key!r} must be a square, not {number}", BROKEN)
-    return number
-
-
-def _text_width(config: ConfigReader) -> int:
-    values = {**hf_family(config.values).defaults, **text_config(config.values)}
-    return ConfigReader(values, config.where).integer("hidden_size")
-
-
-def _check_width(config: ConfigReader, tower: TowerSpec) -> None:
-    if (width := _text_width(config)) != tower.out_size:
-        raise CheckpointError(
-            f"{config.where}: the tower makes rows of {tower.out_size} numbers for a decoder of {width}", BROKEN
-        )
-
-
-def _resample(images: ConfigReader, usual: int) -> Literal["bilinear", "bicubic"]:
-    """And what else must be so in an image processor's settings."""
-    for key in ("do_resize", "do_rescale", "do_normalize"):
-        if not images.flag(key, True):
-            raise UnsupportedError(f"{images.where}: {key} false is not supported", ANOTHER)
-    if abs(images.number("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
-        raise UnsupportedError(f"{images.where}: a rescale_factor other than 1/255 is not supported", ANOTHER)
-    if (said := images.integer("resample", usual, least=0)) not in RESAMPLES:
-        raise UnsupportedError(f"{images.where}: resample {said} is not supported", "known: 2 (bilinear), 3 (bicubic)")
-    return RESAMPLES[said]
-
-
-def _colours(images: ConfigReader, usual: tuple[Three, Three]) -> tuple[Three, Three]:
-    return _three(images, "image_mean", usual[0], positive=False), _three(images, "image_std", usual[1], positive=True)
-
-
-def _three(images: ConfigReader, key: str, usual: Three, *, positive: bool) -> Three:
-    said = images.values.get(key)
-    if said is None:
-        return usual
-    if not isinstance(said, list) or len(said) != 3:
-        raise CheckpointError(f"{images.where}: {key!r} must be a list of three numbers", BROKEN)
-    red, green, blue = (ConfigReader({key: each}, images.where).number(key, positive=positive) for each in said)
-    return red, green, blue
-
-
-def _both(names: Mapping[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Names of modules -> of their weights and biases."""
-    return {
-        f"{ours}.{kind}": tuple(f"{each}.{kind}" for each in ((theirs,) if isinstance(theirs, str) else theirs))
-        for ours, theirs in names.items()
-        for kind in ("weight", "bias")
-    }
+    rule = SizeRule("longest", tower.cell, longest_side=longest, resample=resample_of(images, 3))
+    return VisionSpec(tower, rule, _MISTRAL_TOKENS, *colours_of(images, _CLIP))
 
 
 _QWEN_NAMES: dict[str, str | tuple[str, ...]] = {
@@ -336,19 +236,19 @@ _QWEN2_MERGER: dict[str, str | tuple[str, ...]] = {
     "projector.up": "visual.merger.mlp.0",
     "projector.down": "visual.merger.mlp.2",
 }
-QWEN2_NAMES = _both({
+QWEN2_NAMES = weights_and_biases({
     **_QWEN_NAMES,
     **_QWEN2_MERGER,
     "layers.{i}.up": "visual.blocks.{i}.mlp.fc1",
     "layers.{i}.down": "visual.blocks.{i}.mlp.fc2",
 })  # fmt: skip
-QWEN2_5_NAMES = _both({
+QWEN2_5_NAMES = weights_and_biases({
     **_QWEN_NAMES,
     **_QWEN2_MERGER,
     "layers.{i}.up": ("visual.blocks.{i}.mlp.gate_proj", "visual.blocks.{i}.mlp.up_proj"),
     "layers.{i}.down": "visual.blocks.{i}.mlp.down_proj",
 })  # fmt: skip
-QWEN3_NAMES = _both({
+QWEN3_NAMES = weights_and_biases({
     **_QWEN_NAMES,
     "positions": "visual.pos_embed",
     "layers.{i}.up": "visual.blocks.{i}.mlp.linear_fc1",
@@ -360,7 +260,7 @@ QWEN3_NAMES = _both({
     "deep.{i}.up": "visual.deepstack_merger_list.{i}.linear_fc1",
     "deep.{i}.down": "visual.deepstack_merger_list.{i}.linear_fc2",
 })  # fmt: skip
-GEMMA3_NAMES = _both({
+GEMMA3_NAMES = weights_and_biases({
     "patch": "vision_tower.embeddings.patch_embedding",
     "positions": "vision_tower.embeddings.position_embedding",
     "layers.{i}.attention_norm": "vision_tower.encoder.layers.{i}.layer_norm1",
@@ -372,7 +272,7 @@ GEMMA3_NAMES = _both({
     "post_norm": "vision_tower.post_layernorm",
     "projector.norm": "multi_modal_projector.mm_soft_emb_norm",
 }) | {"projector.out.weight": ("multi_modal_projector.mm_input_projection_weight",)}  # fmt: skip
-MISTRAL3_NAMES = _both({
+MISTRAL3_NAMES = weights_and_biases({
     "patch": "vision_tower.patch_conv",
     "pre_norm": "vision_tower.ln_pre",
     "layers.{i}.attention_norm": "vision_tower.transformer.layers.{i}.attention_norm",
@@ -390,6 +290,7 @@ MISTRAL3_NAMES = _both({
 _QWEN3_VL, _QWEN3_5 = TowerFamily(_qwen3_vl, QWEN3_NAMES), TowerFamily(_qwen3_5, QWEN3_NAMES)
 TOWERS: dict[str, TowerFamily] = {
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
+    "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(_qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(_qwen2_5, QWEN2_5_NAMES),

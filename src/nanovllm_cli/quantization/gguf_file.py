@@ -23,8 +23,8 @@ from nanovllm_cli.weights.tensor_names import names_of
 from nanovllm_cli.weights.writer import OutputFile
 
 
-def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile, progress: LoadProgress) -> list[str]:
-    """All of the file; what has no place in it, a line each. The units of the plan are finished.
+def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile, progress: LoadProgress) -> convert.Plan:
+    """All of the file; gives how the original would be converted. The units of the plan are finished.
 
     Raises UnsupportedError for what GGUF can't say of a model."""
     made = convert.plan(original.checkpoint, "gguf")
@@ -42,7 +42,7 @@ def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile,
     writer = GGUFPartWriter(output.file, header, [step.gguf() for step in steps])
     writer.write_all(lambda tensor: source.slices(by_name[tensor.name]), progress)
     output.file.flush()
-    return made.notes
+    return made
 
 
 def _retyped(step: Step, items: list[Planned] | None) -> Step:

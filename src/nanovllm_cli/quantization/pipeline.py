@@ -178,10 +178,13 @@ def _write_file(run: _Run, replace: bool) -> Card | None:
     """The card lies beside the file."""
     with OutputFile(run.output, replace=replace) as file:
         parts = run.finished_parts()
-        for note in write_gguf(run.original, run.plan, parts, file, run.progress):
+        made = write_gguf(run.original, run.plan, parts, file, run.progress)
+        for note in made.notes:
             run.progress.note(f"not carried: {note}")
         card = run.card(file.temporary)
         file.commit()
+    if made.tower is not None:
+        run.progress.note(str(made.tower.write(run.output, replace=replace, progress=run.progress)))
     if card is not None:
         with OutputFile(run.output.with_suffix(f".{QUALITY_FILE}"), replace=True) as beside:
             beside.file.write(as_json(card.as_json()))

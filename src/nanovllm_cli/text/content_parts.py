@@ -25,6 +25,7 @@ _OTHER_PARTS = {
     "input_file": "files",
 }
 IMAGE_PARTS = frozenset(kind for kind, what in _OTHER_PARTS.items() if what == "images")
+BY_MMPROJ = "a GGUF model sees by a file of its own, --mmproj FILE"
 _IMAGE = "image part"
 
 
@@ -81,8 +82,9 @@ def _part(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in _OTHER_PARTS:
-        who = "this model reads" if kind in IMAGE_PARTS else "models here read"
-        raise UnsupportedError(f"{where} is of type {kind!r}: {who} no {_OTHER_PARTS[kind]}", "send its text instead")
+        if kind in IMAGE_PARTS:
+            raise UnsupportedError(f"{where} is of type {kind!r}: this model reads no images", f"take one that does; {BY_MMPROJ}")
+        raise UnsupportedError(f"{where} is of type {kind!r}: models here read no {_OTHER_PARTS[kind]}", "send its text instead")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise UsageError(f"{where} is no part of a message", 'write {"type": "text", "text": "…"}')
     text = part.get(_TEXT_PARTS[kind])

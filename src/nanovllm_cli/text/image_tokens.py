@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+
+
+def in_vocabulary(vision: VisionSpec, tokenizer: Tokenizer) -> VisionSpec:
+    """With a token that stands for an image and that the tokenizer has, where there is one."""
+    tokens = vision.tokens
+    if tokens.token in tokenizer.control_tokens or tokens.instead not in tokenizer.control_tokens:
+        return vision
+    return replace(vision, tokens=replace(tokens, token=tokens.instead))
 
 
 def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, count: int) -> tuple[str, set[int]]:

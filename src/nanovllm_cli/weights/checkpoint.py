@@ -33,6 +33,7 @@ from nanovllm_cli.weights.files import (
     adapter_error,
     folder_of,
     gguf_models,
+    mmproj_error,
     pickle_error,
     read_index,
     some,
@@ -55,6 +56,8 @@ SAMPLING_KEYS = {
     "penalty_repeat": "repetition_penalty",
 }
 SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
+TOWER = "clip"
+"""The architecture of GGUF files of what a model sees by (`mmproj.py`)."""
 
 
 class TensorInfo(NamedTuple):
@@ -145,11 +148,11 @@ class CheckpointView(Checkpoint):
         self._inner.release(name)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint at `path`, with its headers checked.
+def open_checkpoint(path: str | Path, *, of_tower: bool = False) -> Checkpoint:
+    """The checkpoint at `path`, with its headers checked. of_tower: it may be what a model sees by (`mmproj.py`), too.
 
-    Raises ModelNotFoundError (nothing there), UnsupportedError (pickles, other formats), CheckpointError (broken,
-    incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
+    Raises ModelNotFoundError (nothing there), UnsupportedError (pickles, other formats, what is no model), CheckpointError
+    (broken, incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
     """
     path = Path(path)
     if str(path).startswith(RANDOM):
@@ -157,11 +160,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
         return RandomCheckpoint(shape_config(str(path).removeprefix(RANDOM)), path=path)
     try:
-        return _open_path(path)
+        checkpoint = _open_path(path)
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied", "check the permissions of the folder") from error
     except OSError as error:  # a name too long, a loop of links, a disk that fails
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not of_tower and checkpoint.format == "gguf" and checkpoint.config.get("general.architecture") == TOWER:
+        checkpoint.close()
+        raise mmproj_error(str(path))
+    return checkpoint
 
 
 def _open_path(path: Path) -> Checkpoint:

@@ -11,7 +11,6 @@ Reading is `checkpoint.py` and `pickled.py`, writing `writer.py` and `gguf_write
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +33,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
+from nanovllm_cli.weights.convert_mmproj import TowerFile, tower_file
 from nanovllm_cli.weights.convert_names import (
     attention_of,
     gguf_family_of,
@@ -44,6 +44,7 @@ from nanovllm_cli.weights.convert_names import (
     pairs_to_halves,
     rotary_dims,
     rotary_heads,
+    text_alone,
 )
 from nanovllm_cli.weights.convert_stacked import by_head, stacked, with_ba_as_one
 from nanovllm_cli.weights.convert_tensors import (
@@ -51,10 +52,12 @@ from nanovllm_cli.weights.convert_tensors import (
     Step,
     behind_padding,
     dtype_of,
+    file_type,
     gguf_bytes,
     gguf_type,
     in_float32,
     is_blocks,
+    main_type,
     narrowed_vectors,
     safetensors_type,
     slices,
@@ -94,10 +97,6 @@ from nanovllm_cli.weights.writer import (
 Target = Literal["gguf", "hf"]
 
 _HEADER_BYTES = 1 << 20
-_FILE_TYPES = {
-    "F32": "ALL_F32", "Q2_K": "MOSTLY_Q2_K", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S",
-    "MXFP4": "MOSTLY_MXFP4_MOE",
-}  # fmt: skip
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Plan:
 
     `split_bytes`: most bytes of a file; for GGUF, None is one file. `notes`: what cannot be carried, a line each. `is_known`: the
     output has been made for an architecture that can be loaded here. `has_family`: the input is of one. `has_head`: tokens can be
-    drawn from it, as far as is known.
+    drawn from it, as far as is known. `tower`: what it sees by, for a file of its own.
     """
 
     target: Target
@@ -120,6 +119,7 @@ class Plan:
     is_known: bool = False
     has_family: bool = True
     has_head: bool = True
+    tower: TowerFile | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -196,7 +196,7 @@ def check_output(source: Checkpoint, made: Plan, output: Path, *, replace: bool)
         check_replaceable(target)
     if not target.parent.is_dir():
         raise OutputError(f"cannot write {output}: {target.parent} is no folder", "create it first")
-    check_room(output, made.num_bytes + _HEADER_BYTES)
+    check_room(output, made.num_bytes + (0 if made.tower is None else made.tower.num_bytes) + _HEADER_BYTES)
 
 
 def write(
@@ -231,13 +231,6 @@ def taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
     return source if source.format == target else as_blocks(unstacked(source))
 
 
-def main_type(steps: list[Step]) -> str:
-    sizes: Counter[str] = Counter()
-    for step in steps:
-        sizes[step.after] += step.num_bytes
-    return sizes.most_common(1)[0][0] if sizes else "F32"
-
-
 def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     if source.config.get("quantization_config"):
         raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
@@ -250,7 +243,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         ahead = mtp_spec(spec)
         whole = replace(spec, blocks=(*spec.blocks, *ahead.blocks))
         named |= mtp_on_both_sides(ahead, further, mtp_gguf_names(family, spec.num_layers))
-    notes = _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec)
+    tower, notes = _tower(source, outtype, model_name)
+    notes += _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec, tower)
     missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains
     steps = []
     for name, (theirs, shape) in with_ba_as_one(named, source).items():
@@ -261,22 +255,32 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
     steps = stacked(by_head(steps, spec, outtype), family)
     steps = [behind_padding(step, spec) for step in steps]
-    names = {step.name for step in steps}
-    file_type = _file_type(outtype, steps)
-    header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, file_type, further is not None)
+    names, kind = {step.name for step in steps}, _file_type(outtype, steps)
+    header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, kind, further is not None)
+    if family.gguf_name in ("qwen3vl", "qwen3vlmoe"):
+        deep = GGUFValue(0 if tower is None else tower.num_deep, GGUFValueType.UINT32)
+        header.header[f"{family.gguf_name}.n_deepstack_layers"] = deep
     for name, tensor in header.tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
-    return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head)
+    return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head, tower=tower)
+
+
+def _tower(source: Checkpoint, outtype: str, model_name: str) -> tuple[TowerFile | None, list[str]]:
+    """What it sees by, or a line for why that is left out."""
+    try:
+        return tower_file(source, outtype, model_name), []
+    except (CheckpointError, UnsupportedError) as error:
+        return None, [f"what it sees by: {error.message}"]
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
-    spec = read_spec(source, PlainReader(source))
+    spec, sees = text_alone(read_spec(source, PlainReader(source)))
     family = hf_family_of(gguf_family(source.config), spec)
     names = family.names("hf")
     both = named_on_both_sides(spec, names if spec.has_head else bare_names(names, family), names_of(source))
     named = {theirs: name for name, (theirs, _) in both.items()}
-    notes = _check_names(source, dict(both.values()), spec)
+    notes = sees + _check_names(source, dict(both.values()), spec)
     vectors = narrowed_vectors(source, list(named)) if outtype == "auto" else None
     steps = []
     for theirs, name in named.items():
@@ -339,13 +343,16 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
     return made
 
 
-def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> list[str]:
+def _check_names(
+    source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: ModelSpec, tower: TowerFile | None = None
+) -> list[str]:
     """Raises CheckpointError where tensors are not those of the model; a line for each that is left out."""
     there = {name: source.info(name).shape for name in source.names()}
     head = {"lm_head.weight", "output.weight"} if spec.tied_head else set()
     others = left_aside(source, there)
     check_tensors(source.path, spec, wanted, there, head | others, misshapen="misshapen")
     notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
+    others -= frozenset() if tower is None else tower.names
     guess = that_guess(source, others) - wanted.keys()
     rest = "for other tasks" if family_of(source).aside else "of what sees or hears"
     apart = {rest: others - guess - wanted.keys() - head_tensors(source), "that guess further tokens": guess}
@@ -410,11 +417,6 @@ def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
     if asked.lower() in ("auto", *PLAIN_TYPES) and any(step.after == "MXFP4" for step in steps):
         asked = "MXFP4"
     return file_type(asked if any(step.after == asked for step in steps) else main_type(steps))
-
-
-def file_type(kind: str) -> LlamaFileType:
-    """general.file_type of a file most of which has this type."""
-    return LlamaFileType.__members__.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)
 
 
 def _check_name(made: Plan, output: Path) -> None:

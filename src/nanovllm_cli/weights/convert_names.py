@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,13 @@ def hf_family_of(family: Family, spec: ModelSpec) -> Family:
             f"known: {', '.join(known.name for known in TO_HF)}; take the publisher's own folder",
         )
     return family
+
+
+def text_alone(spec: ModelSpec) -> tuple[ModelSpec, list[str]]:
+    """As a model that doesn't see, and a line for what that leaves out, if anything."""
+    if not any(rope.sections for rope in spec.ropes):
+        return spec, []
+    return spec.each_rope(lambda rope: replace(rope, sections=(), woven=False)), ["positions in images: it will read texts alone"]
 
 
 def named_on_both_sides(

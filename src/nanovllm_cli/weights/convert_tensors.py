@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
@@ -33,6 +34,11 @@ BLOCK_TYPES = (
 # Where rows do not divide into blocks of 256: as llama.cpp's quantizer does, a type with blocks of 32.
 NARROW = {
     "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+}  # fmt: skip
+
+_FILE_TYPES = {
+    "F32": "ALL_F32", "Q2_K": "MOSTLY_Q2_K", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
 }  # fmt: skip
 
 _TERNARY = ("tq1_0", "tq2_0")
@@ -241,3 +247,15 @@ def check_outtype(outtype: str, target: str) -> None:
         f"{outtype!r} is no type that can be written",
         f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}",
     )
+
+
+def main_type(steps: list[Step]) -> str:
+    sizes: Counter[str] = Counter()
+    for step in steps:
+        sizes[step.after] += step.num_bytes
+    return sizes.most_common(1)[0][0] if sizes else "F32"
+
+
+def file_type(kind: str) -> LlamaFileType:
+    """general.file_type of a file most of which has this type."""
+    return LlamaFileType.__members__.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)

@@ -16,6 +16,8 @@ from nanovllm_cli.weights.json_file import read_json_file
 MAX_INDEX_BYTES = 100_000_000
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+MMPROJ = "mmproj-….gguf"
+_TOWER_QUANTS = ("BF16", "F16", "F32")  # llama.cpp's choice, of files that are usual
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")  # of a repository that has only GGUF files, when nobody says which
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"  # of a model that embeds
@@ -51,12 +53,15 @@ _QUANT = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|F64|MXFP4\w*|NVFP4\w*))(?=[-.]|$)", re.IGNORECASE
 )
 
+_QUANT_AT_END = re.compile(r"[-.](?:bf16|f16|f32|i?q\d\w*|mxfp4\w*|tq\d\w*)$", re.IGNORECASE)
+
 
 class Weights(NamedTuple):
     """What to fetch for one model: `files` are all names, `entry` is the one to open (None: the whole folder).
 
     `index_file`, where given, is among `files` and names further files, which can be known only when it is here.
-    `quant` is the quantization of GGUF files; `note` is what a user should hear about the choice.
+    `quant` is the quantization of GGUF files; `note` is what a user should hear about the choice. `mmproj`, among `files`, is
+    what a GGUF model sees by.
     """
 
     files: tuple[str, ...]
@@ -64,6 +69,7 @@ class Weights(NamedTuple):
     index_file: str | None = None
     quant: str | None = None
     note: str | None = None
+    mmproj: str | None = None
 
     def with_shards(self, folder: Path) -> Weights:
         """`files` and those that the index in `folder` names. Raises what `read_index` raises."""
@@ -132,6 +138,57 @@ def choose_adapter(names: Collection[str], where: str, *, quant: str | None = No
     raise UnsupportedError(f"{where}: no {lacking} in it, and no .gguf file: not an adapter")
 
 
+def choose_seeing(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
+    """As `choose`, and what a GGUF model sees by, too, where that is there."""
+    weights = choose(names, where, quant=quant, file=file)
+    found = None if weights.entry is None else mmproj_beside(filter(stays_inside, names), weights.entry)
+    return weights if found is None else weights._replace(files=(*weights.files, found), mmproj=found)
+
+
+def choose_mmproj(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
+    """What a GGUF model sees by, alone: the file, or the one of that quantization. Raises as `choose`."""
+    names = [name for name in names if stays_inside(name)]
+    if file is not None:
+        return _chosen_file(names, where, file)
+    towers = sorted(filter(is_mmproj, names))
+    if quant is not None:
+        towers = [name for name in towers if quant_of(name).casefold() == quant.casefold()]
+    found = towers[0] if len(towers) == 1 else mmproj_beside(towers, "model.gguf")
+    if found is None:
+        what = f"several files {MMPROJ}" if towers else f"no file {MMPROJ}" + (f" of {quant}" if quant else "")
+        raise UsageError(f"{where} has {what}", f"name one of them: {some(towers, 30)}" if towers else None)
+    return Weights((found,), entry=found, quant=quant_of(found))
+
+
+def is_mmproj(name: str) -> bool:
+    """Whether a file of this name is what a GGUF model sees by."""
+    base = PurePosixPath(name).name.lower()
+    return base.endswith(".gguf") and "mmproj" in base
+
+
+def mmproj_beside(names: Iterable[str], model: str) -> str | None:
+    """What the GGUF model of that name sees by, of these: in its folder, else in the nearest around it. Of several, the one whose
+    numbers are plain, the shortest first; None where that leaves several."""
+    towers = list(filter(is_mmproj, names))
+    for folder in PurePosixPath(model).parents:
+        own = [name for name in towers if PurePosixPath(name).parent == folder]
+        if own:
+            by_quant = ([name for name in own if quant_of(name) == quant] for quant in _TOWER_QUANTS)
+            first = next(filter(None, by_quant), own)
+            return first[0] if len(first) == 1 else None
+    return None
+
+
+def mmproj_of(path: Path) -> Path | None:
+    """The same for a GGUF model that is here; around its folder only as far as the snapshot goes that it is in."""
+    folder = folder_of(path)
+    around = (folder, *folder.parents)
+    root = next((each for each in around if each.parent.name == "snapshots"), folder)
+    names = [file.relative_to(root).as_posix() for each in around if each.is_relative_to(root) for file in each.glob("*.gguf")]
+    found = mmproj_beside(names, (folder.relative_to(root) / "model.gguf").as_posix())
+    return None if found is None else root / found
+
+
 def quants(names: Iterable[str]) -> list[str]:
     """The quantizations of the GGUF models among `names`, as their files spell them."""
     return sorted({quant_of(first) for first in _gguf_models(names)})
@@ -143,6 +200,11 @@ def quant_of(name: str) -> str:
     stem = PurePosixPath(match["prefix"] if match else name.removesuffix(".gguf")).name
     found = _QUANT.findall(stem)
     return str(found[-1]).upper() if found else stem
+
+
+def without_quant(stem: str) -> str:
+    """A name that may end in a quantization, without that."""
+    return _QUANT_AT_END.sub("", stem)
 
 
 def split_parts(name: str) -> list[str]:
@@ -253,12 +315,16 @@ def adapter_error(where: str) -> UnsupportedError:
     return UnsupportedError(f"{where}: an adapter, not a model", f"name its base model first, and then --lora {where}")
 
 
+def mmproj_error(where: str) -> UnsupportedError:
+    return UnsupportedError(f"{where}: what a model sees by, not a model", f"name the model first, and then --mmproj {where}")
+
+
 def _gguf_models(names: Iterable[str]) -> list[str]:
-    """The first part of each model, in order; projectors of vision models and importance matrices are none."""
+    """The first part of each model, in order; what models see by and importance matrices are none."""
     models: dict[str, str] = {}
     for name in sorted(names):
         base = PurePosixPath(name).name.lower()
-        if base.endswith(".gguf") and not base.startswith(("mmproj", "imatrix")):
+        if base.endswith(".gguf") and not base.startswith("imatrix") and not is_mmproj(base):
             models.setdefault(split_parts(name)[0], name)
     return list(models.values())
 

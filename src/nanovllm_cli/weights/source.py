@@ -25,7 +25,19 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
-from nanovllm_cli.weights.files import Choose, Weights, choose, choose_adapter, quant_of, some, split_parts, told_bytes
+from nanovllm_cli.weights.files import (
+    Choose,
+    Weights,
+    choose,
+    choose_adapter,
+    choose_mmproj,
+    choose_seeing,
+    mmproj_of,
+    quant_of,
+    some,
+    split_parts,
+    told_bytes,
+)
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -37,7 +49,8 @@ _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 @dataclass(frozen=True)
 class ResolvedModel:
     """`path` is for `open_checkpoint`; `name` is what the user wrote. `repo` and `revision` (a commit) are None for
-    paths and for the bundled model, `quant` for everything but GGUF files of the hub. `num_bytes`: of all its files."""
+    paths and for the bundled model, `quant` for everything but GGUF files of the hub. `num_bytes`: of all its files. `mmproj`: a
+    file that a GGUF model may see by."""
 
     path: Path
     name: str
@@ -46,6 +59,7 @@ class ResolvedModel:
     quant: str | None
     num_bytes: int
     format: Literal["hf", "gguf"]
+    mmproj: Path | None = None
 
     def __str__(self) -> str:
         size = told_bytes(self.num_bytes)
@@ -123,19 +137,37 @@ def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: Load
 
 
 def find_parts(config: EngineConfig, *, offline: bool = False, progress: LoadProgress | None = None) -> EngineConfig:
-    """The same, with adapters and draft model by their paths on this machine. Raises what `resolve` raises."""
+    """The same, with adapters, draft model and what images are read by, by their paths on this machine. Raises what `resolve`
+    raises."""
     modules = find_adapters([Lora(module.path) for module in config.lora_modules], offline=offline, progress=progress)
     config = replace(
         config,
         lora=find_adapters(config.lora, offline=offline, progress=progress),
         lora_modules=tuple(LoraModule(own.name, path) for own, (path, _) in zip(config.lora_modules, modules, strict=True)),
     )
+    if config.mmproj is not None:
+        config = replace(config, mmproj=str(_mmproj(config.mmproj, offline, progress)))
     if config.draft_model is None:
         return config
     try:
         return replace(config, draft_model=str(resolve(config.draft_model, offline=offline, progress=progress).path))
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"no draft model {config.draft_model}: {error.message}", error.hint) from error
+
+
+def files_for(config: EngineConfig) -> Choose:
+    """What chooses a model's files for an engine of these settings."""
+    return choose_seeing if config.mmproj is None and config.mmproj_auto else choose
+
+
+def _mmproj(name: str, offline: bool, progress: LoadProgress | None) -> Path:
+    try:
+        path = resolve(name, offline=offline, progress=progress, pick=choose_mmproj).path
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"no mmproj {name}: {error.message}", error.hint) from error
+    if not path.is_dir():
+        return path
+    return path / choose_mmproj([file.name for file in path.iterdir()], str(path)).files[0]
 
 
 def locate(
@@ -311,7 +343,8 @@ def _from_cache(wanted: HubName, revision: str, name: str, pick: Choose) -> Reso
 def _resolved(snapshot: Path, commit: str, weights: Weights, repo: str, name: str) -> ResolvedModel:
     path = snapshot / weights.entry if weights.entry else snapshot
     num_bytes = sum((snapshot / file).stat().st_size for file in weights.files)
-    return ResolvedModel(path, name, repo, commit, weights.quant, num_bytes, "gguf" if weights.entry else "hf")
+    mmproj = snapshot / weights.mmproj if weights.mmproj else None
+    return ResolvedModel(path, name, repo, commit, weights.quant, num_bytes, "gguf" if weights.entry else "hf", mmproj)
 
 
 def _existing_path(name: str) -> Path | None:
@@ -345,9 +378,10 @@ def _local(path: Path, name: str, quant: str | None) -> ResolvedModel:
             files = [path.with_name(part) for part in split_parts(path.name)]
             format_ = "hf" if path.suffix == ".safetensors" else "gguf"
         num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        mmproj = mmproj_of(path) if format_ == "gguf" else None
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied", "check its permissions") from error
-    return ResolvedModel(path, name, None, None, None, num_bytes, format_)
+    return ResolvedModel(path, name, None, None, None, num_bytes, format_, mmproj)
 
 
 def _made_up(name: str) -> ResolvedModel:

@@ -26,7 +26,7 @@ from nanovllm_cli.weights.loader import MISSHAPEN, OTHER_MODEL
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOT = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:vision_model\.)?")
+_ROOT = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector|embed_vision)\.(?:vision_model\.)?")
 _UNREAD = re.compile(r".*\.(?:inv_freq|position_ids)|vision_tower\.head\..*")
 """Numbers that follow from the config, and SigLIP's head, which makes one vector of an image."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -54,7 +54,12 @@ def vision_bytes(spec: VisionSpec, dtype: torch.dtype) -> int:
 
 def check_tower(checkpoint: Checkpoint, spec: VisionSpec) -> None:
     """Compares names and shapes with those of the spec's tower, by headers alone. All differences are one CheckpointError."""
-    _compared(checkpoint, spec.tower, open_reader(checkpoint))
+    tower_parts(checkpoint, spec)
+
+
+def tower_parts(checkpoint: Checkpoint, spec: VisionSpec) -> dict[str, list[str]]:
+    """Our names -> the folder's tensors, whose rows lie behind each other in ours. Raises as `check_tower`."""
+    return _compared(checkpoint, spec.tower, open_reader(checkpoint))
 
 
 def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tower:
@@ -64,7 +69,8 @@ def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, dev
     parts = _compared(checkpoint, spec.tower, reader)
     tensors = {}
     for ours, theirs in parts.items():
-        whole = torch.cat([read_whole(reader, name) for name in theirs])
+        is_bound = ours.endswith(".bounds")
+        whole = _bounds(checkpoint, theirs) if is_bound else torch.cat([read_whole(reader, name) for name in theirs])
         tensors[ours] = arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
@@ -80,7 +86,7 @@ def _image_settings(folder: Path) -> ConfigReader:
 
 
 def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> dict[str, list[str]]:
-    """Our names -> the folder's tensors, whose rows lie behind each other in ours."""
+    """See `tower_parts`."""
     family = tower_family(checkpoint.config)
     assert family is not None
     there: dict[str, str] = {}
@@ -96,8 +102,10 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
         layer = _LAYER.search(ours)
         pattern = family.names[_LAYER.sub("{i}", ours)]
         names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
-    shapes = {each: (shape[0] // len(names[ours]), *shape[1:]) for ours, shape in stored_shapes(spec).items() for each in names[ours]}
-    match_tensors(checkpoint.path, shapes, {plain: (name, reader.shape(name)) for plain, name in there.items()}, extra)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for ours, (rows, *others) in stored_shapes(spec).items():
+        wanted |= dict.fromkeys(names[ours], (rows // len(names[ours]), *others))
+    match_tensors(checkpoint.path, wanted, {plain: (name, reader.shape(name) or (1,)) for plain, name in there.items()}, extra)
     return {ours: [there[plain] for plain in own] for ours, own in names.items()}
 
 
@@ -121,26 +129,49 @@ def match_tensors(
 
 def stored_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """Of what files have for each of ours, all that lies behind each other in it taken together."""
-    shapes = tower_shapes(spec)
-    side = (spec.patch_size, spec.patch_size)
-    shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
-    if (out := shapes.get("projector.out.weight")) is not None:
-        shapes["projector.out.weight"] = out[::-1]
+    shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
+    if spec.projector != "scaled":
+        side = (spec.patch_size, spec.patch_size)
+        shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.projector == "pooled":
+        shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
     return shapes
 
 
 def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if ours == "patch.weight":
+        if stored.dim() == 2:  # a pixel's colours are behind each other there
+            return stored.view(len(stored), -1, 3).transpose(1, 2).flatten(1)
         kernel = stored.to(torch.float32).sum(dim=2) if spec.frames else stored  # all frames show the same
         return kernel.flatten(1)
-    if ours == "projector.out.weight":
+    if ours.endswith(".bounds"):
+        return stored.view(-1, 4)
+    if spec.projector == "scaled" and ours.endswith(".qkv.weight"):
+        q, k, v = stored.chunk(3)
+        return torch.cat([_axes_joined(q, spec.num_heads), _axes_joined(k, spec.num_heads), v])
+    if ours.endswith(".head_norm.weight"):
+        return _axes_joined(stored, 2)
+    if ours == "projector.out.weight" and spec.projector == "pooled":
         return stored.T
     if ours == "projector.norm.weight" and spec.projector == "pooled":
         return stored.to(torch.float32) + 1
     if ours == "projector.join.weight":  # a dimension's patches are behind each other there
         return stored.view(len(stored), spec.hidden_size, spec.merge**2).transpose(1, 2).flatten(1)
     return stored
+
+
+def _axes_joined(stored: torch.Tensor, heads: int) -> torch.Tensor:
+    """Heads whose halves, of columns and of lines, each turn by themselves, as ones that turn as a whole, lines first."""
+    return stored.view(heads, 4, len(stored) // (4 * heads), *stored.shape[1:])[:, [2, 0, 3, 1]].flatten(0, 2)
+
+
+def _bounds(checkpoint: Checkpoint, names: Iterable[str]) -> torch.Tensor:
+    """Numbers that stand alone; where nothing is cut off, they are infinite."""
+    bounds = torch.stack([checkpoint.tensor(name).to(torch.float32).reshape(()) for name in names])
+    if bounds.isnan().any():
+        raise CheckpointError(f"{checkpoint.path}: bounds that are NaN, among {some(sorted(names))}", OTHER_MODEL)
+    return bounds
 
 
 def read_whole(reader: WeightReader, name: str) -> torch.Tensor:

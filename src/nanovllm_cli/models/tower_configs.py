@@ -1,0 +1,139 @@
+"""What configs say of a vision tower, whichever family it is of: sizes, the activation, what is done to an image's colours.
+
+Everything here is bounded: CheckpointError for what is broken, UnsupportedError for what no tower here can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.families import MAX_LAYERS, text_config
+from nanovllm_cli.models.family import ANOTHER
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.vision_spec import TowerSpec
+
+MAX_SIDE = 1 << 14
+MAX_PIXELS = MAX_SIDE**2
+"""Of an image that a tower reads, whatever its files say."""
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+RESAMPLES: dict[int, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
+"""By the numbers that Pillow has for them."""
+
+Three = tuple[float, float, float]
+
+
+def vision_section(config: ConfigReader, kind: str | None = None) -> ConfigReader:
+    """kind: the only "model_type" of a tower that the family has."""
+    vision = config.section("vision_config")
+    if kind is not None and (said := vision.text("model_type", kind)) != kind:
+        raise UnsupportedError(f"{vision.where}: a tower of the kind {said[:40]!r} is not supported", f"known: {kind}")
+    for key in ("in_channels", "in_chans", "num_channels"):
+        if vision.integer(key, 3) != 3:
+            raise UnsupportedError(f"{vision.where}: images of other than three colours are not supported", ANOTHER)
+    return vision
+
+
+def depth_of(vision: ConfigReader, key: str, usual: int) -> int:
+    if (depth := vision.integer(key, usual)) > MAX_LAYERS:
+        raise CheckpointError(f"{vision.where} asks for {depth} layers; at most {MAX_LAYERS} are believed", BROKEN)
+    return depth
+
+
+def heads_of(vision: ConfigReader, key: str, hidden: int, usual: int = 16, *, parts: int) -> int:
+    """parts: that a head's dimensions fall into, of one size."""
+    heads = vision.integer(key, usual)
+    if hidden % (heads * parts):
+        raise CheckpointError(f"{vision.where}: {heads} heads can't share {hidden} dimensions evenly", BROKEN)
+    return heads
+
+
+def activation_of(
+    vision: ConfigReader, usual: str, key: str = "hidden_act"
+) -> Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]:
+    if (said := vision.text(key, usual)) not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"{vision.where}: activation {said[:80]!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return ACTIVATIONS[said]
+
+
+def theta_of(vision: ConfigReader, usual: float = 1e4) -> float:
+    rope = vision.section("rope_parameters")
+    if (kind := rope.text("rope_type", "axial")) not in ("axial", "default"):
+        raise UnsupportedError(f"{vision.where}: rotary positions of the type {kind[:40]!r} are not supported", ANOTHER)
+    return rope.number("rope_theta", vision.number("rope_theta", usual))
+
+
+def layers_of(vision: ConfigReader, key: str, usual: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """A list of some of so many layers; defaults may name others, which are left out."""
+    said = vision.values.get(key)
+    if said is None:
+        return tuple(layer for layer in usual if layer < depth)
+    if not isinstance(said, list) or len(said) > MAX_LAYERS:
+        raise CheckpointError(f"{vision.where}: {key!r} must be a list of layers", BROKEN)
+    layers = [ConfigReader({key: layer}, vision.where).integer(key, least=0) for layer in said]
+    return tuple(layer for layer in layers if layer < depth)
+
+
+def square(read: ConfigReader, number: int, key: str = "num_position_embeddings") -> int:
+    if math.isqrt(number) ** 2 != number:
+        raise CheckpointError(f"{read.where}: {key!r} must be a square, not {number}", BROKEN)
+    return number
+
+
+def text_width(config: ConfigReader) -> int:
+    values = {**hf_family(config.values).defaults, **text_config(config.values)}
+    return ConfigReader(values, config.where).integer("hidden_size")
+
+
+def check_width(config: ConfigReader, tower: TowerSpec) -> None:
+    if (width := text_width(config)) != tower.out_size:
+        raise CheckpointError(
+            f"{config.where}: the tower makes rows of {tower.out_size} numbers for a decoder of {width}", BROKEN
+        )
+
+
+def resample_of(
+    images: ConfigReader, usual: int, done: tuple[str, ...] = ("do_resize", "do_rescale", "do_normalize")
+) -> Literal["bilinear", "bicubic"]:
+    """And what else must be so in an image processor's settings. done: what it must do."""
+    for key in done:
+        if not images.flag(key, True):
+            raise UnsupportedError(f"{images.where}: {key} false is not supported", ANOTHER)
+    if abs(images.number("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
+        raise UnsupportedError(f"{images.where}: a rescale_factor other than 1/255 is not supported", ANOTHER)
+    if (said := images.integer("resample", usual, least=0)) not in RESAMPLES:
+        raise UnsupportedError(f"{images.where}: resample {said} is not supported", "known: 2 (bilinear), 3 (bicubic)")
+    return RESAMPLES[said]
+
+
+def colours_of(images: ConfigReader, usual: tuple[Three, Three]) -> tuple[Three, Three]:
+    return _three(images, "image_mean", usual[0], positive=False), _three(images, "image_std", usual[1], positive=True)
+
+
+def _three(images: ConfigReader, key: str, usual: Three, *, positive: bool) -> Three:
+    said = images.values.get(key)
+    if said is None:
+        return usual
+    if not isinstance(said, list) or len(said) != 3:
+        raise CheckpointError(f"{images.where}: {key!r} must be a list of three numbers", BROKEN)
+    red, green, blue = (ConfigReader({key: each}, images.where).number(key, positive=positive) for each in said)
+    return red, green, blue
+
+
+def weights_and_biases(names: Mapping[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Names of modules -> of their weights and biases."""
+    return {
+        f"{ours}.{kind}": tuple(f"{each}.{kind}" for each in ((theirs,) if isinstance(theirs, str) else theirs))
+        for ours, theirs in names.items()
+        for kind in ("weight", "bias")
+    }

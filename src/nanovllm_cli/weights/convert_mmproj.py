@@ -1,0 +1,227 @@
+"""What a folder's model sees by, as a GGUF file of its own beside the model's: names, order of rows and keys as llama.cpp's
+converter has them (`mmproj.py` reads it).
+
+A tower that such a file can't say is left out, with a note; whoever reads the metadata again must find the same one. Numbers are
+as the folder has them, or in the plain type that was asked for; a model's block types are none of a tower's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gguf.constants import GGUFType, LlamaFileType
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.towers import TOWERS, tower_family
+from nanovllm_cli.models.towers_gguf import PROJECTORS, Projector, names_in_gguf, vision_from_gguf
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
+from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
+from nanovllm_cli.weights.convert_names import halves_to_pairs
+from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type, main_type, slices
+from nanovllm_cli.weights.files import some, without_quant
+from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, HeaderBuilder
+from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.vision import read_vision, read_whole, tower_parts
+from nanovllm_cli.weights.writer import OutputFile
+
+_CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
+"""Which llama.cpp computes with in float16 or float32 alone."""
+
+
+class Written(NamedTuple):
+    """A file, and whether it is new: one of its name, which holds the same, stays."""
+
+    path: Path
+    is_new: bool
+
+    def __str__(self) -> str:
+        return f"what it sees by: {self.path}" + ("" if self.is_new else ", which is there already, and stays")
+
+
+@dataclass
+class TowerFile:
+    """What will be written. names: of the folder's tensors that it holds; num_deep: of decoder layers behind which it adds."""
+
+    checkpoint: Checkpoint
+    steps: list[Step]
+    header: Header
+    names: frozenset[str]
+    num_deep: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(step.num_bytes for step in self.steps)
+
+    def path(self, output: Path) -> Path:
+        """Beside a model's file, or in the folder of its parts."""
+        stem = without_quant(output.name.removesuffix(".gguf")) or "model"
+        folder = output.parent if output.suffix == ".gguf" else output
+        return folder / f"mmproj-{stem}-{_type(self.steps)}.gguf"
+
+    def write(self, output: Path, *, replace: bool, progress: LoadProgress) -> Written:
+        """For a model that was written there. The file appears whole or not at all, and has been read again before it does."""
+        path = self.path(output)
+        if path.exists() and not replace:
+            return Written(path, False)
+        by_name = {step.name: step for step in self.steps}
+        progress.stage("converting what it sees by", self.num_bytes, "B")
+        try:
+            with OutputFile(path, replace=replace) as file:
+                writer = GGUFPartWriter(file.file, self.header, [step.gguf() for step in self.steps])
+                writer.write_all(lambda tensor: slices(self.checkpoint, by_name[tensor.name]), progress)
+                file.file.flush()
+                with open_mmproj(file.temporary) as written:
+                    check_mmproj(written, read_mmproj(written))
+                file.commit()
+        finally:
+            progress.done()
+        return Written(path, True)
+
+
+def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
+    """None for a model that sees nothing. name: of the model. Raises UnsupportedError for a tower that such a file can't say,
+    CheckpointError for one that is broken."""
+    spec = read_vision(source)
+    if spec is None:
+        return None
+    parts = tower_parts(source, spec)
+    label, projector = _projector(source)
+    view = _TowerView(source, spec.tower, parts, projector)
+    kind = outtype if outtype in PLAIN_TYPES else "auto"
+    infos = [view.info(each) for each in view.names()]
+    matrices = {info.dtype_name if kind == "auto" else kind.upper() for info in infos if len(info.shape) == 2}
+    steps = []
+    for info in infos:
+        after = gguf_type(info.name, info.shape, info.dtype_name, kind)
+        if info.name in _CONVOLVED:
+            after = "F16" if matrices == {"F16"} else "F32"
+        size = gguf_bytes(info.shape, after)
+        steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
+    header = _header(spec, label, name, file_type(_type(steps)))
+    _check(header, {info.name: info.shape for info in infos}, spec)
+    return TowerFile(view, steps, header, frozenset(each for names in parts.values() for each in names), len(spec.tower.deep))
+
+
+def _type(steps: list[Step]) -> str:
+    """That the layers' matrices have."""
+    return main_type([step for step in steps if ".blk." in step.name])
+
+
+class _TowerView(CheckpointView):
+    """A folder's tower under the names of a GGUF file, rows in the order that they have there."""
+
+    def __init__(self, source: Checkpoint, spec: TowerSpec, parts: dict[str, list[str]], projector: Projector) -> None:
+        super().__init__(source)
+        self.format = "gguf"
+        self._reader = open_reader(source)
+        self._spec = spec
+        self._parts = parts
+        there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
+        self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
+                     for place, theirs in enumerate(names)}  # fmt: skip
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def names(self) -> list[str]:
+        return list(self._own)
+
+    def info(self, name: str) -> TensorInfo:
+        ours, _, count = self._own[name]
+        infos = [self._inner.info(each) for each in self._parts[ours]]
+        rows, *others = infos[0].shape
+        if ours == "patch.weight":
+            shape = (rows, others[0], *others[-2:])
+        else:
+            shape = (rows * len(infos) // count, *others)
+        kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
+        return TensorInfo(name, shape, kind, sum(info.num_bytes for info in infos) // count)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = name, self._arranged(*self._own[name])
+        return self._last[1] if rows is None else self._last[1][slice(*rows)]
+
+    def release(self, name: str) -> None:
+        """Reading lets pages go."""
+
+    def _arranged(self, ours: str, place: int, count: int) -> torch.Tensor:
+        whole = torch.cat([read_whole(self._reader, each) for each in self._parts[ours]])
+        if ours == "patch.weight":
+            return whole[:, :, place].contiguous() if self._spec.frames else whole
+        part = whole.chunk(count)[place]
+        if ours.endswith(".qkv.weight") and self._spec.dealt and place < 2:
+            return halves_to_pairs(part, self._spec.head_dim, self._spec.head_dim)
+        return part.to(torch.float32) + 1 if self._is_gain(ours) else part
+
+    def _is_gain(self, ours: str) -> bool:
+        """Whether it is a Gemma's, of which folders have all but 1."""
+        return ours == "projector.norm.weight" and self._spec.projector == "pooled"
+
+
+def _projector(source: Checkpoint) -> tuple[str, Projector]:
+    family = tower_family(source.config)
+    for label, projector in PROJECTORS.items():
+        if family is not None and TOWERS[projector.model].names is family.names:
+            return label, projector
+    raise UnsupportedError(f"{source.path}: no file is written of what such a model sees by", f"known: {', '.join(PROJECTORS)}")
+
+
+def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Header:
+    tower, size = spec.tower, spec.size
+    keys: dict[str, Any] = {
+        "clip.has_vision_encoder": True, "clip.projector_type": label, "clip.vision.projection_dim": tower.out_size,
+        "clip.vision.image_size": size.longest_side or (math.isqrt(tower.positions) or 40) * tower.patch_size,
+        "clip.vision.patch_size": tower.patch_size, "clip.vision.embedding_length": tower.hidden_size,
+        "clip.vision.feed_forward_length": tower.intermediate_size, "clip.vision.block_count": tower.num_layers,
+        "clip.vision.attention.head_count": tower.num_heads, "clip.vision.image_mean": list(spec.mean),
+        "clip.vision.image_std": list(spec.std), "clip.vision.attention.layer_norm_epsilon": tower.projector_eps,
+    }  # fmt: skip
+    if tower.activation != "quick_gelu":
+        keys["clip.use_silu" if tower.activation == "silu" else "clip.use_gelu"] = True
+    merge = "clip.vision.projector.scale_factor" if tower.projector == "pooled" else "clip.vision.spatial_merge_size"
+    keys[merge] = tower.merge
+    if size.kind == "area":
+        keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
+    if tower.window:
+        keys["clip.vision.window_size"] = tower.window * tower.cell
+        keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
+    if label == "qwen3vl_merger":
+        keys["clip.vision.is_deepstack_layers"] = [layer in tower.deep for layer in range(tower.num_layers)]
+    builder = HeaderBuilder(TOWER)
+    builder.add_type(GGUFType.MMPROJ)
+    builder.add_name(name)
+    builder.add_file_type(kind)
+    builder.add_quantization_version(QUANTIZATION_VERSION)
+    add = {bool: builder.add_bool, int: builder.add_uint32, float: builder.add_float32, str: builder.add_string,
+           list: builder.add_array}  # fmt: skip
+    for key, value in keys.items():
+        add[type(value)](key, value)
+    return builder.header()
+
+
+def _check(header: Header, shapes: dict[str, tuple[int, ...]], spec: VisionSpec) -> None:
+    """Reads the header as it will be read. Which token stands for an image is not its matter."""
+    read = ConfigReader({key: field.value for key, field in header.items()}, "the file")
+    found = vision_from_gguf(read, shapes)
+    lost = sorted(_differences(asdict(replace(spec, tokens=found.tokens)), asdict(found)))
+    if lost:
+        raise UnsupportedError(f"a GGUF file can't say this of a tower: {some(lost)}", "keep the model as a Hugging Face folder")
+
+
+def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            yield from _differences(value, found[key])
+        elif isinstance(value, float):
+            if not math.isclose(value, found[key], rel_tol=1e-6):
+                yield key
+        elif value != found[key]:
+            yield key

@@ -1,0 +1,149 @@
+"""What a GGUF model sees by, in a file of its own (llama.cpp's mmproj-*.gguf), in the three steps of `vision.py`: what it says,
+whether its tensors are there, the tower itself. And whether it is of this model: nothing in either file names the other.
+
+Which tensors these are is in `models/towers_gguf.py`. Block types become plain numbers. What the file may have beside a tower is
+left aside: what hears, and the embedding of a token, which the model has, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.tower import Tower, tower_dtype
+from nanovllm_cli.models.towers_gguf import names_in_gguf, projector_of, vision_from_gguf
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
+from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, open_checkpoint
+from nanovllm_cli.weights.convert_names import pairs_to_halves
+from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.vision import arranged, match_tensors, read_whole, stored_shapes
+from nanovllm_cli.weights.weight_reader import GGUFReader
+
+ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
+_UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break")
+
+
+def open_mmproj(path: str | Path) -> Checkpoint:
+    """Raises what `open_checkpoint` raises, and UsageError for a file that is something else."""
+    file = open_checkpoint(path, of_tower=True)
+    if file.format != "gguf" or (found := file.config.get("general.architecture")) != TOWER:
+        file.close()
+        what = f"a model of the architecture {str(found)[:40]!r}" if file.format == "gguf" else "a model"
+        raise UsageError(f"{path} is {what}, not what one sees by", ANOTHER_FILE)
+    return file
+
+
+def read_mmproj(file: Checkpoint) -> VisionSpec:
+    """Raises CheckpointError for a file that is broken, UnsupportedError for what no tower here can be."""
+    return vision_from_gguf(_metadata(file), _shapes(file))
+
+
+def check_mmproj(file: Checkpoint, spec: VisionSpec) -> None:
+    """As `vision.check_tower`."""
+    _compared(file, spec.tower)
+
+
+def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tower:
+    """As `vision.load_tower`."""
+    reader, tensors = GGUFReader(file), {}
+    for ours, theirs in _compared(file, spec.tower).items():
+        parts = [read_whole(reader, name) for name in theirs]
+        tensors[ours] = _ours(ours, parts, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
+    return Tower(spec.tower, tensors, spec.mean, spec.std)
+
+
+def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> VisionSpec:
+    """Of a file that is whole, and of this model, whose width that is. Raises what the three steps do, and UsageError for another
+    model's."""
+    with open_mmproj(path) as file:
+        spec = read_mmproj(file)
+        _check_belongs(file, spec, model, hidden_size)
+        check_mmproj(file, spec)
+    return spec
+
+
+def with_mmproj(
+    config: EngineConfig,
+    beside: Path | None,
+    model: Checkpoint,
+    hidden_size: int,
+    control_tokens: Collection[str],
+    progress: LoadProgress,
+) -> EngineConfig:
+    """With what the model is to see by: the file that was named, or the one that was found beside it, if that is its own;
+    `progress` hears of that. control_tokens: of its vocabulary. Raises as `checked_mmproj`, for one that was named."""
+    if config.mmproj is not None:
+        _check_tokens(checked_mmproj(config.mmproj, model, hidden_size), config.mmproj, control_tokens)
+    if config.mmproj is not None or beside is None or not config.mmproj_auto:
+        return config
+    try:
+        _check_tokens(checked_mmproj(beside, model, hidden_size), beside, control_tokens)
+    except NanovllmError as error:
+        progress.note(f"images are not read: {error.message}")
+        return config
+    progress.note(f"with images by {beside.name}")
+    return replace(config, mmproj=str(beside))
+
+
+def _check_belongs(file: Checkpoint, spec: VisionSpec, model: Checkpoint, hidden_size: int) -> None:
+    if model.format != "gguf":
+        raise UsageError(f"{model.path} is no GGUF model, and brings along what it sees by, if it does", "leave --mmproj out")
+    architecture, known = str(model.config.get("general.architecture"))[:40], projector_of(_metadata(file)).texts
+    if architecture not in known:
+        raise UsageError(f"{file.path} is of models of the kind {' or '.join(known)}, not of {architecture}", ANOTHER_FILE)
+    if spec.tower.out_size != hidden_size:
+        raise UsageError(f"{file.path} makes rows of {spec.tower.out_size} numbers for a model of {hidden_size}", ANOTHER_FILE)
+    deep = model.config.get(f"{architecture}.n_deepstack_layers")
+    if deep is not None and deep != len(spec.tower.deep):
+        raise UsageError(f"{file.path} adds rows behind {len(spec.tower.deep)} layers of a model, not {deep}", ANOTHER_FILE)
+
+
+def _check_tokens(spec: VisionSpec, path: str | Path, control_tokens: Collection[str]) -> None:
+    """UsageError where a vocabulary lacks what images are made of."""
+    tokens = spec.tokens
+    needed = {tokens.instead or tokens.token, tokens.line_end, tokens.last_end} - {""}
+    if missing := needed.difference(control_tokens):
+        raise UsageError(f"{path} is of models with the tokens {some(sorted(missing))}, which this one lacks", ANOTHER_FILE)
+
+
+def _metadata(file: Checkpoint) -> ConfigReader:
+    return ConfigReader(file.config, str(file.path))
+
+
+def _shapes(file: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {name: file.info(name).shape for name in file.names()}
+
+
+def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
+    """Our names -> the file's."""
+    shapes = _shapes(file)
+    names = names_in_gguf(spec, shapes)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for ours, (rows, *others) in stored_shapes(_of_one_frame(spec)).items():
+        count = 1 if ours == "patch.weight" else len(names[ours])
+        wanted |= dict.fromkeys(names[ours], (rows // count, *others))
+    match_tensors(file.path, wanted, {name: (name, shape) for name, shape in shapes.items() if not _UNREAD.fullmatch(name)})
+    return names
+
+
+def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor:
+    """As `tower_shapes` has it."""
+    if ours == "patch.weight":  # all frames show the same
+        return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _of_one_frame(spec))
+    whole = torch.cat(parts)
+    if ours.endswith(".qkv.weight") and spec.dealt:
+        both = 2 * spec.hidden_size
+        return torch.cat([pairs_to_halves(whole[:both], spec.head_dim, spec.head_dim), whole[both:]])
+    return whole if ours == "projector.norm.weight" else arranged(ours, whole, spec)
+
+
+def _of_one_frame(spec: TowerSpec) -> TowerSpec:
+    return replace(spec, frames=0)

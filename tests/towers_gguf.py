@@ -1,0 +1,132 @@
+"""A folder's vision tower as llama.cpp's converter writes it: names by the gguf package's own map, keys by its writer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+MERGERS = {
+    "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
+    "Gemma3": "gemma3", "Mistral3": "pixtral",
+}  # fmt: skip
+CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+HALVES = [0.5] * 3, [0.5] * 3
+Tensors = dict[str, np.ndarray]
+
+
+def write_mmproj(
+    folder: Path,
+    path: Path,
+    keys: dict[str, Any] | None = None,
+    change: Callable[[Tensors], Any] = lambda tensors: None,
+    types: Callable[[str, np.ndarray], str] = lambda name, numbers: "F32",
+) -> Path:
+    """keys: instead of those that the converter writes, None: none at all. change: of the tensors by their names in the file.
+    types: what a tensor is stored as."""
+    config = json.loads((folder / "config.json").read_text())
+    name = config["architectures"][0].removesuffix("ForConditionalGeneration")
+    tensors = dict(_tensors(name, config, folder))
+    change(tensors)
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    for key, value in ({**_keys(name, config), **(keys or {})}).items():
+        _add(writer, key, value)
+    for each, numbers in tensors.items():
+        kind = gguf.GGMLQuantizationType[types(each, numbers)]
+        writer.add_tensor(each, gguf.quants.quantize(numbers, kind) if kind else numbers, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, list):
+        writer.add_array(key, value)
+        return
+    by_type = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    by_type[type(value)](key, value)
+
+
+def _keys(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    vision, text = config["vision_config"], {**config, **config.get("text_config", {})}
+    hidden, inner = vision["hidden_size"], vision.get("intermediate_size")
+    if name == "Qwen2VL":  # as wrong as there
+        hidden, inner = vision["embed_dim"], vision["hidden_size"]
+    mean, std = HALVES if name in ("Qwen3VL", "Qwen3_5", "Gemma3") else CLIP
+    depth = vision.get("depth", vision.get("num_hidden_layers"))
+    side = vision.get("image_size", 560)
+    if name.startswith("Qwen3"):
+        side = int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"]
+    keys: dict[str, Any] = {
+        "clip.has_vision_encoder": True, "clip.projector_type": MERGERS[name],
+        "clip.vision.projection_dim": text["hidden_size"], "clip.vision.image_size": side,
+        "clip.vision.patch_size": vision["patch_size"], "clip.vision.embedding_length": hidden,
+        "clip.vision.feed_forward_length": inner, "clip.vision.block_count": depth,
+        "clip.vision.attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
+        "clip.vision.image_mean": mean, "clip.vision.image_std": std,
+        "clip.vision.attention.layer_norm_epsilon": text.get("rms_norm_eps", 1e-6),
+    }  # fmt: skip
+    match name:
+        case "Qwen2_5_VL":
+            every = vision["fullatt_block_indexes"][0] + 1
+            keys |= {"clip.use_silu": True, "clip.vision.n_wa_pattern": every, "clip.vision.window_size": vision["window_size"]}
+        case "Qwen3VL" | "Qwen3_5":
+            deep = vision.get("deepstack_visual_indexes") if name == "Qwen3VL" else []
+            keys |= {"clip.use_gelu": True, "clip.vision.spatial_merge_size": vision["spatial_merge_size"],
+                     "clip.vision.is_deepstack_layers": [layer in deep for layer in range(depth)]}  # fmt: skip
+        case "Gemma3":
+            scale = side // vision["patch_size"] // int(config["mm_tokens_per_image"] ** 0.5)
+            keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": scale,
+                     "clip.vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}  # fmt: skip
+        case "Mistral3":
+            keys |= {f"clip.use_{vision['hidden_act']}": True, "clip.vision.spatial_merge_size": config["spatial_merge_size"],
+                     "clip.vision.attention.layer_norm_epsilon": 1e-5}  # fmt: skip
+    return keys
+
+
+def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    vision = config["vision_config"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    for theirs, numbers in load_file(folder / "model.safetensors").items():
+        key = theirs.removeprefix("model.")
+        if not key.startswith(("visual.", "vision_tower.", "multi_modal_projector.")) or ".head." in key:
+            continue
+        if name == "Gemma3":
+            key = key.replace("vision_tower.", "vision_tower.vision_model.").replace("projection_weight", "projection.weight")
+            numbers = numbers + 1 if "soft_emb_norm" in key else numbers
+        module, _, kind = key.rpartition(".")
+        if "patch_embed.proj" in key and kind == "weight":
+            yield "v.patch_embd.weight", np.ascontiguousarray(numbers[:, :, 0])
+            yield "v.patch_embd.weight.1", np.ascontiguousarray(numbers[:, :, 1])
+        elif key.startswith("visual.deepstack_merger_list."):
+            number, part = module.split(".")[2:]
+            tensor = {"norm": "V_DS_NORM", "linear_fc1": "V_DS_FC1", "linear_fc2": "V_DS_FC2"}[part]
+            layer = vision["deepstack_visual_indexes"][int(number)]
+            yield f"{_named(tensor, layer)}.{kind}", numbers
+        elif key.startswith("visual.merger.") and name.startswith("Qwen3"):
+            tensor, place = {"norm": ("V_POST_NORM", 0), "linear_fc1": ("V_MMPROJ", 0), "linear_fc2": ("V_MMPROJ", 2)}[
+                module.split(".")[2]
+            ]
+            yield f"{_named(tensor, place)}.{kind}", numbers
+        elif ".qkv" in key and name.startswith("Qwen2"):
+            for part, rows in zip("qkv", np.split(numbers, 3), strict=True):
+                yield names.get_name(key.replace("qkv", part), (".weight", ".bias")), rows
+        else:
+            if name == "Mistral3" and ("q_proj" in key or "k_proj" in key):
+                heads = vision["num_attention_heads"]
+                numbers = numbers.reshape(heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
+            yield names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(numbers)
+
+
+def _named(tensor: str, place: int) -> str:
+    return str(gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[tensor]].format(bid=place))
