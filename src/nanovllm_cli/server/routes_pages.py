@@ -2,7 +2,8 @@
 
 They hold no secret and are shown without a key; what they ask the server for needs it, and they ask the person for it. A
 Content-Security-Policy allows their own style and script by hash and requests to this server, and nothing else: no inline
-handlers, no frames, no forms, no images, and no text that is parsed as HTML (Trusted Types).
+handlers, no frames, no forms, no images but those whose bytes the page holds itself, and no text that is parsed as HTML (Trusted
+Types).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Page:
             "default-src 'none'",
             *(f"{kind}-src {' '.join(hashes)}" for kind, hashes in self._hashes.items()),
             "connect-src 'self'",
-            "img-src data:",  # the icon
+            "img-src data:",  # the icon, and what a person attaches
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",

@@ -96,7 +96,7 @@ async function ask(path, options = {}) {
     const headers = { ...options.headers, ...(given ? { authorization: `Bearer ${given}` } : {}) };
     const response = await fetch(path, { ...options, headers });
     if (response.ok) return response;
-    if (response.status !== 401) throw new Error(await saidBy(response));
+    if (response.status !== 401) throw Object.assign(new Error(await saidBy(response)), { status: response.status });
     if (given === key) await askForKey();
     options.signal?.throwIfAborted();
   }

@@ -1,9 +1,11 @@
-// The chat page: conversations on the left, messages in the middle, a box to write in. State is in three places only: `conversations`
-// (kept by store.js), `settings` (kept by the browser) and `running` (an AbortController for each conversation that is answered now).
+// The chat page: conversations on the left, messages in the middle, a box to write in. State is in four places only: `conversations`
+// (kept by store.js), `settings` (kept by the browser), `running` (an AbortController for each conversation that is answered now) and
+// `attached` (images that go with the next message).
 "use strict";
 
 const DEFAULTS = { model: "", system: "", thinking: "", tools: "", ...Object.fromEntries(NUMBERS.map(({ name }) => [name, ""])) };
 const SAVE_EVERY = 1000;
+const AT_FAULT = [400, 413, 422]; // what a server says of a message that it will never answer
 
 let conversations = [];
 let current = newConversation();
@@ -14,6 +16,10 @@ let leaving = false;
 
 const log = byId("log");
 const input = byId("input");
+const attached = imageList([], input);
+const readsImages = new Map(); // by a model's name; undefined where the server does not know
+let attaching = null; // a promise while files are read: whether all could be
+let choosing = attached; // where images go that are chosen now
 
 // ---- conversations ----
 
@@ -63,10 +69,13 @@ async function save(conversation, said = true) {
     conversations.sort((a, b) => b.updated - a.updated);
   }
   listConversations();
+  let what = "the conversation";
   try {
     await store.put(conversation);
+    what = "all images of the conversation";
+    await store.putImages(conversation);
   } catch (error) {
-    notice(`This browser could not keep the conversation: ${error.message}`);
+    notice(`This browser could not keep ${what}: ${error.message}`);
   }
 }
 
@@ -81,7 +90,8 @@ async function forget(conversation) {
 
 function titleOf(conversation) {
   if (conversation.title) return conversation.title;
-  const first = conversation.messages.find((each) => each.role === "user")?.content.trim().replace(/\s+/g, " ") ?? "";
+  const asked = conversation.messages.find((each) => each.role === "user");
+  const first = asked?.content.trim().replace(/\s+/g, " ") || asked?.images[0]?.name || "";
   return first.length > 48 ? `${first.slice(0, 47)}…` : first || "New conversation";
 }
 
@@ -155,15 +165,19 @@ function action(label, onclick) {
 
 function userView(message) {
   const text = el("div", { className: "text" }, message.content);
-  const actions = el("div", { className: "actions" }, action("Edit", edit), copyButton(() => message.content));
-  const node = el("article", { className: "message user", "aria-label": "You" }, text, actions);
+  const actions = el("div", { className: "actions" }, action("Edit", edit), message.content ? copyButton(() => message.content) : null);
+  const shown = [imageGallery(message.images), message.content ? text : null, actions].filter(Boolean);
+  const node = el("article", { className: "message user", "aria-label": "You" }, ...shown);
   const conversation = current;
 
   function edit() {
     const field = el("textarea", { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1), onkeydown });
-    const buttons = el("div", { className: "actions" }, action("Cancel", close), action("Save and answer", done));
+    const list = imageList([...message.images], field);
+    const more = isBlind() ? null : action("Attach images", () => choose(list));
+    const buttons = el("div", { className: "actions" }, action("Cancel", close), more, action("Save and answer", done));
     node.classList.add("editing");
-    node.replaceChildren(field, buttons);
+    node.imageList = list;
+    node.replaceChildren(list.node, field, buttons);
     field.focus();
     function onkeydown(event) {
       if (event.isComposing) return;
@@ -175,10 +189,12 @@ function userView(message) {
         close();
       }
     }
-    function done() {
-      if (!field.value.trim()) return;
+    async function done() {
+      if (attaching && (!(await attaching) || !node.isConnected)) return;
+      if ((!field.value.trim() && !list.images.length) || turnedAway(list)) return;
       running.get(conversation)?.abort();
       message.content = field.value;
+      message.images = list.images;
       conversation.messages.splice(conversation.messages.indexOf(message) + 1);
       rebuild();
       answer(conversation);
@@ -186,7 +202,7 @@ function userView(message) {
   }
   function close() {
     node.classList.remove("editing");
-    node.replaceChildren(text, actions);
+    node.replaceChildren(...shown);
     input.focus();
   }
   return { node, update() {}, edit };
@@ -286,13 +302,15 @@ function pretty(json) {
 // ---- asking ----
 
 async function send() {
+  if (attaching && !(await attaching)) return;
   const text = input.value;
-  if (!text.trim() || running.has(current)) return;
+  if ((!text.trim() && !attached.images.length) || running.has(current) || turnedAway(attached)) return;
   notice("");
   input.value = "";
   fitInput();
+  const images = attached.takeAll();
   await restored;
-  current.messages.push({ role: "user", content: text });
+  current.messages.push({ role: "user", content: text, images });
   answer(current);
 }
 
@@ -315,6 +333,7 @@ async function answer(conversation) {
   if (conversation === current) rebuild();
   log.scrollTop = log.scrollHeight;
   let drawn = false;
+  let refused = false;
   let saved = performance.now();
   const draw = () => {
     drawn = false;
@@ -333,6 +352,7 @@ async function answer(conversation) {
   } catch (error) {
     if (controller.signal.aborted) message.stats = "stopped";
     else if (!leaving) message.error = error instanceof TypeError ? "The server cannot be reached." : error.message;
+    refused = AT_FAULT.includes(error.status);
   }
   if (running.get(conversation) === controller) running.delete(conversation);
   if (conversations.includes(conversation)) save(conversation);
@@ -340,6 +360,56 @@ async function answer(conversation) {
   keepingEnd(refresh);
   byId("said").textContent = message.error || message.content.slice(0, 500);
   byId("messages").querySelector(".assistant:last-child .call textarea")?.focus();
+  if (refused && !input.value && !attached.images.length) views.at(-2)?.edit?.();
+}
+
+// ---- images ----
+
+function choose(list) {
+  choosing = list;
+  byId("attach-file").click();
+}
+
+/** Takes files as images, in their order and behind those that are being read already. */
+async function attach(files, list) {
+  if (isBlind()) return notice(`${byId("model").value} reads no images.`);
+  const mine = (attaching = attachAll(files, list, attaching));
+  await mine;
+  if (attaching === mine) attaching = null;
+}
+
+async function attachAll(files, list, others) {
+  const problems = [];
+  const fine = (await others) ?? true;
+  if (fine) notice("");
+  for (const file of files) {
+    try {
+      const image = await imageFrom(file);
+      keepingEnd(() => list.add(image));
+      byId("said").textContent = `Attached: ${image.name}`;
+    } catch (error) {
+      problems.push(error.message);
+    }
+  }
+  if (problems.length) notice(problems.join(" "));
+  return fine && !problems.length;
+}
+
+/** Whether the chosen model is known to read no images. */
+function isBlind() {
+  return readsImages.get(byId("model").value) === false;
+}
+
+/** Whether these images cannot be sent; then says so. */
+function turnedAway({ images }) {
+  if (!images.length || !isBlind()) return false;
+  notice(`${byId("model").value} reads no images: remove them, or choose another model.`);
+  return true;
+}
+
+/** Where images go that come to this place of the page: to the message that is edited there, or to the next. */
+function listAt(place) {
+  return place.closest?.(".editing")?.imageList ?? attached;
 }
 
 /** Does something, and stays at the end of the log if that is where it was. */
@@ -410,6 +480,7 @@ async function loadModels() {
   const select = byId("model");
   try {
     const { data } = await (await ask("v1/models")).json();
+    for (const { id, architecture } of data) readsImages.set(id, architecture?.input_modalities?.includes("image"));
     select.replaceChildren(...data.map(({ id }) => el("option", { value: id }, id)));
     if (!data.some(({ id }) => id === settings.model)) settings.model = "";
     select.value = settings.model || data[0]?.id;
@@ -417,9 +488,18 @@ async function loadModels() {
     notice(error instanceof TypeError ? "The server cannot be reached." : error.message);
   }
   select.hidden = !select.options.length;
+  byId("attach").hidden = isBlind();
 }
 
 // ---- events ----
+
+/** Whether it is files that are dragged. The browser would show them instead of this page. */
+function dragged(event, within) {
+  if (!event.dataTransfer.types.includes("Files")) return false;
+  event.preventDefault();
+  document.body.classList.toggle("dropping", within);
+  return true;
+}
 
 function toggleSidebar(shown) {
   byId("sidebar").classList.toggle("shown", shown);
@@ -439,11 +519,32 @@ byId("reset").addEventListener("click", () => {
 byId("model").addEventListener("change", () => {
   settings.model = byId("model").value;
   keep("settings", settings);
+  byId("attach").hidden = isBlind();
 });
 byId("stop").addEventListener("click", () => running.get(current)?.abort());
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
+});
+byId("composer").querySelector(".box").prepend(attached.node);
+byId("attach").addEventListener("click", () => choose(attached));
+byId("attach-file").addEventListener("change", (event) => {
+  const files = [...event.target.files];
+  event.target.value = "";
+  choosing.field.focus();
+  attach(files, choosing);
+});
+document.addEventListener("paste", (event) => {
+  const { files, types } = event.clipboardData;
+  const isText = types.includes("text/plain") && types.includes("text/html"); // programs put a picture of it beside it
+  if (!files.length || isText || document.querySelector("dialog[open]")) return;
+  event.preventDefault();
+  attach([...files], listAt(event.target));
+});
+document.addEventListener("dragover", (event) => dragged(event, true));
+document.addEventListener("dragleave", (event) => dragged(event, event.relatedTarget !== null));
+document.addEventListener("drop", (event) => {
+  if (dragged(event, false)) attach([...event.dataTransfer.files], listAt(event.target));
 });
 byId("to-end").addEventListener("click", () => (log.scrollTop = log.scrollHeight));
 log.addEventListener("scroll", () => (byId("to-end").hidden = log.scrollHeight - log.scrollTop - log.clientHeight < 200));
@@ -475,11 +576,16 @@ addEventListener("pagehide", () => {
   for (const conversation of running.keys()) store.put(conversation).catch(() => {});
 });
 addEventListener("pageshow", () => (leaving = false));
-byId("export").addEventListener("click", () => {
-  const file = new Blob([exported(conversations)], { type: "application/json" });
-  const link = el("a", { href: URL.createObjectURL(file), download: "conversations.json" });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+byId("export").addEventListener("click", async () => {
+  try {
+    const file = await exported(conversations);
+    const link = el("a", { href: URL.createObjectURL(file), download: "conversations.json" });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    if (file.size > MOST_IMPORTED) notice("This file is larger than what can be imported again: there are too many images in it.");
+  } catch (error) {
+    notice(error.message);
+  }
 });
 byId("import").addEventListener("click", () => byId("import-file").click());
 byId("import-file").addEventListener("change", async (event) => {

@@ -1,11 +1,14 @@
-// Conversations, in the browser's IndexedDB; in this page's memory alone where the browser has none to give.
+// Conversations, in the browser's IndexedDB; in this page's memory alone where the browser has none to give. Their images are records of
+// their own beside them, written once: a conversation is written every second while it is answered. They have no store of their own, as
+// its making would wait for tabs with an older page; which passes over such records.
 "use strict";
 
-const MOST_IMPORTED = 64 << 20;
+const MOST_IMPORTED = 256 << 20;
 const OPENS_WITHIN = 5000;
 
 const store = {
   database: null,
+  kept: new Set(), // keys of images
 
   async open() {
     const request = indexedDB.open("nanovllm", 1);
@@ -17,15 +20,41 @@ const store = {
   async all() {
     if (!this.database) return [];
     const found = await settled(this.database.transaction("conversations").objectStore("conversations").getAll());
-    return found.map(cleaned).filter(Boolean).sort((a, b) => b.updated - a.updated);
+    const blobs = new Map(found.filter(({ blob }) => blob instanceof Blob).map(({ id, blob }) => [id, blob]));
+    const conversations = found.map(cleaned).filter(Boolean).sort((a, b) => b.updated - a.updated);
+    for (const conversation of conversations) {
+      for (const [key, image] of imagesOf(conversation)) image.blob = blobs.get(key) ?? null;
+    }
+    this.kept = new Set(blobs.keys());
+    return conversations;
   },
 
   async put(conversation) {
-    await this.write((conversations) => conversations.put(structuredClone(conversation)));
+    const messages = conversation.messages.map((message) =>
+      message.images ? { ...message, images: message.images.map(({ id, name }) => ({ id, name })) } : message);
+    await this.write((conversations) => conversations.put({ ...conversation, messages }));
+  },
+
+  /** Each in a transaction of its own: one that finds no room undoes no other. */
+  async putImages(conversation) {
+    const wanted = imagesOf(conversation);
+    for (const key of this.kept) {
+      if (!key.startsWith(imageKey(conversation, "")) || wanted.has(key)) continue;
+      await this.write((images) => images.delete(key));
+      this.kept.delete(key);
+    }
+    for (const [id, { blob }] of wanted) {
+      if (!blob || this.kept.has(id)) continue;
+      await this.write((images) => images.put({ id, blob }));
+      this.kept.add(id);
+    }
   },
 
   async remove(id) {
-    await this.write((conversations) => conversations.delete(id));
+    await this.write((conversations) => {
+      conversations.delete(id);
+      conversations.delete(IDBKeyRange.bound(imageKey({ id }, ""), imageKey({ id }, "\uffff")));
+    });
   },
 
   async write(change) {
@@ -47,27 +76,44 @@ function settled(request) {
   });
 }
 
+function imagesOf(conversation) {
+  const images = conversation.messages.flatMap((message) => message.images ?? []);
+  return new Map(images.map((image) => [imageKey(conversation, image.id), image]));
+}
+
+function imageKey(conversation, id) {
+  return `${conversation.id}/${id}`;
+}
+
 function newConversation() {
-  return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, title: "", updated: Date.now(), messages: [] };
+  return { id: newId(), title: "", updated: Date.now(), messages: [] };
+}
+
+function newId() {
+  return crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
 }
 
 /** What was stored or imported, as a conversation with everything in its place; null where it is none. */
 function cleaned(raw) {
   if (typeof raw !== "object" || raw === null || !Array.isArray(raw.messages)) return null;
   const text = (value) => (typeof value === "string" ? value : "");
+  const list = (value) => (Array.isArray(value) ? value : []);
+  const image = (each) => {
+    const name = text(each?.name).slice(0, 200) || "image";
+    return { id: text(each?.id) || newId(), name, blob: blobOf(text(each?.url)) };
+  };
   const messages = raw.messages.filter((each) => each?.role === "user" || each?.role === "assistant");
   return {
-    id: text(raw.id) || newConversation().id,
+    id: text(raw.id) || newId(),
     title: text(raw.title).slice(0, 200),
     updated: Number.isFinite(raw.updated) ? raw.updated : Date.now(),
     messages: messages.map((each) => {
-      if (each.role === "user") return { role: "user", content: text(each.content) };
-      const calls = Array.isArray(each.calls) ? each.calls : [];
+      if (each.role === "user") return { role: "user", content: text(each.content), images: list(each.images).map(image) };
       return {
         ...newAnswer(),
         content: text(each.content),
         reasoning: text(each.reasoning),
-        calls: calls.map((call) => ({
+        calls: list(each.calls).map((call) => ({
           id: text(call?.id),
           name: text(call?.name),
           arguments: text(call?.arguments),
@@ -85,8 +131,19 @@ function newAnswer() {
   return { role: "assistant", content: "", reasoning: "", calls: [], stats: "", error: "", thought: null };
 }
 
-function exported(conversations) {
-  return JSON.stringify({ nanovllm: 1, conversations }, null, 1);
+/** A file of conversations, with their images in it. */
+async function exported(conversations) {
+  const parts = [];
+  for (const conversation of conversations) {
+    const messages = await Promise.all(conversation.messages.map(async (message) =>
+      message.images?.length ? { ...message, images: await Promise.all(message.images.map(exportedImage)) } : message));
+    parts.push(parts.length ? ",\n" : "", JSON.stringify({ ...conversation, messages }, null, 1));
+  }
+  return new Blob(['{"nanovllm": 1, "conversations": [\n', ...parts, "\n]}\n"], { type: "application/json" });
+}
+
+async function exportedImage({ name, blob }) {
+  return { name, url: blob ? await dataUrl(blob) : "" };
 }
 
 /** The conversations of an exported file, with ids of their own. Fails with what is wrong. */
@@ -100,5 +157,5 @@ async function imported(file) {
   }
   const found = (Array.isArray(raw?.conversations) ? raw.conversations : []).map(cleaned).filter(Boolean);
   if (!found.length) throw new Error("That file holds no conversations.");
-  return found.map((each) => ({ ...each, id: newConversation().id }));
+  return found.map((each) => ({ ...each, id: newId() }));
 }

@@ -12,11 +12,11 @@ const NUMBERS = [
 ];
 const NO_RESULT = "(no result)";
 
-/** The messages as OpenAI's API has them: results of tools as messages of their own, empty answers left out. */
+/** The messages as OpenAI's API has them: results of tools as messages of their own, empty answers left out. See `withImages`. */
 function wireMessages(messages, system) {
   const wire = system.trim() ? [{ role: "system", content: system }] : [];
   for (const message of messages) {
-    if (message.role === "user") wire.push({ role: "user", content: message.content });
+    if (message.role === "user") wire.push({ role: "user", content: userContent(message) });
     else if (message.content || message.calls.length) {
       const calls = message.calls.map((call) => ({
         id: call.id, type: "function", function: { name: call.name, arguments: call.arguments || "{}" },
@@ -31,6 +31,21 @@ function wireMessages(messages, system) {
     }
   }
   return wire;
+}
+
+/** Images come first: a model reads what is asked of them when it has seen them. */
+function userContent({ content, images }) {
+  const parts = images.filter(({ blob }) => blob).map(({ blob }) => ({ type: "image_url", image_url: { url: blob } }));
+  if (!parts.length) return content;
+  return content.trim() ? [...parts, { type: "text", text: content }] : parts;
+}
+
+/** Puts addresses where `wireMessages` left what they are made of: that takes reading it. */
+async function withImages(request) {
+  for (const { image_url: image } of request.messages.flatMap(({ content }) => content ?? [])) {
+    if (image) image.url = await dataUrl(image.url);
+  }
+  return request;
 }
 
 /** Tools from what a person typed: bare functions, or as OpenAI's API has them. Fails with what is wrong. */
@@ -68,8 +83,9 @@ function requestOf(conversation, settings) {
 async function streamAnswer(request, answer, signal, changed) {
   const started = performance.now();
   const seconds = () => (performance.now() - started) / 1000;
+  const body = JSON.stringify(await withImages(request));
   const response = await ask("v1/chat/completions", {
-    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(request), signal,
+    method: "POST", headers: { "content-type": "application/json" }, body, signal,
   });
   let first = null;
   let finish = null;
