@@ -14,6 +14,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import greedy, random_model, run, save
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 from test_cuda_engine import SHAPE, engine_on
 
@@ -51,8 +52,11 @@ def prompt_of(vision: VisionSpec, first: int, behind: int) -> TokenIds:
 
 
 def prompts_for(engine: Engine) -> list[TokenIds]:
-    assert engine._vision is not None
-    return [prompt_of(engine._vision, 5, 9), prompt_of(engine._vision, 20, 3), TokenIds([7, 8, 9])]
+    worker = engine._executor
+    assert isinstance(worker, Worker)
+    assert worker.sight is not None
+    vision = worker.sight.spec
+    return [prompt_of(vision, 5, 9), prompt_of(vision, 20, 3), TokenIds([7, 8, 9])]
 
 
 def answers(engine: Engine, prompts: list[TokenIds]) -> list[tuple[int, ...]]:

@@ -178,3 +178,21 @@ def test_without_images_content_is_a_text_as_ever() -> None:
     assert (plain["content"], images) == ("a\nb", [])
     with pytest.raises(UnsupportedError, match="this model reads no images"):
         template_messages([message("a", png())], template)
+
+
+def test_images_of_results_stay_where_a_template_has_a_place_for_them() -> None:
+    """One that wants results within the message of their calls, where it reads texts alone."""
+    within = ChatTemplate(
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{{ c.function.arguments }}{% endfor %}{% for r in m.tool_responses or [] %}<{{ r.name }}{{ r.response }}>{% endfor %}"
+        "{% endfor %}"
+    )
+    call = {"id": "abcdefgh0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "look"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    images: list[ImagePart] = []
+    result = {"role": "tool", "tool_call_id": "abcdefgh0", "content": [*message("seen", png())["content"]]}
+    shaped = template_messages([*asked, result], within, images)
+    assert [each.where for each in images] == ["messages[2].content[1]"]
+    assert "base64" not in within.render(shaped)
+    (_, calling) = template_messages([*asked, {**result, "content": "seen"}], within, [])
+    assert calling["tool_responses"] == [{"name": "look", "response": "seen"}]

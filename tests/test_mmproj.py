@@ -20,9 +20,7 @@ from transformers import AutoModelForImageTextToText
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli import LLM, EngineConfig, data_url
-from nanovllm_cli.engine.sight import sight_of
 from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, NanovllmError, UnsupportedError, UsageError
-from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_marks
@@ -30,9 +28,7 @@ from nanovllm_cli.vision_spec import Image, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file
-from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mmproj import check_mmproj, checked_mmproj, load_mmproj, open_mmproj, read_mmproj, with_mmproj
-from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.source import RemoteModel, files_for, locate, resolve
 from seeing import WORDS, png, seeing_model
 from test_convert import TINY
@@ -330,16 +326,6 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("seeing")
     model = random_seeing("qwen3-vl")
     return save(model, folder / "folder"), *both_files("qwen3-vl", folder / "folder", folder, model)
-
-
-def test_a_tower_has_a_type_of_its_own(seeing: tuple[Path, Path, Path]) -> None:
-    with open_checkpoint(seeing[1]) as checkpoint:
-        spec = read_spec(checkpoint, open_reader(checkpoint))
-        sight = sight_of(checkpoint, str(seeing[2]), spec, 64, torch.float32, torch.bfloat16, torch.device("cpu"))
-    assert sight is not None
-    tower = sight._load()
-    assert {tensor.dtype for tensor in tower._tensors.values()} == {torch.float32}
-    assert most_rows(sight.spec) < 1000
 
 
 def belongs(mmproj: Path, model: Path, width: int = 48) -> VisionSpec:

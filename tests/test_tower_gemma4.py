@@ -108,7 +108,15 @@ def test_half_precision_stays_near(name: str, dtype: torch.dtype, made: Callable
     assert found.dtype == dtype
     expected = made(name).rows(pixels)[0]
     assert (found.float() - expected).norm() < (0.04 if dtype == torch.bfloat16 else 0.006) * expected.norm()
-    assert vision_bytes(spec, dtype) == sum(each.nbytes for each in tower._tensors.values())
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_the_bytes_told_are_those_of_the_weights(
+    name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm_cli.weights.vision.Tower", lambda spec, tensors, *others: tensors)
+    spec, tensors = open_tower(made(name).folder, torch.bfloat16)
+    assert vision_bytes(spec, torch.bfloat16) == sum(each.nbytes for each in tensors.values())  # type: ignore[attr-defined]
 
 
 def test_an_mlp_is_computed_in_parts(made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:

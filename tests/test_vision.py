@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma4Config,
+    LlamaConfig,
     Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -20,11 +23,12 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from engines import engine_for, greedy, random_model, run, save, worker_for
-from nanovllm_cli.engine.plan import Scheduled
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.engine.checked_images import checked_images
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.images.sizes import most_rows
+from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
@@ -225,12 +229,14 @@ def test_a_tower_is_loaded_with_the_first_image_and_computes_each_once(tmp_path:
     assert sight is not None
     run(engine_for(worker), [(prompt_with(vision, [9], token), greedy(2))])
     assert sight._tower is None
+    told: list[int] = []
+    sight.told = lambda: told.append(1)
     image = an_image(vision, 4, 4)
     prompt = prompt_with(vision, [3, image, 5], token)
     run(engine_for(worker, max_num_batched_tokens=5), [(prompt, greedy(2))])
     assert sight.num_computed == 1
     run(engine_for(worker), [(prompt_with(vision, [8, image, 5], token), greedy(2))])
-    assert sight.num_computed == 1
+    assert (sight.num_computed, told) == (1, [1])
 
 
 def test_prompt_logprobs_of_images_are_those_of_transformers(tmp_path: Path) -> None:
@@ -265,10 +271,26 @@ def test_images_that_do_not_fit_their_prompt_are_refused(tmp_path: Path) -> None
         with pytest.raises(UsageError, match="images"):
             engine.add("it", TokenIds(good, images), greedy(1))
     assert not engine.has_unfinished()
-    text_only = engine_for(worker)
-    text_only._vision = None
     with pytest.raises(UnsupportedError, match="reads no images"):
-        text_only.add("it", good, greedy(1))
+        checked_images(None, None, good, tuple(good), None)
+    with pytest.raises(UnsupportedError, match="no images"):
+        engine.embed("it", good, "mean")
+    for tokens in (list(good), [*good, token], good[:-5]):
+        with pytest.raises(UsageError, match="stand for images"):
+            checked_images(vision, token, tokens, tuple(tokens), None)
+
+
+def test_what_is_made_of_an_image_is_found_with_the_same_salt_alone(tmp_path: Path) -> None:
+    _, worker, vision, token = opened("qwen3-vl", tmp_path)
+    assert worker.sight is not None
+    prompt = prompt_with(vision, [4, an_image(vision, 2, 3), 4], token)
+    engine, computed, answers = engine_for(worker), [], set()
+    for salt in ("one", "one", "two", None):
+        (output,) = run(engine, [(prompt, greedy(3))], salt)
+        answers.add(output.outputs[0].token_ids)
+        computed.append(worker.sight.num_computed)
+    assert computed == [1, 1, 2, 3]
+    assert len(answers) == 1
 
 
 def test_several_processes_see_the_same(tmp_path: Path) -> None:
@@ -281,27 +303,6 @@ def test_several_processes_see_the_same(tmp_path: Path) -> None:
     finally:
         divided.close()
     assert together.outputs[0].token_ids == alone.outputs[0].token_ids
-
-
-def test_a_tower_that_computes_in_another_type_gives_rows_of_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a processor without products of 16 bits."""
-    monkeypatch.setattr("nanovllm_cli.kernels.simd.HAS_BF16_DOT", False)
-    save(random_model(MODELS["qwen3-vl"], auto=AutoModelForImageTextToText), tmp_path)
-    worker = worker_for(tmp_path, dtype="bfloat16")
-    assert worker.sight is not None
-    vision = worker.sight.spec
-    prompt = prompt_with(vision, parts_of(vision), 512)
-    share = Scheduled(0, list(prompt), 0, [0], (), images=prompt.images)
-    found = worker.sight.rows([share])
-    assert found is not None
-    assert {found.values.dtype, *(each.dtype for each in found.deep)} == {torch.bfloat16}
-    exact = worker_for(tmp_path, dtype="float32").sight
-    assert exact is not None
-    expected = exact.rows([share])
-    assert expected is not None
-    assert torch.equal(found.values, expected.values.bfloat16())
 
 
 def test_what_no_tower_can_be_leaves_a_model_that_reads_texts(tmp_path: Path) -> None:
@@ -324,3 +325,71 @@ def test_images_longer_than_a_window_are_left_out_or_made_smaller(tmp_path: Path
     assert worker.sight is not None
     windows = {attention.window for attention in worker.spec.attentions} - {None}
     assert most_rows(worker.sight.spec) <= min(window for window in windows if window is not None)
+
+
+def test_a_tower_that_does_not_load_ends_what_has_images_and_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, worker, vision, token = opened("qwen3-vl", tmp_path)
+    sight = worker.sight
+    assert sight is not None
+    tries = []
+
+    def load() -> Tower:
+        tries.append(1)
+        raise CheckpointError("NaN in a tower")
+
+    monkeypatch.setattr(sight, "_load", load)
+    engine = engine_for(worker)
+    for _ in range(2):
+        prompts = [prompt_with(vision, [4, an_image(vision, 2, 3), 4], token), TokenIds([5, 6, 7])]
+        seeing, reading = run(engine, [(prompt, greedy(3)) for prompt in prompts])
+        assert seeing.outputs[0].finish_reason == "error"
+        assert "NaN in a tower" in (seeing.outputs[0].error or "")
+        assert len(reading.outputs[0].token_ids) == 3
+    assert tries == [1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tower_that_is_broken_leaves_a_model_that_reads_texts(processes: int, tmp_path: Path) -> None:
+    """Told by names at once; by numbers with the first image, or, of several processes, at once as well."""
+    save(random_model(MODELS["qwen3-vl"], auto=AutoModelForImageTextToText), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if "visual" in name and "fc1.weight" in name)
+    broken = {**tensors, name: torch.full_like(tensors[name], torch.nan)} if processes == 2 else dict(tensors)
+    if processes == 1:
+        del broken[name]
+    save_file(broken, tmp_path / "model.safetensors")
+    worker = worker_for(tmp_path, dtype="float32", tensor_parallel_size=processes)
+    try:
+        assert worker.sight is None
+        (output,) = run(engine_for(worker), [([5, 6, 7], greedy(3))])
+        assert len(output.outputs[0].token_ids) == 3
+    finally:
+        worker.close()
+
+
+def test_a_draft_model_whose_vocabulary_ends_before_an_images_tokens(tmp_path: Path) -> None:
+    _, worker, vision, token = opened("qwen3-vl", tmp_path / "model")
+    prompt = prompt_with(vision, parts_of(vision), token)
+    (plain,) = run(engine_for(worker), [(prompt, greedy(12))])
+    small = LlamaConfig(**SMALL | {"vocab_size": 512})
+    draft = save(random_model(small), tmp_path / "draft")
+    settings: dict[str, Any] = {"draft_model": str(draft), "num_speculative_tokens": 3, "draft_min_p": 0.0}
+    guessed = worker_for(tmp_path / "model", dtype="float32", **settings)
+    (output,) = run(engine_for(guessed, **settings), [(prompt, greedy(12))])
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.metrics.num_guessed_tokens > 0
+
+
+def test_positions_that_the_files_do_not_divide(tmp_path: Path) -> None:
+    """Nor take memory for as many as they say."""
+    save(random_model(MODELS["qwen2.5-vl"], auto=AutoModelForImageTextToText), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for sections in ([2, 3, 2], [10**12, 0, 0]):
+        config["text_config"]["rope_parameters"]["mrope_section"] = sections
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        worker = worker_for(tmp_path, dtype="float32")
+        assert worker.sight is None
+        (output,) = run(engine_for(worker), [([5, 6, 7], greedy(3))])
+        assert len(output.outputs[0].token_ids) == 3

@@ -47,7 +47,7 @@ from nanovllm_cli.sampling_params import SamplingParams, params_for
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
-from nanovllm_cli.text.image_tokens import in_vocabulary
+from nanovllm_cli.text.image_tokens import image_token, in_vocabulary
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.vision_spec import TokenIds, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -137,7 +137,8 @@ class LLM:
             generation_config = dict(checkpoint.generation_config)
         self.mmproj: str | None = config.mmproj
         self.spec: ModelSpec = worker.spec
-        self.vision: VisionSpec | None = None if worker.sight is None else in_vocabulary(worker.sight.spec, self.tokenizer)
+        self.sight = worker.sight
+        self.vision: VisionSpec | None = None if self.sight is None else in_vocabulary(self.sight.spec, self.tokenizer)
         self.dtype: torch.dtype = worker.dtype
         self.max_model_len: int = worker.max_model_len
         self.num_parameters: int = worker.num_parameters
@@ -168,6 +169,7 @@ class LLM:
             further=further,
             second_text=self.tokenizer.second_text if self.spec.tells_texts_apart else None,
             vision=self.vision,
+            image_token=image_token(self.tokenizer, self.vision),
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len

@@ -15,7 +15,7 @@ from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import cpu, dense, simd, warm
+from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.mixer_spec import ConvSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
@@ -66,10 +66,6 @@ class CpuPlatform:
         if name not in _DTYPES:
             raise UnsupportedError(f"{name} is not computed on a CPU", "use --dtype bfloat16 or --dtype float32")
         return _DTYPES[name]
-
-    def tower_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """A tower is torch's, whose products of 16 bits are slow without instructions for them."""
-        return dtype if simd.HAS_BF16_DOT else torch.float32
 
     def enter(self) -> None:
         """The kernels' thread count is a setting of the calling thread, and another model may have changed it."""

@@ -96,9 +96,6 @@ class CudaPlatform:
     def compile(self, dtype: torch.dtype) -> None:
         """Nothing yet: which kernels a model needs is known when it runs, in `cache_budget` and `make_runner`."""
 
-    def tower_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def available_bytes(self) -> int:
         return self.device.memory().free
 

@@ -106,7 +106,8 @@ class Draft:
 
     def _known(self, share: Scheduled, tokens: list[int], start: int) -> Scheduled:
         table = share.block_table[: self._blocks_for(start + len(tokens))]
-        return Scheduled(share.seq_id, tokens, start, table, (), prompt_len=share.prompt_len, state=share.state)
+        known = [token if token < self._vocab_size else 0 for token in tokens]  # what stands for images may be beyond it
+        return Scheduled(share.seq_id, known, start, table, (), prompt_len=share.prompt_len, state=share.state)
 
     def _drawing(self, share: Scheduled, tokens: list[int], start: int, num_drawn: int) -> Scheduled:
         """num_drawn: since the sequence was new. Steps of a token or two are recorded."""

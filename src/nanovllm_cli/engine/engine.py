@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -27,6 +28,7 @@ from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
+from nanovllm_cli.engine.checked_images import checked_images
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
@@ -39,7 +41,7 @@ from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import PlacedImage, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import TokenIds, VisionSpec
 
 MAX_PRIORITY = 2**31
 _EMBEDS = SamplingParams(max_tokens=1)
@@ -82,13 +84,13 @@ class Engine:
     """add() a request, step() while has_unfinished(); abort() whenever. Who wants few outputs of many steps calls advance(), and
     take() when they are wanted.
 
-    vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an
-    answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
-    `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
-    prepare: what a request waits for, beside the others, before it is scheduled. draws: whether the model has a head; without one
-    texts are embedded, and nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't
-    be embedded, where they can't. further: gives what a pooled vector becomes. second_text: where a
-    prompt's second text begins, or 0, of a model that tells two texts apart. vision: of a model that reads images.
+    vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an answer
+    unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of `tokenizer`. Without both,
+    texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead. prepare: what a request waits
+    for, beside the others, before it is scheduled. draws: whether the model has a head; without one texts are embedded, and
+    nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't be embedded, where they
+    can't. further: gives what a pooled vector becomes. second_text: where a prompt's second text begins, or 0, of a model that
+    tells two texts apart. vision: of a model that reads images. image_token: stands for nothing else.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Engine:
         further: Further | None = None,
         second_text: Callable[[tuple[int, ...]], int] | None = None,
         vision: VisionSpec | None = None,
+        image_token: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -137,7 +140,7 @@ class Engine:
         self._embedding_refusal = embedding_refusal
         self._further = further
         self._second_text = second_text or (lambda ids: 0)
-        self._vision = vision
+        self._images = partial(checked_images, vision, image_token)
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -169,7 +172,7 @@ class Engine:
         params.check_vocabulary(self._vocab_size)
         lora = self._lora(params.lora)
         prompt = self._checked_prompt(prompt_ids)
-        images = self._checked_images(prompt_ids, prompt)
+        images = self._images(prompt_ids, prompt, cache_salt)
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
@@ -206,6 +209,8 @@ class Engine:
         self._check_priority(priority)
         if pooling not in get_args(Pooling):
             raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
+        if isinstance(prompt_ids, TokenIds) and prompt_ids.images:
+            raise UnsupportedError("texts are embedded, and no images")
         scales = self._lora(lora)
         prompt = self._checked_prompt(prompt_ids, room=0)
         request = Request(
@@ -381,15 +386,6 @@ class Engine:
             hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
             raise PromptTooLongError(len(prompt), self._context_len, hint)
         return prompt
-
-    def _checked_images(self, given: Iterable[int], prompt: tuple[int, ...]) -> tuple[PlacedImage, ...]:
-        """Of TokenIds, those of a prompt that is sound."""
-        images = given.images if isinstance(given, TokenIds) else ()
-        if images and self._vision is None:
-            raise UnsupportedError("this model reads no images")
-        if self._vision is not None and not self._vision.fits(images, len(prompt)):
-            raise UsageError("a prompt's images are of a size that the model's vision gives, and stand in it in their order")
-        return images
 
     def _vector(self, request: Request) -> tuple[float, ...] | None:
         """Of a text that is computed, where its numbers are finite."""

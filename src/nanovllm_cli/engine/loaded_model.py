@@ -68,6 +68,8 @@ class LoadedModel:
         platform: Platform,
         progress: LoadProgress,
         group: Group | None = None,
+        *,
+        sees: bool = True,
     ) -> None:
         self.platform = platform
         self._group = group
@@ -93,16 +95,19 @@ class LoadedModel:
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
         self._count()
-        self.sight = self._sight(checkpoint, config, progress)
+        self.sight = self._sight(checkpoint, config, progress) if sees else None
 
     def _sight(self, checkpoint: Checkpoint, config: EngineConfig, progress: LoadProgress) -> Sight | None:
-        """A model whose images nothing here can read still reads texts."""
-        dtypes = self.platform.tower_dtype(self.dtype), self.dtype
+        """A model whose images nothing here can read still reads texts. Where several processes compute together the tower is
+        loaded now: what fails in the midst of a step ends all of them."""
         try:
-            return sight_of(
-                checkpoint, config.mmproj, self.spec, config.image_max_tokens, *dtypes, self.platform.ops.device
+            sight = sight_of(
+                checkpoint, config.mmproj, self.spec, config.image_max_tokens, self.dtype, self.platform.ops.device
             )
-        except UnsupportedError as error:
+            if sight is not None and self._group is not None:
+                sight.tower()
+            return sight
+        except (CheckpointError, UnsupportedError) as error:
             if config.mmproj is not None:
                 raise
             progress.note(f"images are not read: {error.message}")

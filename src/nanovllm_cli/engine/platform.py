@@ -61,9 +61,6 @@ class Platform(Protocol):
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """The type to compute in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is none."""
 
-    def tower_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a vision tower computes in, of a model that computes in `dtype`."""
-
     def enter(self) -> None:
         """Called by the thread that is going to use the device, before it does; often."""
 

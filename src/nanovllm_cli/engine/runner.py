@@ -67,7 +67,9 @@ class Runner:
         if not plan.scheduled:
             return StepOutput([], {})
         batch, owners = build_batch(plan.scheduled, self.block_size)
-        inputs = self.model.prepare(replace(batch, hidden=hidden, images=self.see(plan.scheduled)))
+        with self._let_in():
+            images = self.see(plan.scheduled)
+        inputs = self.model.prepare(replace(batch, hidden=hidden, images=images))
         is_plain = inputs.batch.images is None and all(share.prompt_logprobs is None for share in plan.scheduled)
         draws = draws_of(owners)
         keeps = any(share.keeps_hidden for share, _ in owners)

@@ -17,7 +17,7 @@ import torch
 
 from nanovllm_cli.batch import ImageRows
 from nanovllm_cli.engine.plan import Scheduled
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UnsupportedError
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.tower import Tower, TowerRows, work_bytes
@@ -32,17 +32,30 @@ KEPT_BYTES = 256 << 20
 
 
 class Sight:
-    """load: gives the tower. dtype: of rows. num_bytes: what it takes at the most, with an image of the largest size in it.
-    num_computed: images so far."""
+    """load: gives the tower. num_bytes: what it takes at the most, with an image of the largest size in it. num_computed: images
+    so far. told: called before each, as one may take a minute."""
 
-    def __init__(self, spec: VisionSpec, load: Callable[[], Tower], dtype: torch.dtype, num_bytes: int) -> None:
+    def __init__(self, spec: VisionSpec, load: Callable[[], Tower], num_bytes: int) -> None:
         self.spec = spec
-        self._dtype = dtype
         self.num_bytes = num_bytes
         self._load = load
+        self.told: Callable[[], object] = lambda: None
         self._tower: Tower | None = None
+        self._failure: NanovllmError | None = None
         self.num_computed = 0
         self._kept: OrderedDict[bytes, TowerRows] = OrderedDict()
+
+    def tower(self) -> Tower:
+        """Loaded, where it is not yet. A failure is told again without another try: files are large, and others wait."""
+        if self._failure is not None:
+            raise self._failure
+        if self._tower is None:
+            try:
+                self._tower = self._load()
+            except NanovllmError as failure:
+                self._failure = failure
+                raise
+        return self._tower
 
     def rows(self, scheduled: Sequence[Scheduled]) -> ImageRows | None:
         """Of a step's tokens; None where none stands for an image."""
@@ -67,11 +80,13 @@ class Sight:
     def _made(self, image: Image) -> TowerRows:
         made = self._kept.pop(image.digest, None)
         if made is None:
-            if self._tower is None:
-                self._tower = self._load()
-            start = time.monotonic()
-            rows, deep = self._tower(image)
-            made = TowerRows(rows.to(self._dtype), tuple(each.to(self._dtype) for each in deep))
+            self.told()
+            tower, start = self.tower(), time.monotonic()
+            try:
+                made = tower(image)
+            except torch.OutOfMemoryError:
+                told = f"an image of {image.width} x {image.height} pixels does not fit the GPU beside weights and cache"
+                raise DoesNotFitError(told, "--image-max-tokens N makes images smaller, --kv-cache SIZE the cache") from None
             self.num_computed += 1
             logger.info(
                 "an image of %d x %d pixels: %d tokens in %.2f s",
@@ -88,13 +103,12 @@ def sight_of(
     mmproj: str | None,
     model: ModelSpec,
     most_tokens: int,
-    computed_in: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Sight | None:
     """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. mmproj:
-    the file that it sees by, if that is one of its own. dtype: of the rows, whatever they are computed in. Raises
-    CheckpointError and UnsupportedError for a tower that nothing can be made of, UsageError for another model's file."""
+    the file that it sees by, if that is one of its own. Raises CheckpointError and UnsupportedError for a tower that nothing can
+    be made of, UsageError for another model's file."""
     spec = _vision_of(checkpoint) if mmproj is None else checked_mmproj(mmproj, checkpoint, model.hidden_size)
     if spec is None:
         return None
@@ -106,12 +120,14 @@ def sight_of(
     def load() -> Tower:
         if mmproj is None:
             with open_checkpoint(checkpoint.path) as again:
-                return load_tower(again, spec, computed_in, device)
+                return load_tower(again, spec, dtype, device)
         with open_mmproj(mmproj) as file:
-            return load_mmproj(file, spec, computed_in, device)
+            return load_mmproj(file, spec, dtype, device)
 
-    work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, computed_in)
-    return Sight(spec, load, dtype, vision_bytes(spec, computed_in) + work)
+    if spec.has_grid and any(len(rope.axes) != rope.dim // 2 for rope in model.ropes):
+        raise UnsupportedError("the files don't say how rotary positions are divided among time, rows and columns")
+    work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
+    return Sight(spec, load, vision_bytes(spec, dtype) + work + KEPT_BYTES)
 
 
 def _vision_of(checkpoint: Checkpoint) -> VisionSpec | None:

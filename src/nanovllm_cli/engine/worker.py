@@ -101,7 +101,7 @@ class Worker(LoadedModel):
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
                 own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None)
-                models.append(LoadedModel(draft, own, platform, progress))
+                models.append(LoadedModel(draft, own, platform, progress, sees=False))
             if not models[-1].spec.has_head:
                 raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
         mtp = LoadedMTP(checkpoint, config, self, progress) if config.mtp else None

@@ -142,7 +142,7 @@ def with_sections(rope: RopeSpec, sections: Any, read: ConfigReader) -> RopeSpec
     counts = list(sections)[:3] if isinstance(sections, list | tuple) else []
     if [*map(type, counts)] != [int] * 3 or min(counts) < 0:
         raise CheckpointError(f"{read.where}: sections of rotary positions must be 3 counts", BROKEN)
-    return replace(rope, sections=tuple(counts))
+    return replace(rope, sections=tuple(counts)) if sum(counts) <= MAX_HEAD_DIM else rope
 
 
 def woven(spec: ModelSpec, sections: tuple[int, int, int]) -> ModelSpec:

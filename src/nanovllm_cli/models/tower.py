@@ -10,8 +10,7 @@ Nothing here reads files or configs (towers.py, weights/vision.py), or makes an 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import HeadNorms, Windows, attention
+from nanovllm_cli.models.tower_products import Product, activated, product
 from nanovllm_cli.vision_spec import Image, TowerSpec
 
 ROWS_TOGETHER = 8192
@@ -26,18 +26,6 @@ ROWS_TOGETHER = 8192
 
 ROWS_KEPT = 17
 """As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-}
 
 
 class TowerRows(NamedTuple):
@@ -69,8 +57,9 @@ class Tower:
         std: tuple[float, float, float],
     ) -> None:
         self.spec = spec
-        self._tensors = tensors
-        self._activation = ACTIVATIONS[spec.activation]
+        matrices = _matrices(spec)
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in matrices}
+        self._products = {name: _products(name, tensors) for name in matrices}
         self._dtype, self._device = tensors["patch.weight"].dtype, tensors["patch.weight"].device
         self._mean, self._std = (torch.tensor(each, device=self._device).view(3, 1) for each in (mean, std))
 
@@ -156,11 +145,7 @@ class Tower:
         made = []
         for first in range(0, len(x), ROWS_TOGETHER):
             inner = self._linear(f"{name}.up", x[first : first + ROWS_TOGETHER])
-            if self.spec.gated:
-                gate, up = inner.chunk(2, dim=-1)
-                inner = self._activation(gate) * up
-            else:
-                inner = self._activation(inner)
+            inner = activated(inner, self.spec.activation, gated=self.spec.gated)
             made.append(self._linear(f"{name}.down", inner))
         return made[0] if len(made) == 1 else torch.cat(made)
 
@@ -185,15 +170,15 @@ class Tower:
         return x.view(-1, self.spec.merge**2 * x.shape[-1])
 
     def _two_layers(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(f"{name}.down", functional.gelu(self._linear(f"{name}.up", x)))
+        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), "gelu", gated=False))
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        weight, bounds = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bounds")
+        products, bounds = self._products[name]
         if bounds is None:
-            return functional.linear(x, weight, self._tensors.get(f"{name}.bias"))
+            return products[0](x)
         parts = [
-            functional.linear(x.clamp(low, high), part).clamp_(least, most)
-            for part, (low, high, least, most) in zip(weight.chunk(len(bounds)), bounds, strict=True)
+            part(x.clamp(low, high)).clamp_(least, most)
+            for part, (low, high, least, most) in zip(products, bounds, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -207,6 +192,21 @@ class Tower:
         if bias is None:
             return functional.rms_norm(x, gain.shape, gain, eps).to(self._dtype)
         return functional.layer_norm(x, gain.shape, gain, bias, eps).to(self._dtype)
+
+
+def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Product], list[list[float]] | None]:
+    """Of a matrix, or of each of its parts that have bounds of their own, which are [parts, 4]."""
+    weight, bias, bounds = (tensors.get(f"{name}.{kind}") for kind in ("weight", "bias", "bounds"))
+    assert weight is not None
+    if bounds is None:
+        return [product(weight, bias)], None
+    return [product(part, None) for part in weight.chunk(len(bounds))], bounds.tolist()
+
+
+def _matrices(spec: TowerSpec) -> set[str]:
+    """By name: what has a weight of two dimensions, but for tables of positions."""
+    return {name.removesuffix(".weight") for name, shape in tower_shapes(spec).items()
+            if name.endswith(".weight") and len(shape) == 2 and name != "positions.weight"}  # fmt: skip
 
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:

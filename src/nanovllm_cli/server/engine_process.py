@@ -91,6 +91,8 @@ class Loop:
         self._engine = llm.engine
         self._channel = channel
         self._outbox = Outbox(llm.engine)
+        if llm.sight is not None:  # which may be long at an image, and at several in one step
+            llm.sight.told = lambda: channel.send(Alive(llm.engine.stats()))
 
     def run(self) -> None:
         while True:

@@ -66,6 +66,13 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, im
     return TokenIds(out, placed)
 
 
+def image_token(tokenizer: Tokenizer, vision: VisionSpec | None) -> int | None:
+    """The token that stands for images and nothing else, where there is one."""
+    if vision is None or vision.tokens.token == vision.tokens.instead:
+        return None
+    return tokenizer.control_tokens.get(vision.tokens.token)
+
+
 def _id(tokenizer: Tokenizer, text: str) -> int:
     found = tokenizer.control_tokens.get(text)
     if found is None:

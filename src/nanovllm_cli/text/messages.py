@@ -180,7 +180,7 @@ def _results_within(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     within: list[dict[str, Any]] = []
     for message in messages:
         calling = within[-1] if within and "tool_calls" in within[-1] else None
-        if message["role"] == "tool" and calling is not None:
+        if message["role"] == "tool" and calling is not None and isinstance(message["content"], str):  # images stay outside
             results = calling.setdefault(_RESULTS, [])
             name = _name_of_result(message, calling["tool_calls"], len(results))
             results.append({"name": name, "response": message["content"]})
