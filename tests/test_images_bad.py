@@ -204,6 +204,24 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
         assert refusal(plain[:-2] + more * 100 + plain[-2:]).endswith("is a JPEG of more than 100 parts")
 
 
+def test_scans_behind_markers_that_libjpeg_passes_count() -> None:
+    """Before a restart it looks for the right marker, and reserved ones have no length for it: FFFF there fills."""
+    plain = saved("JPEG", progressive=True, restart_marker_rows=1)
+    scan = plain[plain.rindex(b"\xff\xda") : -2]
+    for reserved in (b"\x02", b"\xbf"):
+        hiding = scan.replace(b"\xff\xd0", b"\xff" + reserved + b"\xff\xff\xff\xd0", 1)
+        assert len(hiding) == len(scan) + 4
+        assert isinstance(read_image(plain[:-2] + hiding * 50 + plain[-2:], SPEC, "it"), Image)
+        assert "more than 100 parts" in refusal(plain[:-2] + hiding * 600 + plain[-2:])
+
+
+@pytest.mark.parametrize("marker", [b"\xdc\0\x04", b"\xdd\0\x04", b"\xef\0\x04", b"\xfe\0\x04"])  # DNL, DRI, APP15, COM
+def test_what_segments_hold_is_no_end(marker: bytes) -> None:
+    plain = saved("JPEG", progressive=True)
+    scan = plain[plain.rindex(b"\xff\xda") : -2]
+    assert "more than 100 parts" in refusal(plain[:-2] + b"\xff" + marker + b"\xff\xd9" + scan * 100 + plain[-2:])
+
+
 def test_scans_behind_what_looks_like_the_end_count() -> None:
     plain = saved("JPEG", progressive=True)
     scan = plain[plain.rindex(b"\xff\xda") : -2]
@@ -220,6 +238,27 @@ def test_a_jpeg_of_many_exif_pieces_is_refused() -> None:
     plain = saved("JPEG")
     piece = b"\xff\xe1\x00\x10Exif\0\0" + bytes(8)
     assert "more than 100 parts" in refusal(plain[:2] + piece * 60_000 + plain[2:])
+
+
+def bmp_of(head: bytes, body: bytes) -> bytes:
+    return b"BM" + struct.pack("<III", 14 + len(head) + len(body), 0, 14 + len(head)) + head + body
+
+
+@pytest.mark.parametrize(("compression", "depth"), [(1, 8), (2, 4)])
+def test_a_compressed_bmp_is_refused_before_it_is_decoded(
+    compression: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow does that in Python: other threads stand still for seconds."""
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("it was decoded"))
+    head = struct.pack("<IiiHHIIiiII", 40, 8192, 8192, 1, depth, compression, 0, 0, 0, 1 << depth, 0) + bytes(4 << depth)
+    assert refusal(bmp_of(head, b"\0\x02\xff\xff" * 9000)).endswith("is a compressed BMP")
+
+
+def test_a_bmp_with_the_shortest_head_is_an_image() -> None:
+    """Pixels are where others have their compression."""
+    data = bmp_of(struct.pack("<IHHHH", 12, 16, 16, 1, 24), b"\0\0\0\0\1\0\0\0" * 96)
+    assert data[30:34] == b"\1\0\0\0"
+    assert isinstance(read_image(data, SPEC, "it"), Image)
 
 
 def test_markers_of_nothing_are_passed_in_time() -> None:
@@ -250,6 +289,15 @@ def test_many_at_once_are_as_one_by_one() -> None:
     for thread in threads:
         thread.join()
     assert found == {name: [image] * 5 for name, image in expected.items()}
+
+
+def test_of_small_ones_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of all are summed with each that is read."""
+    monkeypatch.setattr(reading, "_recent", recent := reading._Recent())
+    monkeypatch.setattr(reading, "_MOST_REMEMBERED", 3)
+    for width in range(1, 9):
+        assert reading.read_sent(data_url(saved("PNG", pillow.new("L", (width, 1)))), SPEC, "it")[1] == width
+    assert [num_sent for _, num_sent in recent._images.values()] == [6, 7, 8]
 
 
 def test_pillow_is_not_imported_before_there_is_an_image() -> None:

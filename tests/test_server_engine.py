@@ -11,8 +11,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,10 +23,12 @@ import nanovllm_cli
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server import engine_client
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.engine_client import EngineClient
 from nanovllm_cli.server.engine_stream import EngineStream, joined
@@ -36,6 +39,7 @@ from nanovllm_cli.server.messages import (
     Generate,
     Output,
     Piece,
+    Refused,
     Start,
     Step,
     decode_from_engine,
@@ -43,6 +47,7 @@ from nanovllm_cli.server.messages import (
     encode,
 )
 from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.vision_spec import Image, PlacedImage, TokenIds
 
 TINY = Path(nanovllm_cli.__file__).parent / "assets" / "tiny"
 CONFIG = EngineConfig(num_blocks=512, threads=1)
@@ -115,8 +120,6 @@ def test_what_is_sent_is_what_arrives(message: Start | Generate | Embed | Abort)
 def test_steps_arrive_with_their_floats_to_the_bit() -> None:
     logprobs = [TokenLogprobs(4, -0.1234567890123456789, 2, ((4, -1e-300), (5, float("-inf"))))]
     output = Output(1, [Piece(0, "a\N{GRINNING FACE}", [4], logprobs, "stop", "x")], True, 16, 1, times=(0.1, 0.2, None))
-    from nanovllm_cli.engine.engine import EngineStats
-
     step = Step([output], EngineStats(*range(10)))
     assert decode_from_engine(encode(step)[4:]) == step
 
@@ -259,6 +262,74 @@ def test_a_slow_reader_gets_everything_in_one_piece(runner: asyncio.Runner, engi
 
     (output,) = runner.run(scenario())
     assert len(output.pieces[0].token_ids) == 40
+
+
+# ---- images ----
+
+
+def with_image(num_bytes: int) -> TokenIds:
+    return TokenIds(PROMPT, [PlacedImage(Image.of(1, num_bytes // 3, bytes(num_bytes)), 0, 1, 1)])
+
+
+def finish(client: EngineClient, stream: EngineStream, request_id: int) -> None:
+    step = Step([Output(request_id, [Piece(0, "a", [1], None, "stop")], True, 0)], EngineStats(*range(10)))
+    client._take(step, asyncio.get_running_loop().create_future(), [])
+
+
+def refuse(client: EngineClient, stream: EngineStream, request_id: int) -> None:
+    client._take(Refused(request_id, "UsageError", "no", None), asyncio.get_running_loop().create_future(), [])
+
+
+def abort(client: EngineClient, stream: EngineStream, request_id: int) -> None:
+    stream.abort()
+
+
+def die(client: EngineClient, stream: EngineStream, request_id: int) -> None:
+    client._fail_all(ApiError(503, "gone"))
+
+
+@pytest.mark.parametrize("end", [finish, refuse, abort, die])
+def test_images_under_way_have_a_bound_and_an_end_gives_them_back(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, end: Callable[[EngineClient, EngineStream, int], None]
+) -> None:
+    monkeypatch.setattr(engine_client, "IMAGE_BYTES", 300)
+    sent: list[Generate | Abort] = []
+    link: Any = SimpleNamespace(send=sent.append)
+
+    async def scenario() -> None:
+        client = EngineClient("tiny", Start(str(TINY), CONFIG))
+        client._state, client._link = EngineState.READY, link
+        stream = client.generate(with_image(240), SamplingParams())
+        client.generate(with_image(60), SamplingParams())
+        with pytest.raises(ApiError, match="too many images are under way") as caught:
+            client.generate(with_image(3), SamplingParams())
+        assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "too_many_bytes", 1)
+        client.generate(PROMPT, SamplingParams())
+        assert (client.image_bytes, client.num_running, len(sent)) == (300, 3, 3)
+        end(client, stream, sent[0].request_id)
+        stream.abort()  # as its reader does at last
+        assert client.image_bytes == (0 if end is die else 60)
+        client.generate(with_image(240), SamplingParams())
+
+    runner.run(scenario())
+
+
+def test_a_request_with_more_images_than_that_is_let_in_alone(
+    runner: asyncio.Runner, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "IMAGE_BYTES", 300)
+
+    async def scenario() -> None:
+        for _ in range(2):
+            stream = engine.generate(with_image(3000), SamplingParams())
+            with pytest.raises(ApiError, match="under way"):
+                engine.generate(with_image(3), SamplingParams())
+            with pytest.raises(ApiError):  # the model reads none
+                await collect(stream)
+            assert engine.image_bytes == 0
+        await baseline(engine)
+
+    runner.run(scenario())
 
 
 # ---- deaths ----

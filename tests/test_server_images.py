@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from live_server import LiveServer, live_server
+from nanovllm_cli.images import reading
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.sampling_params import SamplingParams
@@ -109,14 +110,15 @@ class Server:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gets the place of each image that is decoded."""
+    """Gets the place of each image that is decoded. None is remembered at first."""
     places: list[str] = []
 
     def noting(data: bytes, vision: VisionSpec, where: str) -> Image:
         places.append(where)
         return read_image(data, vision, where)
 
-    monkeypatch.setattr(chat_prompt, "read_image", noting)
+    monkeypatch.setattr(reading, "read_image", noting)
+    monkeypatch.setattr(reading, "_recent", reading._Recent())
     return places
 
 
@@ -411,7 +413,8 @@ def test_a_request_has_so_many_images_and_pixels(
     read.clear()
     error = server.post("/v1/responses", input_with(*[input_image(url("C"))] * 4), status=400)["error"]
     assert "3 images" in error["message"]
-    error = server.post("/v1/responses", input_with(*[input_image(url("C"))] * 3), status=400)["error"]
+    others = [input_image(data_url(png(24, 24, seed))) for seed in (3, 4, 5)]
+    error = server.post("/v1/responses", input_with(*others), status=400)["error"]
     assert "million pixels" in error["message"]
     assert (error["param"], len(read)) == ("input[0].content[2]", 3)
 
@@ -426,12 +429,32 @@ def test_pixels_are_those_sent_or_those_shown(server: Server, monkeypatch: pytes
 
 def test_images_that_fill_the_context_are_no_further_read(server: Server, read: list[str]) -> None:
     server.facts = msgspec.structs.replace(FACTS, context_len=128)
-    large = chat_image(data_url(png(64, 64)))  # of 64 tokens
-    error = server.post("/v1/chat/completions", chat_with(*[large] * 5), status=400)["error"]
+    large = [chat_image(data_url(png(64, 64, seed))) for seed in range(5)]  # of 64 tokens
+    error = server.post("/v1/chat/completions", chat_with(*large), status=400)["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert len(read) == 2
     server.facts = msgspec.structs.replace(FACTS, context_len=256)
-    server.post("/v1/chat/completions", chat_with(large, large))
+    server.post("/v1/chat/completions", chat_with(*large[:2]))
+
+
+def test_images_of_earlier_turns_are_not_decoded_again(
+    server: Server, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pixels count all the same: as many as were sent."""
+    large = chat_image(data_url(png(100, 100)))
+    messages = chat_with(large, chat_image(url("A")))["messages"]
+    server.post("/v1/chat/completions", {"messages": messages})
+    messages += [{"role": "assistant", "content": "seen"}, *chat_with(chat_image(url("A")), chat_image(url("B")))["messages"]]
+    server.post("/v1/chat/completions", {"messages": messages})
+    assert read == ["messages[0].content[0]", "messages[0].content[1]", "messages[2].content[1]"]
+    prompt = server.engine.prompts[-1]
+    assert isinstance(prompt, TokenIds)
+    shown_now = [placed.image for placed in prompt.images]
+    assert shown_now == [read_image(data, VISION, "it") for data in (png(100, 100), FILES["A"], FILES["A"], FILES["B"])]
+    monkeypatch.setattr(chat_prompt, "MAX_PIXELS", 100 * 100 - 1)
+    error = server.post("/v1/chat/completions", chat_with(large), status=400)["error"]
+    assert "million pixels" in error["message"]
+    assert len(read) == 3
 
 
 def test_texts_do_not_wait_for_images(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +465,8 @@ def test_texts_do_not_wait_for_images(server: Server, monkeypatch: pytest.Monkey
         assert let_go.wait(20)
         return read_image(data, vision, where)
 
-    monkeypatch.setattr(chat_prompt, "read_image", slow)
+    monkeypatch.setattr(reading, "read_image", slow)
+    monkeypatch.setattr(reading, "_recent", reading._Recent())
     with server.http, ThreadPoolExecutor(8) as pool:  # one event loop for all of them
         try:
             waiting = [

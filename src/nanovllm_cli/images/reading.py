@@ -26,12 +26,21 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
 _MAX_PARTS = 100
 _REMEMBERED_BYTES = 64 << 20
-_JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")  # of those that begin a segment with a length, or end the image
+_MOST_REMEMBERED = 1 << 10
+_RLE = 1, 2  # compressions of a BMP
+# Of those behind which libjpeg reads a length, and the image's end. Behind others it reads none, or no further; in a scan it
+# passes FF02 to FFBF as if they were not there.
+_JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xdd\xe0-\xef\xfe])")
 
 
 def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Image]:
     """What a model sees of images as clients sent them, each with what an error calls it; see `image_bytes`."""
-    return [] if spec is None else [_recent.read(url, spec, where) for url, where in sent]
+    return [] if spec is None else [read_sent(url, spec, where)[0] for url, where in sent]
+
+
+def read_sent(url: str, spec: VisionSpec, where: str) -> tuple[Image, int]:
+    """What a model sees of an image as a client sent it, and how many pixels were sent; see `image_bytes`."""
+    return _recent.read(url, spec, where)
 
 
 class _Recent:
@@ -40,19 +49,24 @@ class _Recent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._images: OrderedDict[tuple[bytes, VisionSpec], Image] = OrderedDict()
+        self._images: OrderedDict[tuple[bytes, VisionSpec], tuple[Image, int]] = OrderedDict()
 
-    def read(self, url: str, spec: VisionSpec, where: str) -> Image:
+    def read(self, url: str, spec: VisionSpec, where: str) -> tuple[Image, int]:
+        """With the number of pixels that were sent."""
         key = hashlib.blake2b(url.encode("utf-8", "surrogatepass")).digest(), spec
         with self._lock:
-            image = self._images.pop(key, None)
-        if image is None:
-            image = read_image(image_bytes(url, where), spec, where)
+            found = self._images.pop(key, None)
+        if found is None:
+            data = image_bytes(url, where)
+            found = read_image(data, spec, where), _num_pixels(data)
         with self._lock:
-            self._images[key] = image
-            while sum(len(each.pixels) for each in self._images.values()) > _REMEMBERED_BYTES:
+            self._images[key] = found
+            while (
+                len(self._images) > _MOST_REMEMBERED
+                or sum(len(image.pixels) for image, _ in self._images.values()) > _REMEMBERED_BYTES
+            ):
                 self._images.popitem(last=False)
-        return image
+        return found
 
 
 _recent = _Recent()
@@ -85,6 +99,8 @@ def _decoded(data: bytes, kind: str, where: str) -> Picture:
     try:
         with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
             _check_size(picture.width, picture.height, where)
+            if kind == "bmp" and picture.info.get("compression") in _RLE:  # which Pillow decodes in Python, other threads waiting
+                raise UsageError(f"{where} is a compressed BMP", "save it again, as a PNG or a plain BMP")
             ImageOps.exif_transpose(picture, in_place=True)
             return _rgb(picture)
     except UsageError:
@@ -93,6 +109,16 @@ def _decoded(data: bytes, kind: str, where: str) -> Picture:
         raise _too_many_pixels(where) from None
     except Exception as failure:  # any: which ones a damaged file leads to is not written down anywhere
         raise UsageError(f"{where} is damaged: it can't be decoded as {kind.upper()}", "save or send it again") from failure
+
+
+def _num_pixels(data: bytes) -> int:
+    """Of a file that could be decoded."""
+    from PIL import Image as pillow
+
+    kind = kind_of(data)
+    assert kind is not None
+    with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
+        return picture.width * picture.height
 
 
 def _is_slow(data: bytes) -> bool:

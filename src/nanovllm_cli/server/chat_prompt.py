@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from io import BytesIO
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
-from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.source import image_bytes, kind_of
+from nanovllm_cli.images.reading import read_sent
 from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.ports import ChatAsked, ServedModel
 from nanovllm_cli.server.reading import template_variables
@@ -135,14 +133,7 @@ def _image_paths(asked: ChatAsked) -> dict[str, str]:
 
 def _read(part: ImagePart, vision: VisionSpec) -> tuple[Image, int]:
     """An image, and how many pixels were sent."""
-    from PIL import Image as pillow
-
     try:
-        data = image_bytes(*part)
-        image = read_image(data, vision, part.where)
+        return read_sent(part.url, vision, part.where)
     except NanovllmError as error:
         raise ApiError.of(error, part.where) from error
-    kind = kind_of(data)
-    assert kind is not None
-    with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
-        return image, picture.width * picture.height

@@ -52,6 +52,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 60.0
 STOP_SECONDS = 5.0
 STUCK_SECONDS = 120.0  # of one step
+IMAGE_BYTES = 1 << 30  # under way: of requests that the engine has not answered
 
 OnLoading = Callable[[Loading], None]
 
@@ -102,6 +103,11 @@ class EngineClient:
     def num_running(self) -> int:
         """Requests that it has not answered."""
         return len(self._streams) + len(self._vectors)
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the images of those."""
+        return sum(stream.image_bytes for stream in self._streams.values())
 
     @property
     def pid(self) -> int | None:
@@ -203,11 +209,14 @@ class EngineClient:
         self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
     ) -> EngineStream:
         link = self._checked_link()
+        images = list(prompt_ids.images) if isinstance(prompt_ids, TokenIds) else []
+        image_bytes = sum(len(placed.image.pixels) for placed in images)
+        if image_bytes and self.image_bytes and self.image_bytes + image_bytes > IMAGE_BYTES:  # one is let in, whatever it has
+            raise ApiError(429, "too many images are under way", code="too_many_bytes", retry_after=1)
         request_id = next(self._ids)
-        stream = EngineStream(lambda: self._abort(request_id))
+        stream = EngineStream(lambda: self._abort(request_id), image_bytes)
         self._note_arrival()
         self._streams[request_id] = stream
-        images = list(prompt_ids.images) if isinstance(prompt_ids, TokenIds) else []
         link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt, images))
         return stream
 

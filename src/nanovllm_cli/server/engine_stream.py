@@ -12,10 +12,12 @@ from nanovllm_cli.server.messages import Output, Piece
 
 
 class EngineStream:
-    """See ports.Stream. abort: tells the engine; called once, and only while the request is alive there."""
+    """See ports.Stream. abort: tells the engine; called once, and only while the request is alive there. image_bytes: of the
+    request's images."""
 
-    def __init__(self, abort: Callable[[], None]) -> None:
+    def __init__(self, abort: Callable[[], None], image_bytes: int = 0) -> None:
         self._abort = abort
+        self.image_bytes = image_bytes
         self._unread: Output | None = None
         self._error: ApiError | None = None
         self.ended = False  # nothing more will be fed
