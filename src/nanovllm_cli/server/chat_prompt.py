@@ -27,26 +27,20 @@ MAX_PIXELS = 1 << 28
 """Of all images of a request, as they were sent or as the model is shown them, whichever are more: 768 MiB."""
 
 
-async def chat_prompt(model: ServedModel, asked: ChatAsked, text_threads: Executor, image_threads: Executor) -> TokenIds:
-    """With its images. Raises ApiError, and typed errors."""
+MOST_AT_ONCE = 8
+"""Requests whose images are read in turn; others wait, so that few hold pixels that no engine has been told of."""
+
+
+async def chat_prompt(
+    model: ServedModel, asked: ChatAsked, text_threads: Executor, image_threads: Executor, turns: asyncio.Semaphore
+) -> TokenIds:
+    """With its images. turns: of MOST_AT_ONCE. Raises ApiError, and typed errors."""
     loop = asyncio.get_running_loop()
     begun = await loop.run_in_executor(text_threads, _begun, model, asked)
     if isinstance(begun, TokenIds):
         return begun
-    vision, limit = model.facts.vision, model.facts.context_len
-    assert vision is not None
-    images: list[Image] = []
-    num_pixels = num_tokens = 0
-    for part in begun.images:
-        image, num_sent = await loop.run_in_executor(image_threads, _read, part, vision)
-        num_pixels += max(num_sent, image.height * image.width)
-        num_tokens += vision.placed(image, 0).num_tokens
-        if num_pixels > MAX_PIXELS:
-            told = f"{part.where}: a request's images may have {MAX_PIXELS >> 20} million pixels, and with this one have more"
-            raise invalid_value(f"{told}; make them smaller", part.where)
-        if num_tokens >= limit:
-            raise too_long(num_tokens, limit, asked.param, at_least=True)
-        images.append(image)
+    async with turns:
+        images = await _images(model, asked, begun, image_threads)
     return await loop.run_in_executor(text_threads, _encoded, model, asked, begun, images)
 
 
@@ -56,6 +50,25 @@ class _Begun(NamedTuple):
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]
     images: Sequence[ImagePart]
+
+
+async def _images(model: ServedModel, asked: ChatAsked, begun: _Begun, threads: Executor) -> list[Image]:
+    loop = asyncio.get_running_loop()
+    vision, limit = model.facts.vision, model.facts.context_len
+    assert vision is not None
+    images: list[Image] = []
+    num_pixels = num_tokens = 0
+    for part in begun.images:
+        image, num_sent = await loop.run_in_executor(threads, _read, part, vision)
+        num_pixels += max(num_sent, image.height * image.width)
+        num_tokens += vision.placed(image, 0).num_tokens
+        if num_pixels > MAX_PIXELS:
+            told = f"{part.where}: a request's images may have {MAX_PIXELS >> 20} million pixels, and with this one have more"
+            raise invalid_value(f"{told}; make them smaller", part.where)
+        if num_tokens >= limit:
+            raise too_long(num_tokens, limit, asked.param, at_least=True)
+        images.append(image)
+    return images
 
 
 def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:

@@ -25,7 +25,7 @@ from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
-from nanovllm_cli.server.chat_prompt import chat_prompt
+from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE, chat_prompt
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import (
@@ -61,6 +61,7 @@ class Generator:
         self._observer = observer or Observer()
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "text")
         self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "images")
+        self._image_turns = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
@@ -156,7 +157,7 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     async def _chat_prompt(self, model: ServedModel, asked: ChatAsked) -> TokenIds:
-        return await chat_prompt(model, asked, self._text_threads, self._image_threads)
+        return await chat_prompt(model, asked, self._text_threads, self._image_threads, self._image_turns)
 
     def _using(self, model: str | None) -> _Work:
         return _Work(partial(self._models.use, model), self._observer)
