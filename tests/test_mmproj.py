@@ -643,3 +643,12 @@ def test_a_tower_that_no_file_can_say_is_left_out(
             plan = convert._tower(checkpoint, "f32", "m")
         assert plan[0] is None
         assert words in plan[1][0]
+
+
+def test_it_lies_beside_a_file_whatever_that_is_called_and_among_parts(seeing: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    with open_checkpoint(seeing[0]) as checkpoint:
+        tower = tower_file(checkpoint, "f32", "m")
+    assert tower is not None
+    (tmp_path / "m").touch()
+    for output, folder in ((tmp_path / "m", tmp_path), (tmp_path / "m.gguf", tmp_path), (tmp_path / "parts", tmp_path / "parts")):
+        assert tower.path(output).parent == folder

@@ -64,8 +64,8 @@ class TowerFile:
     def path(self, output: Path) -> Path:
         """Beside a model's file, or in the folder of its parts."""
         stem = without_quant(output.name.removesuffix(".gguf")) or "model"
-        folder = output.parent if output.suffix == ".gguf" else output
-        return folder / f"mmproj-{stem}-{_type(self.steps)}.gguf"
+        is_file = output.suffix == ".gguf" or output.is_file()  # else parts are in a folder
+        return (output.parent if is_file else output) / f"mmproj-{stem}-{_type(self.steps)}.gguf"
 
     def write(self, output: Path, *, replace: bool, progress: LoadProgress) -> Written:
         """For a model that was written there. The file appears whole or not at all, and has been read again before it does."""
