@@ -145,8 +145,9 @@ def measure_llama_cpp(folder: Path, dtype: str, args: argparse.Namespace) -> flo
     context = mtmd.mtmd_init_from_file(mmproj, model, settings)
     assert context, "llama.cpp takes these files"
     data = picture(args.height, args.width)
-    bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(context, (ctypes.c_uint8 * len(data)).from_buffer_copy(data), len(data))
-    said = mtmd.mtmd_input_text(mtmd.mtmd_default_marker(), True, True)
+    bytes_of = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+    bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(context, bytes_of, len(data), False)
+    said = mtmd.mtmd_input_text(marker := mtmd.mtmd_default_marker(), len(marker), True, True)
     chunks = mtmd.mtmd_input_chunks_init()
     bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
     assert mtmd.mtmd_tokenize(context, chunks, ctypes.byref(said), bitmaps, 1) == 0

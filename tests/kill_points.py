@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-NUM_POINTS = int(os.environ.get("NANOVLLM_TEST_KILLS", "10"))
+NUM_POINTS = int(os.environ.get("TEST_NANOVLLM_KILLS", "10"))
 """Of each test: few where every commit is tested, 50 where somebody asks for them."""
 _MOMENT = 0.002
 

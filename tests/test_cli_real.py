@@ -19,7 +19,7 @@ from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.weights.source import resolve
 from test_cli_driver import environment
 
-MODEL = os.environ.get("NANOVLLM_TEST_MODEL", "tiny")
+MODEL = os.environ.get("TEST_NANOVLLM_MODEL", "tiny")
 COMMAND = [sys.executable, "-m", "nanovllm_cli"]
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
 

@@ -212,7 +212,7 @@ def test_killed_at_many_points_the_output_is_absent_or_whole(target: str, tmp_pa
     here.mkdir()
     done = forked.run(
         [sys.executable, "-c", KILLS, str(here), str(source), target], capture_output=True, text=True, timeout=200,
-        env=environment(tmp_path) | {"NANOVLLM_TEST_KILLS": str(NUM_POINTS)},
+        env=environment(tmp_path) | {"TEST_NANOVLLM_KILLS": str(NUM_POINTS)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) >= 0.8 * NUM_POINTS

@@ -33,10 +33,10 @@ TAKES_LONG = "takes most of a minute: run where CI is not set"
 @pytest.mark.parametrize("capability", [75, 90])
 def test_kernels_run_as_ptx(capability: int) -> None:
     """One case of each test, for those GPUs with the most instructions of their own; for the oldest, of the kernels that copy and
-    multiply otherwise there. `NANOVLLM_TEST_PTX=80 pytest tests/test_kernel_*.py` runs all, for any."""
+    multiply otherwise there. `TEST_NANOVLLM_PTX=80 pytest tests/test_kernel_*.py` runs all, for any."""
     if capability != 90 and os.environ.get("CI"):
         pytest.skip(TAKES_LONG)
-    settings = {"NANOVLLM_TEST_PTX": str(capability), "NANOVLLM_TEST_CASES": "1"}
+    settings = {"TEST_NANOVLLM_PTX": str(capability), "TEST_NANOVLLM_CASES": "1"}
     every = sorted(HERE.glob("test_kernel_*.py"))
     old = [HERE / f"test_kernel_{name}.py" for name in ("gemm", "packed_gemm", "decode_attention", "prefill_attention")]
     few_cases.run([str(file) for file in (every if capability == 90 else old)], os.environ | settings)
@@ -48,7 +48,7 @@ def test_an_engine_on_ptx_has_the_tokens_of_a_cpu() -> None:
         pytest.skip(TAKES_LONG)
     tests = [f"{HERE}/test_cuda_engine.py::test_greedy_tokens_are_those_of_the_cpu"]
     tests += [f"{HERE}/test_cuda_quantized.py::test_gguf_files_of_mixed_types"]
-    few_cases.run(tests, os.environ | {"NANOVLLM_TEST_PTX": "90", "NANOVLLM_TEST_CASES": "2"})
+    few_cases.run(tests, os.environ | {"TEST_NANOVLLM_PTX": "90", "TEST_NANOVLLM_CASES": "2"})
 
 
 # ---- errors planted in the PTX of real kernels ----

@@ -241,10 +241,10 @@ const ask = { model: "tiny", messages: [{ role: "user", content: "Tell me a stor
 
 
 def test_the_package_for_node(server: LiveServer, tmp_path: Path) -> None:
-    """NANOVLLM_NODE_MODULES: a folder into which `npm install openai` has put it."""
-    modules = os.environ.get("NANOVLLM_NODE_MODULES")
+    """TEST_NANOVLLM_NODE_MODULES: a folder into which `npm install openai` has put it."""
+    modules = os.environ.get("TEST_NANOVLLM_NODE_MODULES")
     if modules is None or shutil.which("node") is None:
-        pytest.skip("needs node, and NANOVLLM_NODE_MODULES: a node_modules folder with openai in it")
+        pytest.skip("needs node, and TEST_NANOVLLM_NODE_MODULES: a node_modules folder with openai in it")
     script = tmp_path / "client.js"
     script.write_text(NODE)
     ran = subprocess.run(

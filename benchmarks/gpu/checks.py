@@ -60,7 +60,7 @@ def test_files() -> list[Path]:
 
 
 def run_tests(file: Path) -> dict[str, Any]:
-    environment = os.environ | {"NANOVLLM_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"TEST_NANOVLLM_DEVICE": "cuda", "OMP_NUM_THREADS": "2"}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

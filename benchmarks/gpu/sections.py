@@ -31,7 +31,7 @@ GLANCE_SECONDS = 1.0
 MOST_ENDING_SECONDS = 20.0
 TAIL = 4000
 SKIPPED_STATUS = 77
-ONE_BY_ONE = "NANOVLLM_GPU_ONE_BY_ONE"
+ONE_BY_ONE = "TEST_NANOVLLM_ONE_BY_ONE"
 """In a section's environment: kernels are not to start before the one ahead of them ends."""
 NO_TIME = "no time left"
 Record = dict[str, Any]

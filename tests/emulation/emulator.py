@@ -27,8 +27,8 @@ from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 HERE = Path(__file__).parent
 OVERLAP = HERE / "overlap" / "overlap.h"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "emulation"
-SANITIZE = os.environ.get("NANOVLLM_SANITIZE") == "1"  # set by sanitized.py
-PTX = int(os.environ.get("NANOVLLM_TEST_PTX") or 0)
+SANITIZE = os.environ.get("TEST_NANOVLLM_SANITIZE") == "1"  # set by sanitized.py
+PTX = int(os.environ.get("TEST_NANOVLLM_PTX") or 0)
 """The capability whose PTX an `Emulator` runs instead: see ptx/device.py."""
 ORDERS = (7,) if SANITIZE else (0,) if on_gpu.ENABLED else (0, 1, 7)
 """Thread orders that every kernel is tested in: as numbered, backwards, shuffled."""
@@ -77,7 +77,7 @@ def missing_ptx() -> str | None:
     """Why PTX can't be made, or not be run, here, or None."""
     if shutil.which("g++") is None:
         return "no g++"
-    if os.environ.get("NANOVLLM_SANITIZE"):
+    if os.environ.get("TEST_NANOVLLM_SANITIZE"):
         return "NVRTC finds no library of its own under the sanitizers"
     try:
         compiler.toolchain()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = int(os.environ.get("NANOVLLM_TEST_CASES") or 3)
+CASES = int(os.environ.get("TEST_NANOVLLM_CASES") or 3)
 """Of each test that pass before the rest is skipped."""
 
 

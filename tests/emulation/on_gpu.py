@@ -1,4 +1,4 @@
-"""The kernels' tests on a real GPU, unchanged: with NANOVLLM_TEST_DEVICE=cuda an `Emulator` launches there.
+"""The kernels' tests on a real GPU, unchanged: with TEST_NANOVLLM_DEVICE=cuda an `Emulator` launches there.
 
 Tensors stay on the host. A launch takes the memory they lie in to the GPU, whole and with its contents, runs the kernel and
 brings it back: views of one memory stay views of one memory. Thread orders are the GPU's own, so there is one order. Skipped,
@@ -21,7 +21,7 @@ from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
 if TYPE_CHECKING:
     from emulation.emulator import Emulator
 
-ENABLED = os.environ.get("NANOVLLM_TEST_DEVICE") == "cuda"
+ENABLED = os.environ.get("TEST_NANOVLLM_DEVICE") == "cuda"
 MOST_BYTES = 1 << 30
 Dims = tuple[int, int, int]
 

@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
         "LD_PRELOAD": " ".join(str(_library(name)) for name in LIBRARIES),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "NANOVLLM_SANITIZE": "1",
+        "TEST_NANOVLLM_SANITIZE": "1",
         "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
     }
 

@@ -1,4 +1,4 @@
-"""The kernels' tests on what a GPU is given: with NANOVLLM_TEST_PTX=90 an `Emulator` compiles for 9.0 by NVRTC, and runs the PTX.
+"""The kernels' tests on what a GPU is given: with TEST_NANOVLLM_PTX=90 an `Emulator` compiles for 9.0 by NVRTC, and runs the PTX.
 
 Tensors lie in ordinary memory, and nothing but a launch's own may be touched. Skipped, with the reason: kernels that are not for
 that GPU, dependent launch, which is emulated, and launches that read addresses from a table.
