@@ -1,18 +1,19 @@
 """How fast towers make rows of an image on the CPU: nanovllm and transformers on the same random weights, sides taking turns.
 
     pip install transformers
-    python benchmarks/images.py --output benchmarks/results/images.json
+    python benchmarks/images.py --output benchmarks/results/images.json      # with llama-cpp-python --llama-cpp, too
 
 Towers as published models have them, of --layers layers (0: all), an image of --height x --width pixels, made as large as the
 model has it; each side in a process of its own, the best of three. Reported: the median over rounds of seconds an image, and
-ratios. With --llama-cpp, of Qwen3-VL's: the same image through llama.cpp's mtmd, from TEXT.gguf and MMPROJ.gguf, which its
-converter made of the folder that --keep leaves.
+ratios. With --llama-cpp, of Qwen3-VL's in bfloat16: the same image and weights through llama.cpp's mtmd, from the files that
+`nanovllm convert` makes of the folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+BUNDLED = Path(__file__).resolve().parents[1] / "src/nanovllm_cli/assets/tiny"
+WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")  # behind the bundled model's vocabulary
+VOCABULARY = 4096
+LLAMA_CPP = "qwen3-vl-4b", "bfloat16"
 SHAPES = ("qwen3-vl-4b", "qwen2.5-vl-7b", "gemma-3-4b", "mistral-small-24b")
 DTYPES = ("bfloat16", "float32")
 REPEATS = 3
@@ -32,10 +37,12 @@ def config_of(shape: str, layers: int) -> Any:
     from transformers import Gemma3Config, Mistral3Config, Qwen2_5_VLConfig, Qwen3VLConfig
 
     def text(width: int, **more: Any) -> dict[str, Any]:
-        small = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024}
+        small = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+                 "vocab_size": VOCABULARY + len(WORDS), "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
         return {"hidden_size": width, "intermediate_size": 1024, **small, **more}
 
-    ids = {"image_token_id": 1000, "video_token_id": 1001, "vision_start_token_id": 1002, "vision_end_token_id": 1003}
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    ids = {name: VOCABULARY + place for place, name in enumerate(names)}
     if shape == "qwen3-vl-4b":
         depth = layers or 24
         deep = [place for place in (5, 11, 17) if place < depth]
@@ -49,10 +56,11 @@ def config_of(shape: str, layers: int) -> Any:
     if shape == "gemma-3-4b":
         vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": layers or 27, "num_attention_heads": 16,
                   "image_size": 896, "patch_size": 14}  # fmt: skip
-        return Gemma3Config(text_config=text(2560), vision_config=vision, mm_tokens_per_image=256, image_token_index=1000)
+        ids = {"image_token_index": VOCABULARY + 1}
+        return Gemma3Config(text_config=text(2560), vision_config=vision, mm_tokens_per_image=256, **ids)
     vision = {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers or 24,
               "num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14}  # fmt: skip
-    return Mistral3Config(text_config=text(5120), vision_config=vision, image_token_index=1000)
+    return Mistral3Config(text_config=text(5120), vision_config=vision, image_token_index=VOCABULARY + 1)
 
 
 def make(shape: str, layers: int, folder: Path) -> None:
@@ -61,6 +69,12 @@ def make(shape: str, layers: int, folder: Path) -> None:
 
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config_of(shape, layers)).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for place, word in enumerate(WORDS):
+        tokenizer["added_tokens"].append({"id": VOCABULARY + place, "content": word, "special": True, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(BUNDLED / "tokenizer_config.json", folder)
 
 
 def picture(height: int, width: int) -> bytes:
@@ -130,13 +144,16 @@ def measure_transformers(folder: Path, dtype: str, args: argparse.Namespace) -> 
 
 
 def measure_llama_cpp(folder: Path, dtype: str, args: argparse.Namespace) -> float:
-    """The weights' type is the file's; encoding alone is timed, as ours is."""
+    """Encoding alone is timed, as ours is."""
     import ctypes
 
     import llama_cpp as lib
     from llama_cpp import mtmd_cpp as mtmd
 
-    text, mmproj = (str(path).encode() for path in args.llama_cpp)
+    written = folder / "text.gguf"
+    if not written.exists():
+        subprocess.run([sys.executable, "-m", "nanovllm_cli", "convert", folder, "--to", "gguf", "-o", written, "-q"], check=True)
+    text, mmproj = (str(path).encode() for path in (written, next(folder.glob("mmproj-*.gguf"))))
     quiet = lib.llama_log_callback(lambda level, words, data: None)
     lib.llama_log_set(quiet, None)
     model = lib.llama_model_load_from_file(text, lib.llama_model_default_params())
@@ -168,7 +185,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="the folder of the models that are made")
-    parser.add_argument("--llama-cpp", type=Path, nargs=2, metavar=("TEXT", "MMPROJ"))
+    parser.add_argument("--llama-cpp", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -182,8 +199,8 @@ def main() -> None:
             folder = (args.keep or Path(place)) / f"{shape}-{args.layers}"
             if not folder.exists():
                 make(shape, args.layers, folder)
-            sides = [side for side in SIDES if side != "llama.cpp" or (args.llama_cpp and shape == "qwen3-vl-4b")]
             for dtype in DTYPES:
+                sides = [side for side in SIDES if side != "llama.cpp" or (args.llama_cpp and (shape, dtype) == LLAMA_CPP)]
                 seconds: dict[str, list[float]] = {side: [] for side in sides}
                 for _ in range(args.rounds):
                     for side in sides:

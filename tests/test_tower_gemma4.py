@@ -3,6 +3,7 @@ configs say."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -72,14 +73,7 @@ def make(name: str, folder: Path) -> Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     """By name; each is made once."""
-    kept: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in kept:
-            kept[name] = make(name, tmp_path_factory.mktemp(name))
-        return kept[name]
-
-    return get
+    return functools.cache(lambda name: make(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize("by", ["our kernels", "torch"])

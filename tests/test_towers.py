@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -119,14 +120,7 @@ def image_processor(name: str) -> Any:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     """By name; each is made once."""
-    kept: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in kept:
-            kept[name] = make(name, tmp_path_factory.mktemp(name))
-        return kept[name]
-
-    return get
+    return functools.cache(lambda name: make(name, tmp_path_factory.mktemp(name)))
 
 
 def draw(height: int, width: int) -> np.ndarray:

@@ -285,10 +285,10 @@ class Scheduler:
                 request.params.prompt_logprobs if collects else None,
                 request.prompt_ids[start + 1 : end + 1] if collects else (),
                 len(request.prompt_ids),
-                request.pooling,
-                num_guesses,
+                request.pooling, num_guesses,
                 state=max(0, sequence.state), second=request.second, lora=request.lora,
-                images=request.images_within(start, end), shift=request.shift(start),
+                images=request.images_within(start, end) if request.images else (),
+                shift=request.shift(start) if request.images else 0,
             )
         )
         self._members.append(sequence)
