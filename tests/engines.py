@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Plan, StepOutput
@@ -57,7 +58,9 @@ def worker_for(folder: Path, **settings: Any) -> Worker:
         return Worker(checkpoint, EngineConfig(**{"threads": 2, "num_blocks": 256} | settings))
 
 
-def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), **settings: Any) -> Engine:
+def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), *, token_work: int | None = None, **settings: Any) -> Engine:
+    """token_work: what an image's layers are held against, instead of the model's own."""
+    work = worker.spec.prompt_work if token_work is None else token_work
     return Engine(
         worker,
         EngineConfig(**settings),
@@ -65,7 +68,7 @@ def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), **settings: Any) -
         max_model_len=worker.max_model_len,
         num_blocks=settings.get("num_blocks", worker.num_blocks),
         eos_ids=eos_ids,
-        vision=None if worker.sight is None else worker.sight.spec,
+        seeing=worker.sight and Seeing(worker.sight.spec, None, work),
     )
 
 

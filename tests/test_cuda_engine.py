@@ -39,6 +39,7 @@ from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine import decode_work, device_sampler
 from nanovllm_cli.engine import worker as workers
+from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
@@ -89,7 +90,7 @@ def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> E
     return Engine(
         worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead, prepare=worker.prepare,
-        vision=None if worker.sight is None else worker.sight.spec,
+        seeing=worker.sight and Seeing(worker.sight.spec, None, worker.spec.prompt_work),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from fake_model import GREEDY, VOCAB, FakeClock, FakeModel, drain, expected_toke
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.scheduler import Scheduler
@@ -525,7 +526,7 @@ def test_a_strategy_that_guesses_gives_the_same_tokens_in_fewer_steps() -> None:
 
 def make_scheduler(num_blocks: int = 8) -> tuple[Scheduler, BlockManager]:
     blocks = BlockManager(num_blocks, 4)
-    return Scheduler(EngineConfig(block_size=4), blocks, Standard(), FakeClock()), blocks
+    return Scheduler(EngineConfig(block_size=4), blocks, Standard(), FakeClock(), Looking()), blocks
 
 
 def test_nothing_to_do_is_no_plan() -> None:

@@ -13,15 +13,17 @@ import torch
 
 
 class WholeImages(NamedTuple):
-    """Tokens `rows` [n] int64 of a step; in_windows: they see more only in layers with a window."""
+    """Tokens `rows` [n] int64 of a step, and by number which image each stands for [n]; in_windows: they see more only in layers
+    with a window."""
 
     rows: torch.Tensor
+    numbers: torch.Tensor
     in_windows: bool = False
 
     def within(self, rows: torch.Tensor) -> WholeImages | None:
         """Those among some rows of the step, as places among these."""
         places = torch.isin(rows, self.rows).nonzero()[:, 0]
-        return self._replace(rows=places) if len(places) else None
+        return self._replace(rows=places, numbers=self.numbers[torch.isin(self.rows, rows)]) if len(places) else None
 
 
 class ImageRows(NamedTuple):
@@ -90,12 +92,15 @@ class Batch:
         """The rows whose logits are wanted, alone."""
         return self.taken(self.logit_rows)
 
-    def taken(self, rows: torch.Tensor) -> Batch:
-        """Some rows alone: as runs of tokens that follow each other, each like a sequence that ends with them."""
+    def taken(self, rows: torch.Tensor, numbers: torch.Tensor | None = None) -> Batch:
+        """Some rows alone: as runs of tokens that follow each other, each like a sequence that ends with them. numbers: what else
+        is the same within a run."""
         starts = self.query_starts.long()
         owner = torch.searchsorted(starts, rows, right=True) - 1
         begins = torch.ones(len(rows), dtype=torch.bool)
         begins[1:] = (rows.diff() != 1) | (owner.diff() != 0)
+        if numbers is not None:
+            begins[1:] |= numbers.diff() != 0
         first = begins.nonzero()[:, 0]
         ends = torch.cat([first[1:], torch.tensor([len(rows)])])
         owners = owner[first]

@@ -29,6 +29,7 @@ import torch
 
 from nanovllm_cli.config import EngineConfig, Lora, LoraModule
 from nanovllm_cli.engine.answer import detokenizers_of
+from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
@@ -47,7 +48,7 @@ from nanovllm_cli.sampling_params import SamplingParams, params_for
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
-from nanovllm_cli.text.image_tokens import image_token, in_vocabulary
+from nanovllm_cli.text.image_tokens import in_vocabulary
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.vision_spec import TokenIds, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -168,8 +169,7 @@ class LLM:
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             further=further,
             second_text=self.tokenizer.second_text if self.spec.tells_texts_apart else None,
-            vision=self.vision,
-            image_token=image_token(self.tokenizer, self.vision),
+            seeing=seeing_of(self.vision, self.tokenizer, self.spec),
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len

@@ -287,6 +287,11 @@ class ModelSpec:
         return min((b.mlp.experts_per_token / b.mlp.num_experts for b in self.blocks if isinstance(b.mlp, MoESpec)), default=1.0)
 
     @property
+    def prompt_work(self) -> int:
+        """Multiplications with weights for a token whose logits nobody wants."""
+        return sum(block.num_active(self.hidden_size) for block in self.for_prompts.blocks)
+
+    @property
     def num_by_token(self) -> int:
         """Numbers of the embedding that has layers' own, of which a token takes a row."""
         return self.vocab_size * self.num_layers * self.per_layer_width

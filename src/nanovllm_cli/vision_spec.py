@@ -176,6 +176,15 @@ class TowerSpec:
         """Pixels on a side of what one row of its output stands for."""
         return self.patch_size * self.merge
 
+    def layer_work(self, image: Image) -> int:
+        """Multiplications of one layer, on average."""
+        patches = image.height * image.width // self.patch_size**2
+        matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
+        num_full = len(self.full) if self.window else self.num_layers
+        inside = min(patches, (self.window * self.merge) ** 2) * (self.num_layers - num_full)
+        seen = (num_full * patches + inside) // self.num_layers
+        return patches * self.hidden_size * (matrices + 2 * seen)
+
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:

@@ -28,8 +28,9 @@ from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.checked_images import checked_images
+from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
+from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
 from nanovllm_cli.engine.preparing import Preparing
@@ -41,7 +42,7 @@ from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import TokenIds
 
 MAX_PRIORITY = 2**31
 _EMBEDS = SamplingParams(max_tokens=1)
@@ -90,7 +91,7 @@ class Engine:
     for, beside the others, before it is scheduled. draws: whether the model has a head; without one texts are embedded, and
     nothing else. embeds_whole: a text's tokens see those behind them. embedding_refusal: why texts can't be embedded, where they
     can't. further: gives what a pooled vector becomes. second_text: where a prompt's second text begins, or 0, of a model that
-    tells two texts apart. vision: of a model that reads images. image_token: stands for nothing else.
+    tells two texts apart. seeing: of a model that reads images.
     """
 
     def __init__(
@@ -112,8 +113,7 @@ class Engine:
         embedding_refusal: UnsupportedError | None = None,
         further: Further | None = None,
         second_text: Callable[[tuple[int, ...]], int] | None = None,
-        vision: VisionSpec | None = None,
-        image_token: int | None = None,
+        seeing: Seeing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -132,7 +132,8 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )
-        self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock)
+        looking = Looking() if seeing is None else Looking(seeing.vision.tower, seeing.token_work)
+        self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock, looking)
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
         self._draws = draws
@@ -140,7 +141,7 @@ class Engine:
         self._embedding_refusal = embedding_refusal
         self._further = further
         self._second_text = second_text or (lambda ids: 0)
-        self._images = partial(checked_images, vision, image_token)
+        self._images = partial(checked_images, seeing)
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}

@@ -65,6 +65,7 @@ class _Follower:
         self._cache = KVCache(make.num_blocks, model.own_spec.mixers, model.model.backend, make.num_states)
         sampler = _NoSampler(model.spec.vocab_size)
         self._runner = model.platform.make_runner(model.model, self._cache, sampler, model.recordable)
+        self._sight = model.sight
         if model.sight is not None:
             self._runner.see = model.sight.rows
         self._line = line
@@ -80,6 +81,9 @@ class _Follower:
             match message:
                 case Run(plan):
                     with torch.inference_mode():
+                        if plan.look is not None:
+                            assert self._sight is not None
+                            self._sight.look(plan.look)
                         self._runner.run(plan)
                 case Take(which, of_states):
                     self._line.send(Taken(self._mover(of_states).take_out(which).numpy().tobytes()))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.vision_spec import PlacedImage
+from nanovllm_cli.vision_spec import Image, PlacedImage
 
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
@@ -111,14 +111,23 @@ class Scheduled(NamedTuple):
         return range(count - 1 - self.num_guesses, count) if self.draws or self.pooling == "last" else range(0)
 
 
+class Look(NamedTuple):
+    """An image of a sequence's prompt of which so many stages are computed, for a later step that has its tokens."""
+
+    seq_id: int
+    image: Image
+    num_stages: int
+
+
 class Plan(NamedTuple):
-    """One step. Order of effects: forget `finished`, register `new`, copy blocks and states, run, sample."""
+    """One step. Order of effects: look at an image, forget `finished`, register `new`, copy blocks and states, run, sample."""
 
     scheduled: list[Scheduled]
     new: list[NewSequence]
     finished: list[int]
     copies: list[tuple[int, int]]
     state_copies: Sequence[tuple[int, int]] = ()
+    look: Look | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -147,9 +156,15 @@ class Drawn(NamedTuple):
 class StepOutput(NamedTuple):
     """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets. pooled: seq id
     -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk. guesses: seq id -> what the
-    worker fed in place of DRAFTED."""
+    worker fed in place of DRAFTED. stages_left: of the image that is looked at."""
 
     drawn: list[Drawn]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     pooled: Mapping[int, list[float]] = MappingProxyType({})
     guesses: Mapping[int, list[int]] = MappingProxyType({})
+    stages_left: int = 0
+
+    def fed(self, share: Scheduled) -> list[int]:
+        """What a share's tokens turned out to be, where the worker guessed some of them."""
+        guesses = self.guesses.get(share.seq_id)
+        return share.token_ids if guesses is None else [*share.known, *guesses]

@@ -19,15 +19,15 @@ A sequence that was preempted keeps its tokens, and computes prompt and answer a
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, NewSequence, Plan, Scheduled, StepOutput
-from nanovllm_cli.engine.sequence import Request, Sequence, Status
+from nanovllm_cli.engine.looking import Looking
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Look, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.sequence import Line, Request, Sequence, Status, by_rank
 from nanovllm_cli.engine.strategy import Strategy
 
 
@@ -39,11 +39,12 @@ class Result(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that is under way: who is in it and with what, blocks being copied, states that are copied from and held for it, and
-    who was reported as finished."""
+    """A step that is under way: who is in it with what, who looks at what image, blocks being copied, states that are copied from
+    and held for it, and who was reported as finished."""
 
     members: list[Sequence]
     scheduled: list[Scheduled]
+    look: tuple[Sequence, Look] | None
     copies: list[tuple[int, int]]
     held_states: list[int]
     finished: list[int]
@@ -55,14 +56,22 @@ _AHEAD = [DRAWN_BEFORE]
 class Scheduler:
     """Holds every unfinished sequence. plan() and apply() (or rewind()) alternate; plan_ahead() may come between the two."""
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, strategy: Strategy, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        strategy: Strategy,
+        clock: Callable[[], float],
+        looking: Looking,
+    ) -> None:
         self._config = config
         self._blocks = blocks
         self._strategy = strategy
         self._clock = clock
+        self._looking = looking
         self._arrivals = itertools.count()
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.waiting = Line()
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
         self._finished: dict[int, None] = {}
         self._steps: deque[_Step] = deque()
@@ -98,14 +107,14 @@ class Scheduler:
 
         self._strategy.begin(len(decodes))
         self._serve(decodes, self._reserve(len(decodes), bool(prefills)))
-        for prefill in sorted(prefills, key=_rank):
+        for prefill in sorted(prefills, key=by_rank):
             self._enter_waiting(before=prefill.rank)
             self._serve([prefill], 0)
         self._enter_waiting()
         if self._budget:
             self._serve(decodes, 0)
         self._let_others_go_first_next_time()
-        assert self._scheduled, "a step without progress"
+        assert self._scheduled or self._looking, "a step without progress"
         return self._begin(self._introduce())
 
     def plan_ahead(self) -> Plan | None:
@@ -148,8 +157,10 @@ class Scheduler:
 
     def _begin(self, new: list[NewSequence]) -> Plan:
         finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
-        self._steps.append(_Step(self._members, self._scheduled, self._copies, [source for source, _ in sources], finished))
-        return Plan(self._scheduled, new, finished, self._copies, self._state_copies + sources)
+        look, held = self._looking.take(), [source for source, _ in sources]
+        self._steps.append(_Step(self._members, self._scheduled, look, self._copies, held, finished))
+        state_copies = self._state_copies + sources
+        return Plan(self._scheduled, new, finished, self._copies, state_copies, None if look is None else look[1])
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
         """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
@@ -166,9 +177,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 continue
             if failures and sequence.seq_id in failures:
-                self._blocks.distrust(sequence)
-                message = failures[sequence.seq_id]
-                results.extend(Result(each, Drawn(each.seq_id, [], None, message)) for each in _group(sequence))
+                results += self._failed(sequence, failures[sequence.seq_id])
                 continue
             if sequence.num_computed < len(sequence.request.prompt_ids):
                 self._collect_prompt(sequence, share, output)
@@ -178,7 +187,7 @@ class Scheduler:
                 continue
             first = _sound(by_id.get(sequence.seq_id), sequence)
             others = [_sound(by_id.get(each.seq_id), each) for each in sequence.pending]
-            sequence.advance(self._strategy.num_valid(sequence, _fed(share, output), first.token_ids), len(share.known))
+            sequence.advance(self._strategy.num_valid(sequence, output.fed(share), first.token_ids), len(share.known))
             sequence.token_ids.extend(first.token_ids)
             if first.error is None and all(each.error is None for each in others):
                 self._blocks.register(sequence)
@@ -188,6 +197,11 @@ class Scheduler:
                 results.extend(self._fork(sequence, others))
             sequence.registered = True
             results.append(Result(sequence, first))
+        if step.look is not None and (looker := step.look[0]).status is Status.RUNNING:
+            looker.request.stages_left[step.look[1].image.digest] = output.stages_left
+            if looker not in step.members:
+                failure = failures.get(looker.seq_id)
+                results += [Result(looker, None)] if failure is None else self._failed(looker, failure)
         return results
 
     def rewind(self) -> None:
@@ -204,7 +218,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._blocks.release(sequence)
         elif status is Status.WAITING:
-            self._remove_waiting(sequence)
+            self.waiting.take_out(sequence)
         elif status is Status.PENDING:
             for other in sequence.request.sequences:
                 if sequence in other.pending:
@@ -220,7 +234,7 @@ class Scheduler:
     def _make_way_for_urgent(self) -> None:
         """A waiting sequence takes seat and blocks from running ones of a less urgent priority, ageing considered."""
         while self.waiting and self.running:
-            first, last = self.waiting[0], max(self.running, key=_rank)
+            first, last = self.waiting[0], max(self.running, key=by_rank)
             if last.request.priority <= first.request.priority or last.rank < first.rank:
                 return
             if self._free_seats() > 0 and self._admit(first):
@@ -254,7 +268,13 @@ class Scheduler:
                 return False  # what is longer than a step has one of its own
             limit = len(sequence.token_ids)
         if not decodes:
-            limit = self._blocks.states.chunk(sequence, min(limit, len(sequence.token_ids) - sequence.num_computed))
+            budget, limit = limit, min(limit, len(sequence.token_ids) - sequence.num_computed)
+            if sequence.request.images:
+                limit, taken = self._looking.room(sequence, limit, budget)
+                self._budget -= taken
+            if not limit:
+                return False
+            limit = self._blocks.states.chunk(sequence, limit)
             limit = sequence.request.uncut(sequence.num_computed, limit)
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
@@ -281,7 +301,7 @@ class Scheduler:
             Scheduled(
                 sequence.seq_id, fed, start,
                 sequence.block_table[: self._blocks.blocks_for(end)],
-                tuple([each.seq_id for each in _group(sequence)]) if draws else (),
+                tuple([each.seq_id for each in sequence.group]) if draws else (),
                 request.params.prompt_logprobs if collects else None,
                 request.prompt_ids[start + 1 : end + 1] if collects else (),
                 len(request.prompt_ids),
@@ -299,7 +319,7 @@ class Scheduler:
             candidates = [each for each in self.running if each.rank > sequence.rank and each.step != self.num_steps]
             if not candidates:
                 return False
-            self._preempt(max(candidates, key=_rank))
+            self._preempt(max(candidates, key=by_rank))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -368,17 +388,17 @@ class Scheduler:
             self.running.sort(key=lambda each: each.step == self.num_steps)
 
     def _introduce(self) -> list[NewSequence]:
-        new: list[NewSequence] = []
+        new: list[Sequence] = []
         for sequence, share in zip(self._members, self._scheduled, strict=True):
             if share.draws and not sequence.registered:
-                for each in _group(sequence):
-                    request = each.request
-                    prompt_ids = list(request.prompt_ids)
-                    new.append(NewSequence(each.seq_id, prompt_ids, request.params, each.seed, request.stop_ids))
-                    each.announced = True
-        return new
+                new += sequence.group
+        return [each.announce() for each in new]
 
     # What came back
+
+    def _failed(self, sequence: Sequence, message: str) -> list[Result]:
+        self._blocks.distrust(sequence)
+        return [Result(each, Drawn(each.seq_id, [], None, message)) for each in sequence.group]
 
     def _unpin(self, step: _Step) -> None:
         for source, _ in step.copies:
@@ -420,27 +440,7 @@ class Scheduler:
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         sequence.request.begin_again()
-        insort(self.waiting, sequence, key=_rank)
-
-    def _remove_waiting(self, sequence: Sequence) -> None:
-        index = bisect_left(self.waiting, sequence.rank, key=_rank)
-        assert self.waiting[index] is sequence
-        del self.waiting[index]
-
-
-def _rank(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.rank
-
-
-def _group(sequence: Sequence) -> list[Sequence]:
-    """A sequence and those that draw from the row that ends its prompt."""
-    return [sequence, *sequence.pending]
-
-
-def _fed(share: Scheduled, output: StepOutput) -> list[int]:
-    """What a share's tokens turned out to be, where the worker guessed some of them."""
-    guesses = output.guesses.get(share.seq_id)
-    return share.token_ids if guesses is None else [*share.known, *guesses]
+        self.waiting.put(sequence)
 
 
 def _sound(drawn: Drawn | None, sequence: Sequence) -> Drawn:

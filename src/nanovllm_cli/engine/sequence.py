@@ -6,12 +6,13 @@ them. Texts, stop rules and log-probabilities of an answer live in `answer.py`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.engine.plan import NewSequence, TokenLogprobs
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage
@@ -38,6 +39,7 @@ class Request:
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
     lora: see `Scheduled`; what is cached of a prompt depends on it, too. images: of the prompt, in their order.
+    stages_left: of those that have been looked at, by their digests.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
     draws nothing. second: where the second of two texts begins that are read together, or 0. pooled: what its chunks gave so far.
@@ -56,6 +58,7 @@ class Request:
     cache_salt: str | None = None
     lora: tuple[float, ...] = ()
     images: tuple[PlacedImage, ...] = ()
+    stages_left: dict[bytes, int] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     whole: bool = False
@@ -102,6 +105,7 @@ class Request:
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]
         self.pooled = None
+        self.stages_left.clear()  # what was made of them may be gone
 
     @property
     def embedding(self) -> tuple[float, ...] | None:
@@ -163,6 +167,33 @@ class Sequence:
         self.num_computed += num_tokens
         self.num_held = max(0, num_tokens - num_known)
 
+    def announce(self) -> NewSequence:
+        """What a plan tells the worker of it."""
+        self.announced = True
+        request = self.request
+        return NewSequence(self.seq_id, list(request.prompt_ids), request.params, self.seed, request.stop_ids)
+
+    @property
+    def group(self) -> list[Sequence]:
+        """This one and those that draw from the row that ends its prompt."""
+        return [self, *self.pending]
+
     @property
     def salt(self) -> Salt:
         return self.request.cache_salt, self.request.lora
+
+
+def by_rank(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.rank
+
+
+class Line(list[Sequence]):
+    """Those that wait, in order of rank."""
+
+    def put(self, sequence: Sequence) -> None:
+        insort(self, sequence, key=by_rank)
+
+    def take_out(self, sequence: Sequence) -> None:
+        index = bisect_left(self, sequence.rank, key=by_rank)
+        assert self[index] is sequence
+        del self[index]

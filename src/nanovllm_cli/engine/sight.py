@@ -1,8 +1,8 @@
 """What the images of a step become: rows in the place of tokens' embeddings, and rotary positions.
 
 A tower is loaded when the first image comes, so that who sends none neither waits nor gives memory for it. It computes one image
-at a time, whatever step that is part of; what it made of the last images is kept, for the next part of a prompt, its next turn,
-and whoever comes back.
+at a time, whatever step that is part of, and a large one a few layers a step (`looking.py`); what it made of the last images is
+kept, for the next part of a prompt, its next turn, and whoever comes back.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from nanovllm_cli.batch import ImageRows
-from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.plan import Look, Scheduled
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UnsupportedError
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.tower import Tower, TowerRows, work_bytes
+from nanovllm_cli.models.tower import Stages, Tower, TowerRows, next_stage, work_bytes
 from nanovllm_cli.vision_spec import Image, PlacedImage, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.mmproj import checked_mmproj, load_mmproj, open_mmproj
@@ -29,11 +30,22 @@ from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vi
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 << 20
+MOST_BEGUN = 2
+"""Images of which some layers are computed: one that somebody more urgent came before waits, a third begins anew."""
+
+
+@dataclass(slots=True)
+class _Begun:
+    """An image that is being computed. left: stages. seconds: that it took so far."""
+
+    stages: Stages
+    left: int
+    seconds: float = 0.0
 
 
 class Sight:
     """load: gives the tower. num_bytes: what it takes at the most, with an image of the largest size in it. num_computed: images
-    so far. told: called before each, as one may take a minute."""
+    so far. told: called before each layer of one, as that may take seconds."""
 
     def __init__(self, spec: VisionSpec, load: Callable[[], Tower], num_bytes: int) -> None:
         self.spec = spec
@@ -44,6 +56,7 @@ class Sight:
         self._failure: NanovllmError | None = None
         self.num_computed = 0
         self._kept: OrderedDict[bytes, TowerRows] = OrderedDict()
+        self._begun: OrderedDict[bytes, _Begun] = OrderedDict()
 
     def tower(self) -> Tower:
         """Loaded, where it is not yet. A failure is told again without another try: files are large, and others wait."""
@@ -77,24 +90,47 @@ class Sight:
         values, *deep = (torch.cat(each) for each in zip(*found, strict=True))
         return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep))
 
+    def look(self, look: Look) -> int:
+        """Computes stages of an image for later steps; how many are left."""
+        return 0 if self._rows_after(look.image, look.num_stages) is not None else self._begun[look.image.digest].left
+
     def _made(self, image: Image) -> TowerRows:
+        made = self._rows_after(image, self.spec.tower.num_layers)
+        assert made is not None
+        return made
+
+    def _rows_after(self, image: Image, num_stages: int) -> TowerRows | None:
+        """None where some are left then. What is broken off begins anew."""
         made = self._kept.pop(image.digest, None)
         if made is None:
-            self.told()
-            tower, start = self.tower(), time.monotonic()
-            try:
-                made = tower(image)
-            except torch.OutOfMemoryError:
-                told = f"an image of {image.width} x {image.height} pixels does not fit the GPU beside weights and cache"
-                raise DoesNotFitError(told, "--image-max-tokens N makes images smaller, --kv-cache SIZE the cache") from None
-            self.num_computed += 1
-            logger.info(
-                "an image of %d x %d pixels: %d tokens in %.2f s",
-                image.width, image.height, len(made.rows), time.monotonic() - start,
-            )  # fmt: skip
+            begun = self._begun.pop(image.digest, None) or _Begun(self.tower().stages(image), self.spec.tower.num_layers)
+            made = self._computed(image, begun, num_stages)
+            if made is None:
+                self._begun[image.digest] = begun
+                if len(self._begun) > MOST_BEGUN:
+                    self._begun.popitem(last=False)
+                return None
         self._kept[image.digest] = made
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > KEPT_BYTES:
             self._kept.popitem(last=False)
+        return made
+
+    def _computed(self, image: Image, begun: _Begun, num_stages: int) -> TowerRows | None:
+        start, made = time.monotonic(), None
+        for _ in range(min(num_stages, begun.left)):
+            self.told()
+            try:
+                made = next_stage(begun.stages)
+            except torch.OutOfMemoryError:
+                told = f"an image of {image.width} x {image.height} pixels does not fit the GPU beside weights and cache"
+                raise DoesNotFitError(told, "--image-max-tokens N makes images smaller, --kv-cache SIZE the cache") from None
+            begun.left -= 1
+        begun.seconds += time.monotonic() - start
+        if made is not None:
+            self.num_computed += 1
+            logger.info(
+                "an image of %d x %d pixels: %d tokens in %.2f s", image.width, image.height, len(made.rows), begun.seconds
+            )
         return made
 
 
@@ -127,7 +163,8 @@ def sight_of(
     if spec.has_grid and any(len(rope.axes) != rope.dim // 2 for rope in model.ropes):
         raise UnsupportedError("the files don't say how rotary positions are divided among time, rows and columns")
     work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
-    return Sight(spec, load, vision_bytes(spec, dtype) + work + KEPT_BYTES)
+    waiting = (MOST_BEGUN - 1) * work // 4  # of the 17 rows of a patch, its own and its keys and values
+    return Sight(spec, load, vision_bytes(spec, dtype) + work + waiting + KEPT_BYTES)
 
 
 def _vision_of(checkpoint: Checkpoint) -> VisionSpec | None:

@@ -68,14 +68,17 @@ def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:
 
 def _whole(scheduled: list[Scheduled]) -> WholeImages | None:
     rows: list[int] = []
+    numbers: list[int] = []
     first, in_windows = 0, False
     for share in scheduled:
         for placed in share.images:
             if placed.whole:
-                rows += range(first + max(0, placed.start - share.start), first + placed.end - share.start)
+                its = range(first + max(0, placed.start - share.start), first + placed.end - share.start)
+                numbers += [numbers[-1] + 1 if numbers else 0] * len(its)
+                rows += its
                 in_windows = placed.in_windows
         first += len(share.token_ids)
-    return WholeImages(torch.tensor(rows, dtype=torch.int64), in_windows) if rows else None
+    return WholeImages(torch.tensor(rows), torch.tensor(numbers), in_windows) if rows else None
 
 
 def lora_rows(scheduled: Sequence[Scheduled]) -> np.ndarray | None:

@@ -91,11 +91,16 @@ class Stepper:
         except LostProcessError:
             raise  # nobody's request is to blame, and none can go on
         except Exception as error:
-            if len(plan.scheduled) == 1:
-                seq_id = plan.scheduled[0].seq_id
+            concerned = [share.seq_id for share in plan.scheduled] + ([] if plan.look is None else [plan.look.seq_id])
+            if len(concerned) == 1:
+                (seq_id,) = concerned
                 logger.exception("sequence %d failed", seq_id)
                 return StepOutput([], {}), {seq_id: _message(error)}
-            logger.warning("a step of %d sequences failed; looking for the one to blame", len(plan.scheduled))
+            logger.warning("a step of %d sequences failed; looking for the one to blame", len(concerned))
+        if plan.look is not None:
+            look, failures = self._execute(Plan([], [], plan.finished, [], look=plan.look))
+            rest, failed = self._execute(plan._replace(look=None))
+            return rest._replace(stages_left=look.stages_left), failed | failures
         drawn, prompt_logprobs, failures = [], {}, {}
         pooled: dict[int, list[float]] = {}
         guesses: dict[int, list[int]] = {}

@@ -18,6 +18,7 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.draft import Draft
 from nanovllm_cli.engine.executor import RunsAhead
+from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
 from nanovllm_cli.engine.loaded_mtp import LoadedMTP
 from nanovllm_cli.engine.memory import size_cache
@@ -25,6 +26,7 @@ from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.engine.sight import Sight
 from nanovllm_cli.errors import LostProcessError, UnsupportedError
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
@@ -172,7 +174,7 @@ class Worker(LoadedModel):
     def ahead(self) -> RunsAhead | None:
         """This worker as one that starts a step before the last one's tokens are read, where its runner can and nobody drafts."""
         can = isinstance(self.runner, RunsAhead) and self._draft is None
-        return _Ahead(self.platform, weakref.proxy(self.runner)) if can else None
+        return _Ahead(self.platform, weakref.proxy(self.runner), self.sight) if can else None
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """See Prepare."""
@@ -198,10 +200,10 @@ class Worker(LoadedModel):
     def _run(self, plan: Plan) -> StepOutput:
         ranks = self._ranks
         if ranks is None:
-            return self.runner.run(plan)
+            return self._computed(plan)
         try:
             ranks.run(plan)
-            output = self.runner.run(plan)
+            output = self._computed(plan)
         except BaseException as failure:  # the others are in the midst of the step, and nobody can tell where
             ranks.group.break_off()
             if isinstance(failure, Exception) and not isinstance(failure, LostProcessError):
@@ -209,6 +211,14 @@ class Worker(LoadedModel):
             raise
         ranks.check()
         return output
+
+    def _computed(self, plan: Plan) -> StepOutput:
+        if plan.look is None:
+            return self.runner.run(plan)
+        assert self.sight is not None
+        with let_in():
+            left = self.sight.look(plan.look)
+        return self.runner.run(plan)._replace(stages_left=left)
 
     @property
     def _drafted_by(self) -> list[object]:
@@ -292,9 +302,10 @@ class _Ahead:
     """See RunsAhead. The runner, in the surroundings that `Worker.execute` gives it; a proxy of it, as `Worker.close` lets go of
     the memory."""
 
-    def __init__(self, platform: Platform, runner: RunsAhead) -> None:
+    def __init__(self, platform: Platform, runner: RunsAhead, sight: Sight | None) -> None:
         self._platform = platform
         self._runner = runner
+        self._sight = sight
 
     def draws_unseen(self, params: SamplingParams) -> bool:
         return self._runner.draws_unseen(params)
@@ -302,7 +313,12 @@ class _Ahead:
     def submit(self, plan: Plan) -> Callable[[], StepOutput]:
         self._platform.enter()
         with torch.inference_mode():
-            return self._runner.submit(plan)
+            if plan.look is None:
+                return self._runner.submit(plan)
+            assert self._sight is not None
+            left = self._sight.look(plan.look)
+            output = self._runner.submit(plan)
+        return lambda: output()._replace(stages_left=left)
 
 
 def _check_that_cpu_computes(config: EngineConfig) -> None:

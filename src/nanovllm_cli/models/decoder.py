@@ -232,7 +232,7 @@ class Decoder:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         there, whole = batch.to(self.device), None
         if batch.whole is not None and there.whole is not None:
-            apart = batch.taken(batch.whole.rows)
+            apart = batch.taken(batch.whole.rows, batch.whole.numbers)
             step = self.backend.prepare(apart, apart.to(self.device), is_whole=True)
             whole = WholeRows(there.whole.rows, step, batch.whole.in_windows)
         inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there, whole=whole))

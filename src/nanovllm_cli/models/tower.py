@@ -10,14 +10,14 @@ Nothing here reads files or configs (towers.py, weights/vision.py), or makes an 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.models.tower_attention import HeadNorms, Windows, attention
+from nanovllm_cli.models.tower_attention import Attend, HeadNorms, Windows, attention
 from nanovllm_cli.models.tower_products import Product, activated, product
 from nanovllm_cli.vision_spec import Image, TowerSpec
 
@@ -33,6 +33,19 @@ class TowerRows(NamedTuple):
 
     rows: torch.Tensor
     deep: tuple[torch.Tensor, ...] = ()
+
+
+Stages = Generator[None, None, TowerRows]
+
+
+def next_stage(stages: Stages) -> TowerRows | None:
+    """None where more are to come."""
+    try:
+        next(stages)
+    except StopIteration as end:
+        made: TowerRows = end.value
+        return made
+    return None
 
 
 class _Grid(NamedTuple):
@@ -65,6 +78,13 @@ class Tower:
 
     def __call__(self, image: Image) -> TowerRows:
         """The image's sides are multiples of the spec's `cell`."""
+        stages = self.stages(image)
+        while (made := next_stage(stages)) is None:
+            pass
+        return made
+
+    def stages(self, image: Image) -> Stages:
+        """The same a layer at a time: as many steps as the spec has layers, the last of which returns the rows."""
         spec = self.spec
         grid = self._grid(image)
         x = self._patches(image, grid)
@@ -76,17 +96,22 @@ class Tower:
             inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x)
         deep: list[torch.Tensor] = []
         for i in range(spec.num_layers):
-            layer, attend = f"layers.{i}", everywhere if i in spec.full else inside
-            qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
-            seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
-            x += self._normed(f"{layer}.after_attention_norm", seen)
-            x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
+            if i:
+                yield
+            self._layer(f"layers.{i}", x, everywhere if i in spec.full else inside)
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
         if spec.post_norm:
             x = self._norm("post_norm", x)
         return TowerRows(_line_by_line(self._projected(x), grid), tuple(_line_by_line(each, grid) for each in deep))
+
+    def _layer(self, layer: str, x: torch.Tensor, attend: Attend) -> None:
+        """Adds to x, in place."""
+        qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
+        seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
+        x += self._normed(f"{layer}.after_attention_norm", seen)
+        x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
 
     def _grid(self, image: Image) -> _Grid:
         cell = self.spec.cell

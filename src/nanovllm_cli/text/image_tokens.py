@@ -66,9 +66,9 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, im
     return TokenIds(out, placed)
 
 
-def image_token(tokenizer: Tokenizer, vision: VisionSpec | None) -> int | None:
+def image_token(tokenizer: Tokenizer, vision: VisionSpec) -> int | None:
     """The token that stands for images and nothing else, where there is one."""
-    if vision is None or vision.tokens.token == vision.tokens.instead:
+    if vision.tokens.token == vision.tokens.instead:
         return None
     return tokenizer.control_tokens.get(vision.tokens.token)
 
