@@ -68,7 +68,12 @@ def make(shape: str, layers: int, folder: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config_of(shape, layers)).to(torch.bfloat16).save_pretrained(folder)
+    save_with_tokenizer(AutoModelForImageTextToText.from_config(config_of(shape, layers)).to(torch.bfloat16), folder)
+
+
+def save_with_tokenizer(model: Any, folder: Path) -> None:
+    """The bundled model's, with WORDS behind its vocabulary."""
+    model.save_pretrained(folder)
     tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for place, word in enumerate(WORDS):
@@ -77,14 +82,14 @@ def make(shape: str, layers: int, folder: Path) -> None:
     shutil.copy(BUNDLED / "tokenizer_config.json", folder)
 
 
-def picture(height: int, width: int) -> bytes:
+def picture(height: int, width: int, seed: int = 0) -> bytes:
     import io
 
     import numpy as np
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)).save(file, "PNG")
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(file, "PNG")
     return file.getvalue()
 
 

@@ -3,9 +3,9 @@
 Each step takes decodes first, then prefill chunks and waiting sequences in order of rank, under two limits: tokens a step and
 sequences a step. What must hold, and why it does:
 
-- Progress. Every plan schedules a token. Requests have one fixed order, their rank; a sequence that lacks blocks takes them from
-  the running sequence with the highest rank above its own that is not in the step yet, or else sits the step out. The most urgent
-  one can preempt all others, and alone it fits: the engine refuses what does not.
+- Progress. Every plan schedules a token, or a layer of an image (see `looking.py`). Requests have one fixed order, their rank; a
+  sequence that lacks blocks takes them from the running sequence with the highest rank above its own that is not in the step yet,
+  or else sits the step out. The most urgent one can preempt all others, and alone it fits: the engine refuses what does not.
 - No starvation. Waiting sequences enter in order of rank and nobody overtakes the first. With policy "priority" the rank is
   priority + arrival / aging_seconds: to wait `aging_seconds` is worth one level, and two requests age alike, so the order never
   changes; running ones of a less urgent priority make way. Where decodes alone would fill the step they leave a part of it to
