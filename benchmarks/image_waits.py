@@ -50,7 +50,7 @@ def measure(llm: Any, height: int, width: int, seed: int, *, divided: bool) -> d
     engine = llm.engine
     work = llm.spec.prompt_work if divided else AT_ONCE
     engine._scheduler._looking = Looking(llm.vision.tower, work)
-    image = read_image(picture(height, width, seed), llm.vision, "it")
+    (image,) = read_image(picture(height, width, seed), llm.vision, "it").images
     placed = llm.vision.placed(image, 1)
     ids = TokenIds([VOCABULARY, *[VOCABULARY + 1] * placed.num_tokens, VOCABULARY + 2, 9, 10], [placed])
     endless = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4000)

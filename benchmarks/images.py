@@ -117,7 +117,7 @@ def measure_ours(folder: Path, dtype: str, args: argparse.Namespace) -> float:
         vision = read_vision(checkpoint)
         assert vision is not None
         tower = load_tower(checkpoint, vision, getattr(torch, dtype))
-    image = read_image(picture(args.height, args.width), vision, "it")
+    (image,) = read_image(picture(args.height, args.width), vision, "it").images
     with torch.inference_mode():
         return best(lambda: tower(image))
 
@@ -134,7 +134,7 @@ def measure_transformers(folder: Path, dtype: str, args: argparse.Namespace) -> 
     with open_checkpoint(folder) as checkpoint:
         vision = read_vision(checkpoint)
         assert vision is not None
-    image = read_image(picture(args.height, args.width), vision, "it")
+    (image,) = read_image(picture(args.height, args.width), vision, "it").images
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).model
     lines, columns = image.height // vision.tower.patch_size, image.width // vision.tower.patch_size
     if model.config.model_type.startswith("qwen"):

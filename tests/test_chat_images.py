@@ -30,7 +30,7 @@ from nanovllm_cli.cli.model import Loaded
 from nanovllm_cli.cli.question import said
 from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
 from nanovllm_cli.images import reading
-from nanovllm_cli.vision_spec import Image, PlacedImage, TokenIds
+from nanovllm_cli.vision_spec import Image, Picture, PlacedImage, TokenIds
 from openai_server import OpenAIServer
 from seeing import png, seeing_model
 from test_chat_prompt import EMPTY, Screen
@@ -267,7 +267,7 @@ def seen(chat: Chat) -> list[int]:
     """Which images the model has been shown last, by number."""
     digests = [image.image.digest for image in images_of(chat.model.kept)]
     vision = chat.model.llm.vision  # type: ignore[attr-defined]
-    known = [image.digest for image in reading.read_images([(url, "it") for url in URLS], vision)]
+    known = [image.images[0].digest for image in reading.read_images([(url, "it") for url in URLS], vision)]
     return [known.index(digest) for digest in digests]
 
 
@@ -480,13 +480,13 @@ def test_images_are_remembered_within_bounds(llm: LLM, monkeypatch: pytest.Monke
     decoded = []
     read_image = reading.read_image
 
-    def counted(data: bytes, spec: Any, where: str) -> Image:
+    def counted(data: bytes, spec: Any, where: str) -> Picture:
         decoded.append(where)
         return read_image(data, spec, where)
 
     monkeypatch.setattr(reading, "read_image", counted)
     monkeypatch.setattr(reading, "_recent", reading._Recent())
-    size = len(reading.read_images([(URLS[0], "a")], llm.vision)[0].pixels)
+    size = len(reading.read_images([(URLS[0], "a")], llm.vision)[0].images[0].pixels)
     monkeypatch.setattr(reading, "_REMEMBERED_BYTES", 2 * size)
     for urls in (URLS[:2], [URLS[1], URLS[0]], [URLS[2]], URLS[:1]):
         images = reading.read_images([(url, str(URLS.index(url))) for url in urls], llm.vision)
@@ -498,7 +498,7 @@ def test_images_are_remembered_within_bounds(llm: LLM, monkeypatch: pytest.Monke
         reading.read_images([(data_url(png()[:-40]), "second")], llm.vision)
     reading.read_images([(WIDE, "large")], llm.vision.limited(1 << 20))
     monkeypatch.setattr(reading, "_REMEMBERED_BYTES", 1)
-    assert reading.read_images([(WIDE, "large")] * 2, llm.vision)[0].width > 0
+    assert reading.read_images([(WIDE, "large")] * 2, llm.vision)[0].num_pixels > 0
 
 
 # ---- from the command line ----

@@ -103,7 +103,7 @@ def test_of_a_qwen_the_model_gets_what_was_sent(tmp_path: Path) -> None:
         messages = [message(images[0], "?"), {"role": "assistant", "content": "a"}, message("b", images[1])]
         prompt = llm.encode_chat(messages)
         for placed, data in zip(prompt.images, images, strict=True):
-            assert placed.image == read_image(data, llm.vision, "it")
+            assert (placed.image,) == read_image(data, llm.vision, "it").images
             assert set(prompt[placed.start : placed.end]) == {llm.tokenizer.control_tokens["<|image_pad|>"]}
             assert [prompt[at] for at in (placed.start - 1, placed.end)] == [258, 260]  # <|vision_start|>, <|vision_end|>
         assert sum(each.num_tokens for each in prompt.images) == list(prompt).count(259)

@@ -22,7 +22,7 @@ from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.images import reading, source
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.source import data_url, image_bytes, kind_of
-from nanovllm_cli.vision_spec import Image, ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import ImageTokens, Picture, SizeRule, TowerSpec, VisionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
 TOWER = TowerSpec(
@@ -116,7 +116,7 @@ def test_cut_anywhere_it_is_an_image_or_refused(name: str) -> None:
     refused = 0
     for end in range(0, len(data), max(1, len(data) // 40)):
         try:
-            assert isinstance(read_image(data[:end], SPEC, "it"), Image)
+            assert isinstance(read_image(data[:end], SPEC, "it"), Picture)
         except UsageError:
             refused += 1
     assert refused > 20
@@ -139,9 +139,9 @@ def test_changed_anywhere_it_is_an_image_or_refused(name: str) -> None:
         except NanovllmError as error:
             outcomes.add(type(error))
         else:
-            assert len(image.pixels) == image.height * image.width * 3
-            outcomes.add(Image)
-    assert outcomes <= {UsageError, Image}
+            assert [len(each.pixels) for each in image.images] == [3 * image.num_pixels]
+            outcomes.add(Picture)
+    assert outcomes <= {UsageError, Picture}
     assert UsageError in outcomes
 
 
@@ -191,7 +191,7 @@ def test_a_line_is_refused(width: int, height: int) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(200, 1), (1, 200), (4000, 20)])
 def test_what_is_nearly_one_is_not(width: int, height: int) -> None:
-    image = read_image(saved("PNG", pillow.new("RGB", (width, height))), SPEC, "it")
+    (image,) = read_image(saved("PNG", pillow.new("RGB", (width, height))), SPEC, "it").images
     assert {image.height, image.width} == {8, 16}
 
 
@@ -199,7 +199,7 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
     """One of 8192 x 8192 takes 30 ms a scan, which has 60 bytes."""
     plain = saved("JPEG", progressive=True)
     scan = plain[plain.rindex(b"\xff\xda") : -2]
-    assert isinstance(read_image(plain[:-2] + scan * 50 + plain[-2:], SPEC, "it"), Image)
+    assert isinstance(read_image(plain[:-2] + scan * 50 + plain[-2:], SPEC, "it"), Picture)
     for more in (scan, b"\xff\xff" + scan, b"\xff\xd3" + scan):  # bytes that fill, and a marker without a length
         assert refusal(plain[:-2] + more * 100 + plain[-2:]).endswith("is a JPEG of more than 100 parts")
 
@@ -211,7 +211,7 @@ def test_scans_behind_markers_that_libjpeg_passes_count() -> None:
     for reserved in (b"\x02", b"\xbf"):
         hiding = scan.replace(b"\xff\xd0", b"\xff" + reserved + b"\xff\xff\xff\xd0", 1)
         assert len(hiding) == len(scan) + 4
-        assert isinstance(read_image(plain[:-2] + hiding * 50 + plain[-2:], SPEC, "it"), Image)
+        assert isinstance(read_image(plain[:-2] + hiding * 50 + plain[-2:], SPEC, "it"), Picture)
         assert "more than 100 parts" in refusal(plain[:-2] + hiding * 600 + plain[-2:])
 
 
@@ -231,7 +231,7 @@ def test_scans_behind_what_looks_like_the_end_count() -> None:
 
 def test_what_lies_behind_a_jpeg_is_not_counted() -> None:
     """A phone puts a film there."""
-    assert isinstance(read_image(saved("JPEG") + b"\xff\xda\0\x02" * 50_000, SPEC, "it"), Image)
+    assert isinstance(read_image(saved("JPEG") + b"\xff\xda\0\x02" * 50_000, SPEC, "it"), Picture)
 
 
 def test_a_jpeg_of_many_exif_pieces_is_refused() -> None:
@@ -258,7 +258,7 @@ def test_a_bmp_with_the_shortest_head_is_an_image() -> None:
     """Pixels are where others have their compression."""
     data = bmp_of(struct.pack("<IHHHH", 12, 16, 16, 1, 24), b"\0\0\0\0\1\0\0\0" * 96)
     assert data[30:34] == b"\1\0\0\0"
-    assert isinstance(read_image(data, SPEC, "it"), Image)
+    assert isinstance(read_image(data, SPEC, "it"), Picture)
 
 
 def test_markers_of_nothing_are_passed_in_time() -> None:
@@ -270,7 +270,7 @@ def test_what_pillow_warns_of_is_not_said(tmp_path: Path) -> None:
     reading._hush.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert isinstance(read_image(data, SPEC, "it"), Image)
+        assert isinstance(read_image(data, SPEC, "it"), Picture)
         assert said == []
         pillow.open(io.BytesIO(data)).getexif()
     reading._hush.cache_clear()

@@ -24,7 +24,7 @@ from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, NanovllmErr
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_marks
-from nanovllm_cli.vision_spec import Image, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file
@@ -503,13 +503,13 @@ def test_a_gemmas_file_may_lack_the_token_of_images(made: Callable[[str], Made],
     spec, _ = opened(write_mmproj(made("gemma3").folder, tmp_path / "mmproj.gguf"))
     whole, cut = ({each: place for place, each in enumerate(("<pad>", "<start_of_image>", "<end_of_image>", *more))}
                   for more in (["<image_soft_token>"], []))  # fmt: skip
+    one = Image.of(48, 48, bytes(3 * 48 * 48))
     for tokens, part in (whole, "<image_soft_token>"), (cut, "<pad>"):
         tokenizer: Any = SimpleNamespace(control_tokens=tokens)
         known = in_vocabulary(spec, tokenizer)
-        text, _ = with_marks("a<start_of_image>b", [], known, 1)
+        text, _ = with_marks("a<start_of_image>b", [], known, [Picture((one,))])
         assert text == f"a\n\n<start_of_image>{part}<end_of_image>\n\nb"
-        one = Image.of(48, 48, bytes(3 * 48 * 48))
-        ids = with_images([7, tokens[part], 8], tokenizer, known, [one])
+        ids = with_images([7, tokens[part], 8], tokenizer, known, [Picture((one,))])
         assert list(ids) == [7, *[tokens[part]] * 16, 8]
         assert known.fits(ids.images, len(ids))
 

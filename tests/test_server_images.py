@@ -30,7 +30,7 @@ from nanovllm_cli.server.ports import EngineState
 from nanovllm_cli.server.settings import IMAGES_BODY, TEXTS_BODY, ServeSettings
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Image, ImageTokens, SizeRule, TokenIds, TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import ImageTokens, Picture, SizeRule, TokenIds, TowerSpec, VisionSpec
 from seeing import FIRST, TEMPLATE, WORDS, png, seeing_model
 from server_fakes import FakeEngine, FakeModels, FakePool
 from test_llm import write_byte_tokenizer
@@ -113,7 +113,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Gets the place of each image that is decoded. None is remembered at first."""
     places: list[str] = []
 
-    def noting(data: bytes, vision: VisionSpec, where: str) -> Image:
+    def noting(data: bytes, vision: VisionSpec, where: str) -> Picture:
         places.append(where)
         return read_image(data, vision, where)
 
@@ -125,7 +125,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def shown(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
     """A prompt's text, with [A] where image A is."""
     assert isinstance(prompt, TokenIds)
-    names = {read_image(data, VISION, "it").digest: name for name, data in FILES.items()}
+    names = {read_image(data, VISION, "it").images[0].digest: name for name, data in FILES.items()}
     text, start = "", 0
     for placed in prompt.images:
         assert set(prompt[placed.start : placed.end]) == {PAD}
@@ -450,7 +450,7 @@ def test_images_of_earlier_turns_are_not_decoded_again(
     prompt = server.engine.prompts[-1]
     assert isinstance(prompt, TokenIds)
     shown_now = [placed.image for placed in prompt.images]
-    assert shown_now == [read_image(data, VISION, "it") for data in (png(100, 100), FILES["A"], FILES["A"], FILES["B"])]
+    assert shown_now == [read_image(data, VISION, "it").images[0] for data in (png(100, 100), FILES["A"], FILES["A"], FILES["B"])]
     monkeypatch.setattr(chat_prompt, "MAX_PIXELS", 100 * 100 - 1)
     error = server.post("/v1/chat/completions", chat_with(large), status=400)["error"]
     assert "million pixels" in error["message"]
@@ -460,7 +460,7 @@ def test_images_of_earlier_turns_are_not_decoded_again(
 def test_texts_do_not_wait_for_images(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, begun = threading.Event(), threading.Semaphore(0)
 
-    def slow(data: bytes, vision: VisionSpec, where: str) -> Image:
+    def slow(data: bytes, vision: VisionSpec, where: str) -> Picture:
         begun.release()
         assert let_go.wait(20)
         return read_image(data, vision, where)

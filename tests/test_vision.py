@@ -15,12 +15,14 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma4Config,
+    Lfm2VlConfig,
     LlamaConfig,
     Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3VLConfig,
+    SmolVLMConfig,
 )
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
@@ -72,6 +74,14 @@ MODELS: dict[str, Any] = {
         text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
         vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 4, "image_size": 64},
     ),
+    "smolvlm": SmolVLMConfig(
+        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_id=512, scale_factor=2, pad_token_id=0,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+    ),
+    "lfm2-vl": Lfm2VlConfig(
+        text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
+        vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
+    ),
 }  # fmt: skip
 QWENS = [name for name in MODELS if name.startswith("qwen")]
 
@@ -114,6 +124,10 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         for each, value in zip(whole, values, strict=True):
             each[:, : value.shape[1], : value.shape[2]] = value
         return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
+    if model.config.model_type == "smolvlm":
+        return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
+    if model.config.model_type == "lfm2_vl":
+        return {"input_ids": ids} | siglip_2s_patches(values, tower.patch_size)
     if model.config.model_type == "gemma4":
         return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
     patches, grids = [], []
@@ -125,6 +139,17 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         grids.append([1, lines * tower.merge, columns * tower.merge])
     grid = torch.tensor(grids)
     return {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}
+
+
+def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Of images one below the other, of which the smaller are filled up; a pixel's colours behind each other."""
+    shapes = torch.tensor([[value.shape[1] // side, value.shape[2] // side] for value in values])
+    patches = torch.zeros(len(values), int(shapes.prod(1).max()), 3 * side**2)
+    mask = torch.zeros(patches.shape[:2], dtype=torch.int32)
+    for i, (value, (lines, columns)) in enumerate(zip(values, shapes.tolist(), strict=True)):
+        flat = value.view(3, lines, side, columns, side).permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
+        patches[i, : len(flat)], mask[i, : len(flat)] = flat, 1
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
 def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
@@ -148,7 +173,7 @@ def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, Visio
 
 
 def parts_of(vision: VisionSpec) -> list[int | Image]:
-    if vision.size.kind == "square":
+    if vision.size.kind in ("square", "tiles"):
         return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
     return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
 

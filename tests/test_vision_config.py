@@ -365,7 +365,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     ("qwen3", {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, {}),
     ("gemma3", {"vision_config": {"model_type": "clip_vision_model"}}, {}),
     ("gemma3", {}, {"do_pan_and_scan": True}),
-    ("gemma3", {}, {"resample": 1}),
+    ("gemma3", {}, {"resample": 0}),
     ("gemma3", {}, {"rescale_factor": 1.0}),
     ("gemma3", {}, {"do_normalize": False}),
     ("qwen2", {}, {"do_resize": False}),

@@ -28,6 +28,19 @@ class Image(NamedTuple):
         return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest())
 
 
+class Picture(NamedTuple):
+    """An image as somebody sent it, in the images that a tower reads: `rows` lines of `columns` pieces, where it is divided, and
+    all of it in one."""
+
+    images: tuple[Image, ...]
+    rows: int = 0
+    columns: int = 0
+
+    @property
+    def num_pixels(self) -> int:
+        return sum(image.height * image.width for image in self.images)
+
+
 class PlacedImage(NamedTuple):
     """An image in a prompt: from token `start` on, `rows` lines of `columns` tokens each stand for what a tower makes of it.
 
@@ -86,27 +99,39 @@ class TokenIds(list[int]):
 
 @dataclass(frozen=True, slots=True)
 class SizeRule:
-    """Which size an image is made, by kind; sides are multiples of `multiple`.
+    """Which size an image is made, by kind; sides are multiples of `multiple`. Into which pieces it is cut, squares of `tile`
+    pixels, if it is; what shows all of it then is behind them.
 
     area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL)
     longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
     square   longest_side on either side, whatever its shape (SigLIP)
     largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
+    tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
+             where most_tiles is 1 (Idefics3)
+    grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
+             columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     """
 
-    kind: Literal["area", "longest", "square", "largest"]
+    kind: Literal["area", "longest", "square", "largest", "tiles", "grid"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
     longest_side: int = 0
-    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
+    tile: int = 0
+    least_tiles: int = 0
+    most_tiles: int = 0
+    tolerance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
     """What stands for an image. marker: what a chat template writes for it; before, token, after: what that becomes, `token` as
     often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being last_end.
-    instead: of `token`, where a vocabulary lacks that; which it is changes nothing."""
+    instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
+    Where images are cut into pieces, in front of the token of a piece is `piece`, with {row} and {column} from 1 on, behind each
+    line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not cut, `alone`.
+    """
 
     marker: str
     token: str
@@ -115,26 +140,44 @@ class ImageTokens:
     line_end: str = ""
     last_end: str = ""
     instead: str = ""
+    piece: str = ""
+    pieces_end: str = ""
+    whole: str = ""
+    alone: str = ""
+
+    def text(self, picture: Picture) -> str:
+        """With one token for each of the picture's images."""
+        if not picture.rows:
+            return self.before + self.alone + self.token + self.after
+        lines = "".join(
+            "".join(self.piece.format(row=row, column=column) + self.token for column in range(1, picture.columns + 1))
+            + self.pieces_end
+            for row in range(1, picture.rows + 1)
+        )
+        return self.before + lines + self.whole + self.token + self.after
 
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
     """A vision transformer (Dosovitskiy et al. 2020), and what makes of its rows those that a decoder reads.
 
-    Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of out_size.
-    frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP, down(act(up(x))),
-    or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, and patch_bias of the patches'.
-    positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. by_axis: two tables of so
-    many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in the first half of a
-    head's pairs, of columns in the second; None: none. dealt: a head's frequencies go to lines and columns in turn (Pixtral),
-    else both have the same ones. window: of attention in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm:
-    of the rows before the first layer and behind the last. normed: all that attention reads has a norm, each head's queries, keys
-    and, without a gain, values, and its scores are not scaled; and there are norms behind attention and MLP. clipped: bounds of
-    what each of the layers' matrices, without a bias, reads and gives. projector: "merger" (Qwen: norm, join a cell, two layers
-    with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a
-    matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one
-    matrix); projector_eps: of its norm. standardized: before that norm, a mean is taken off and a scale multiplied with. deep:
-    layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et
+    Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of
+    out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP,
+    down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, and
+    patch_bias of the patches'. positions: a learned table of so many rows, a square that is stretched to an image's grid;
+    0: none. smooth: stretched as a picture is, by the pixels' areas, and not from corner to corner. by_axis: two tables of
+    so many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in the first half
+    of a head's pairs, of columns in the second; None: none. dealt: a head's frequencies go to lines and columns in turn
+    (Pixtral), else both have the same ones. window: of attention in all layers but `full`, in cells on a side; 0: none.
+    pre_norm, post_norm: of the rows before the first layer and behind the last. normed: all that attention reads has a
+    norm, each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are norms behind
+    attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. projector:
+    "merger" (Qwen: norm, join a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix),
+    "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean,
+    times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix;
+    LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them); projector_eps: of its norm, 0
+    where "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers,
+    in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et
     al. 2024).
     """
 
@@ -148,13 +191,15 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined"]
     projector_eps: float
+    projector_size: int = 0
     frames: int = 0
     gated: bool = False
     bias: bool = True
     patch_bias: bool = False
     positions: int = 0
+    smooth: bool = False
     by_axis: bool = False
     theta: float | None = None
     dealt: bool = False
@@ -203,13 +248,22 @@ class VisionSpec:
 
     def limited(self, most: int) -> VisionSpec:
         """The same for images of at most so many tokens, where their size is not fixed."""
-        cell = self.tower.cell
+        cell, rule = self.tower.cell, self.size
         area, side = most * cell**2, math.isqrt(most) * cell
-        size = replace(
-            self.size, min_pixels=min(self.size.min_pixels, area), max_pixels=min(self.size.max_pixels, area),
-            longest_side=min(self.size.longest_side, side) if self.size.kind == "longest" else self.size.longest_side,
-        )  # fmt: skip
+        size = replace(rule, min_pixels=min(rule.min_pixels, area), max_pixels=min(rule.max_pixels, area))
+        if rule.kind == "longest":
+            size = replace(size, longest_side=min(rule.longest_side, side))
+        elif rule.kind == "tiles":  # one of those that there is room for shows all of the image
+            tiles = max(0, most // (rule.tile // cell) ** 2 - 1)
+            size = replace(size, longest_side=min(rule.longest_side, max(1, math.isqrt(tiles)) * rule.tile))
+        elif rule.kind == "grid":
+            tiles = max(0, area - size.max_pixels) // rule.tile**2
+            size = replace(size, most_tiles=min(rule.most_tiles, tiles))
         return replace(self, size=size)
+
+    def num_tokens(self, picture: Picture) -> int:
+        """That stand for it, beside what is around them."""
+        return sum(self.placed(image, 0).num_tokens for image in picture.images)
 
     def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
         """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""

@@ -99,7 +99,7 @@ class Prompts:
         if vision is None:
             return 0
         (image,) = read_images([(url, where)], vision)
-        return vision.placed(image, 0).num_tokens
+        return vision.num_tokens(image)
 
     def _fitting(
         self,

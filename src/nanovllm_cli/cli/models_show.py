@@ -183,10 +183,10 @@ def _images(facts: Facts) -> dict[str, int]:
         return {}
     import torch
 
-    from nanovllm_cli.images.sizes import most_rows
+    from nanovllm_cli.images.sizes import most_rows_of_all
     from nanovllm_cli.weights.vision import vision_bytes
 
-    return {"tokens": most_rows(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
+    return {"tokens": most_rows_of_all(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
 
 
 def _heads_in_words(heads: dict[str, int]) -> str:

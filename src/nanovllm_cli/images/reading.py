@@ -1,4 +1,4 @@
-"""An image's bytes, made into the pixels that a tower takes.
+"""An image's bytes, made into the pixels that a tower takes: in one, or in pieces and all of it once more.
 
 Anybody may have sent them: what Pillow raises becomes a typed error here, and what would take it long is found before.
 """
@@ -16,12 +16,12 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.images.sizes import MAX_ASPECT, fitted
+from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, fitted
 from nanovllm_cli.images.source import image_bytes, kind_of, no_image
-from nanovllm_cli.vision_spec import Image, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 
 if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
+    from PIL.Image import Image as Pixels
 
 MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
 _MAX_PARTS = 100
@@ -33,12 +33,12 @@ _RLE = 1, 2  # compressions of a BMP
 _JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xdd\xe0-\xef\xfe])")
 
 
-def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Image]:
+def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Picture]:
     """What a model sees of images as clients sent them, each with what an error calls it; see `image_bytes`."""
     return [] if spec is None else [read_sent(url, spec, where)[0] for url, where in sent]
 
 
-def read_sent(url: str, spec: VisionSpec, where: str) -> tuple[Image, int]:
+def read_sent(url: str, spec: VisionSpec, where: str) -> tuple[Picture, int]:
     """What a model sees of an image as a client sent it, and how many pixels were sent; see `image_bytes`."""
     return _recent.read(url, spec, where)
 
@@ -49,9 +49,9 @@ class _Recent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._images: OrderedDict[tuple[bytes, VisionSpec], tuple[Image, int]] = OrderedDict()
+        self._images: OrderedDict[tuple[bytes, VisionSpec], tuple[Picture, int]] = OrderedDict()
 
-    def read(self, url: str, spec: VisionSpec, where: str) -> tuple[Image, int]:
+    def read(self, url: str, spec: VisionSpec, where: str) -> tuple[Picture, int]:
         """With the number of pixels that were sent."""
         key = hashlib.blake2b(url.encode("utf-8", "surrogatepass")).digest(), spec
         with self._lock:
@@ -63,7 +63,7 @@ class _Recent:
             self._images[key] = found
             while (
                 len(self._images) > _MOST_REMEMBERED
-                or sum(len(image.pixels) for image, _ in self._images.values()) > _REMEMBERED_BYTES
+                or 3 * sum(picture.num_pixels for picture, _ in self._images.values()) > _REMEMBERED_BYTES
             ):
                 self._images.popitem(last=False)
         return found
@@ -72,8 +72,8 @@ class _Recent:
 _recent = _Recent()
 
 
-def read_image(data: bytes, spec: VisionSpec, where: str) -> Image:
-    """What a model sees of a file: upright, its first frame, of the size that the model wants. where: what an error calls it.
+def read_image(data: bytes, spec: VisionSpec, where: str) -> Picture:
+    """What a model sees of a file: upright, its first frame, of the sizes that the model wants. where: what an error calls it.
 
     Raises UsageError for what is no image, is damaged, or has more than MAX_PIXELS or an aspect of more than MAX_ASPECT.
     """
@@ -82,15 +82,32 @@ def read_image(data: bytes, spec: VisionSpec, where: str) -> Image:
         raise no_image(where, data)
     if kind == "jpeg" and _is_slow(data):
         raise UsageError(f"{where} is a JPEG of more than {_MAX_PARTS} parts", "save it again, as a plain JPEG")
-    picture = _decoded(data, kind, where)
+    return _made(_decoded(data, kind, where), spec.size)
+
+
+def _made(picture: Pixels, rule: SizeRule) -> Picture:
     from PIL.Image import Resampling
 
-    height, width = fitted(spec.size, picture.height, picture.width)
-    pixels = picture.resize((width, height), Resampling[spec.size.resample.upper()]).tobytes()
-    return Image.of(height, width, pixels)
+    def resized(source: Pixels, sides: Sides) -> Pixels:
+        height, width = sides
+        return source.resize((width, height), Resampling[rule.resample.upper()])
+
+    sizes, tile = fitted(rule, picture.height, picture.width), rule.tile
+    first = picture if sizes.first is None else resized(picture, sizes.first)
+    if sizes.pieces is None:
+        return Picture((_image(resized(first, sizes.whole)),))
+    large, rows, columns = resized(first, sizes.pieces), sizes.pieces[0] // tile, sizes.pieces[1] // tile
+    corners = [(column * tile, row * tile) for row in range(rows) for column in range(columns)]
+    pieces = [_image(large.crop((x, y, x + tile, y + tile))) for x, y in corners]
+    whole = _image(resized(first if sizes.first is None else large, sizes.whole))
+    return Picture((*pieces, whole), rows, columns)
 
 
-def _decoded(data: bytes, kind: str, where: str) -> Picture:
+def _image(made: Pixels) -> Image:
+    return Image.of(made.height, made.width, made.tobytes())
+
+
+def _decoded(data: bytes, kind: str, where: str) -> Pixels:
     """Upright and in RGB. `kind` alone is tried: Pillow knows fifty more, which are not for strangers' bytes."""
     from PIL import Image as pillow
     from PIL import ImageOps
@@ -148,7 +165,7 @@ def _too_many_pixels(where: str) -> UsageError:
     return UsageError(f"{where} has more than {MAX_PIXELS >> 20} million pixels", "make it smaller; models see far fewer")
 
 
-def _rgb(picture: Picture) -> Picture:
+def _rgb(picture: Pixels) -> Pixels:
     from PIL import Image as pillow
 
     if picture.mode == "I;16":  # its upper bytes, as Pillow reads colours of 16 bits; what it makes of such greys is white

@@ -1,27 +1,48 @@
-"""How large an image is made before a tower reads it. The rules are those that the models were trained with."""
+"""How large an image is made before a tower reads it, and into which pieces it is cut. The rules are those that the models were
+trained with."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from nanovllm_cli.vision_spec import SizeRule, VisionSpec
 
 MAX_ASPECT = 200  # Qwen2-VL's bound on how much longer one side is than the other
 
+Sides = tuple[int, int]
+"""Height and width, in pixels."""
 
-def fitted(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
-    """The height and width that an image of this height and width is made, in pixels."""
-    if rule.kind == "square":
-        return rule.longest_side, rule.longest_side
+
+class Sizes(NamedTuple):
+    """Which an image is made. whole: what shows all of it. pieces: what is cut, if anything is. first: what it is made before
+    either, of which the pieces are made, and of these the whole; None: both are made of the image itself."""
+
+    whole: Sides
+    pieces: Sides | None = None
+    first: Sides | None = None
+
+
+def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
+    """Of an image of this height and width."""
+    match rule.kind:
+        case "square":
+            return Sizes((rule.longest_side, rule.longest_side))
+        case "tiles":
+            return _in_tiles(rule, height, width)
+        case "grid":
+            return _in_grid(rule, height, width)
     unit = rule.multiple
     rows, columns = {"area": _by_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
-    return rows * unit, columns * unit
+    return Sizes((rows * unit, columns * unit))
 
 
 def most_rows(spec: VisionSpec) -> int:
-    """No image of an aspect up to MAX_ASPECT becomes more rows of the tower's output than this."""
+    """No image of an aspect up to MAX_ASPECT, or piece of one, becomes more rows of the tower's output than this."""
     rule = spec.size
-    if rule.kind == "square":
+    if rule.kind == "tiles":
+        pixels = rule.tile**2
+    elif rule.kind == "square":
         pixels = rule.longest_side**2
     elif rule.kind == "longest":
         pixels = (math.ceil(rule.longest_side / rule.multiple) * rule.multiple) ** 2
@@ -34,7 +55,20 @@ def most_rows(spec: VisionSpec) -> int:
         thin = math.sqrt(MAX_ASPECT * most)
         raised = least + math.sqrt(least * MAX_ASPECT) + math.sqrt(least / MAX_ASPECT) + 1
         pixels = math.floor(max(most, thin, raised)) * area
+        if rule.kind == "grid" and rule.most_tiles:
+            pixels = max(pixels, rule.tile**2)
     return pixels // spec.tower.cell**2
+
+
+def most_rows_of_all(spec: VisionSpec) -> int:
+    """The same of an image with all its pieces."""
+    rule, pieces = spec.size, 0
+    if rule.kind == "tiles":
+        side = -(-rule.longest_side // rule.tile)
+        pieces = side**2 if side > 1 != rule.most_tiles else 0
+    elif rule.kind == "grid":
+        pieces = rule.most_tiles
+    return most_rows(spec) + pieces * (rule.tile // spec.tower.cell) ** 2
 
 
 def _by_area(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
@@ -63,3 +97,46 @@ def _by_largest(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     if not rows:
         return 1, most
     return (rows, columns) if columns else (most, 1)
+
+
+def _in_tiles(rule: SizeRule, height: int, width: int) -> Sizes:
+    first = _with_longest(height, width, rule.longest_side)
+    if rule.most_tiles == 1:
+        return Sizes((rule.tile, rule.tile), None, first)
+    tile, is_wide, aspect = rule.tile, first[1] >= first[0], first[1] / first[0]
+    long = -(-max(first) // tile) * tile
+    short = -(-int(long / aspect if is_wide else long * aspect) // tile) * tile
+    pieces = (short, long) if is_wide else (long, short)
+    return Sizes((tile, tile), None if pieces == (tile, tile) else pieces, first)
+
+
+def _with_longest(height: int, width: int, side: int) -> Sides:
+    """The shorter one is even."""
+    aspect = width / height
+    if width >= height:
+        other = int(side / aspect)
+        return max(1, other + other % 2), side
+    other = int(side * aspect)
+    return side, max(1, other + other % 2)
+
+
+def _in_grid(rule: SizeRule, height: int, width: int) -> Sizes:
+    unit = rule.multiple
+    rows, columns = _by_area(rule, height, width)
+    whole = rows * unit, columns * unit
+    pixels = math.prod(max(unit // 2, round(side / unit) * unit) for side in (height, width))
+    if pixels <= rule.max_pixels * rule.tolerance or rule.most_tiles < max(2, rule.least_tiles):
+        return Sizes(whole)
+    rows, columns = _grid(rule, height, width)
+    return Sizes(whole, (rows * rule.tile, columns * rule.tile))
+
+
+def _grid(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
+    """Among those of equal shape, the largest that is not twice as large as the image."""
+    best, least = (1, 1), math.inf
+    for count in range(max(2, rule.least_tiles), rule.most_tiles + 1):
+        for columns in (each for each in range(1, count + 1) if count % each == 0):
+            off = abs(width / height - columns / (count // columns))
+            if off < least or (off == least and height * width > 0.5 * rule.tile**2 * count):
+                best, least = (count // columns, columns), off
+    return best

@@ -160,8 +160,10 @@ class Tower:
         table = table.to(torch.float32).view(rows, rows, -1)
         if (rows, rows) == (lines, columns):
             return table
-        planes = table.permute(2, 0, 1)[None]
-        return functional.interpolate(planes, (lines, columns), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
+        planes, smooth = table.permute(2, 0, 1)[None], self.spec.smooth
+        sides = lines, columns
+        stretched = functional.interpolate(planes, sides, mode="bilinear", align_corners=not smooth, antialias=smooth)
+        return stretched[0].permute(1, 2, 0)
 
     def _head_norms(self, layer: str) -> HeadNorms | None:
         return HeadNorms(self._tensors[f"{layer}.head_norm.weight"].view(2, -1), self.spec.eps) if self.spec.normed else None
@@ -186,6 +188,11 @@ class Tower:
                 means -= self._tensors["projector.standard_norm.shift"]
                 means *= self._tensors["projector.standard_norm.scale"]
             return self._linear("projector.out", functional.rms_norm(means, means.shape[1:], eps=eps).to(self._dtype))
+        if self.spec.projector == "joined":
+            x = self._joined(x)
+            if not self.spec.projector_size:
+                return self._linear("projector.out", x)
+            return self._two_layers("projector", self._norm("projector.norm", x, eps) if eps else x)
         x = self._joined(self._norm("projector.norm", x, eps))
         if self.spec.projector == "patch_merger":
             x = self._linear("projector.join", x)
@@ -284,6 +291,15 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         if spec.standardized:
             shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
         matrix("projector.out", spec.out_size, hidden, bias=False)
+        return shapes
+    if spec.projector == "joined":
+        if not spec.projector_size:
+            matrix("projector.out", spec.out_size, joined, bias=False)
+            return shapes
+        if spec.projector_eps:
+            norm("projector.norm", joined)
+        matrix("projector.up", spec.projector_size, joined)
+        matrix("projector.down", spec.out_size, spec.projector_size)
         return shapes
     norm("projector.norm")
     if spec.projector == "patch_merger":

@@ -25,10 +25,23 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
-RESAMPLES: dict[int, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
+RESAMPLES: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """By the numbers that Pillow has for them."""
 
 Three = tuple[float, float, float]
+HALVES: tuple[Three, Three] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+SIGLIP_NAMES: dict[str, str | tuple[str, ...]] = {
+    "patch": "vision_tower.embeddings.patch_embedding",
+    "positions": "vision_tower.embeddings.position_embedding",
+    "layers.{i}.attention_norm": "vision_tower.encoder.layers.{i}.layer_norm1",
+    "layers.{i}.qkv": tuple(f"vision_tower.encoder.layers.{{i}}.self_attn.{part}_proj" for part in "qkv"),
+    "layers.{i}.out": "vision_tower.encoder.layers.{i}.self_attn.out_proj",
+    "layers.{i}.mlp_norm": "vision_tower.encoder.layers.{i}.layer_norm2",
+    "layers.{i}.up": "vision_tower.encoder.layers.{i}.mlp.fc1",
+    "layers.{i}.down": "vision_tower.encoder.layers.{i}.mlp.fc2",
+    "post_norm": "vision_tower.post_layernorm",
+}
+"""Of modules, as several families' folders have them."""
 
 
 def vision_section(config: ConfigReader, kind: str | None = None) -> ConfigReader:
@@ -104,7 +117,7 @@ def check_width(config: ConfigReader, tower: TowerSpec) -> None:
 
 def resample_of(
     images: ConfigReader, usual: int, done: tuple[str, ...] = ("do_resize", "do_rescale", "do_normalize")
-) -> Literal["bilinear", "bicubic"]:
+) -> Literal["bilinear", "bicubic", "lanczos"]:
     """And what else must be so in an image processor's settings. done: what it must do."""
     for key in done:
         if not images.flag(key, True):
@@ -112,7 +125,8 @@ def resample_of(
     if abs(images.number("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
         raise UnsupportedError(f"{images.where}: a rescale_factor other than 1/255 is not supported", ANOTHER)
     if (said := images.integer("resample", usual, least=0)) not in RESAMPLES:
-        raise UnsupportedError(f"{images.where}: resample {said} is not supported", "known: 2 (bilinear), 3 (bicubic)")
+        known = ", ".join(f"{number} ({name})" for number, name in RESAMPLES.items())
+        raise UnsupportedError(f"{images.where}: resample {said} is not supported", f"known: {known}")
     return RESAMPLES[said]
 
 

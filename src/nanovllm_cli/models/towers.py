@@ -17,8 +17,10 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
+    HALVES,
     MAX_PIXELS,
     MAX_SIDE,
+    SIGLIP_NAMES,
     Three,
     activation_of,
     check_width,
@@ -34,10 +36,10 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
+from nanovllm_cli.models.towers_tiled import IDEFICS3_NAMES, LFM2_NAMES, idefics3, lfm2
 from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
 
 _CLIP: tuple[Three, Three] = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_HALVES: tuple[Three, Three] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _QWEN_TOKENS = ImageTokens("<|image_pad|>", "<|image_pad|>")  # the template writes what is around it
 _GEMMA_TOKENS = ImageTokens(
     "<start_of_image>", "<image_soft_token>", before="\n\n<start_of_image>", after="<end_of_image>\n\n"
@@ -113,7 +115,7 @@ def _qwen3(config: ConfigReader, images: ConfigReader, *, has_deep: bool) -> Vis
         positions=square(vision, vision.integer("num_position_embeddings", 2304)),
         deep=deep,
     )
-    return _qwen(config, images, tower, _HALVES, (1 << 16, 1 << 24))
+    return _qwen(config, images, tower, HALVES, (1 << 16, 1 << 24))
 
 
 def _qwen_shape(vision: ConfigReader, activation: str, hidden: int, patch: int) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     if images.flag("do_pan_and_scan", False):
         raise UnsupportedError(f"{images.where}: images that are also read in parts (do_pan_and_scan) are not supported", ANOTHER)
     rule = SizeRule("square", side, longest_side=side, resample=resample_of(images, 2))
-    return VisionSpec(tower, rule, _GEMMA_TOKENS, *colours_of(images, _HALVES), whole=True)
+    return VisionSpec(tower, rule, _GEMMA_TOKENS, *colours_of(images, HALVES), whole=True)
 
 
 def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -260,18 +262,9 @@ QWEN3_NAMES = weights_and_biases({
     "deep.{i}.up": "visual.deepstack_merger_list.{i}.linear_fc1",
     "deep.{i}.down": "visual.deepstack_merger_list.{i}.linear_fc2",
 })  # fmt: skip
-GEMMA3_NAMES = weights_and_biases({
-    "patch": "vision_tower.embeddings.patch_embedding",
-    "positions": "vision_tower.embeddings.position_embedding",
-    "layers.{i}.attention_norm": "vision_tower.encoder.layers.{i}.layer_norm1",
-    "layers.{i}.qkv": tuple(f"vision_tower.encoder.layers.{{i}}.self_attn.{part}_proj" for part in "qkv"),
-    "layers.{i}.out": "vision_tower.encoder.layers.{i}.self_attn.out_proj",
-    "layers.{i}.mlp_norm": "vision_tower.encoder.layers.{i}.layer_norm2",
-    "layers.{i}.up": "vision_tower.encoder.layers.{i}.mlp.fc1",
-    "layers.{i}.down": "vision_tower.encoder.layers.{i}.mlp.fc2",
-    "post_norm": "vision_tower.post_layernorm",
-    "projector.norm": "multi_modal_projector.mm_soft_emb_norm",
-}) | {"projector.out.weight": ("multi_modal_projector.mm_input_projection_weight",)}  # fmt: skip
+GEMMA3_NAMES = weights_and_biases(SIGLIP_NAMES | {"projector.norm": "multi_modal_projector.mm_soft_emb_norm"}) | {
+    "projector.out.weight": ("multi_modal_projector.mm_input_projection_weight",)
+}
 MISTRAL3_NAMES = weights_and_biases({
     "patch": "vision_tower.patch_conv",
     "pre_norm": "vision_tower.ln_pre",
@@ -288,9 +281,12 @@ MISTRAL3_NAMES = weights_and_biases({
 })  # fmt: skip
 
 _QWEN3_VL, _QWEN3_5 = TowerFamily(_qwen3_vl, QWEN3_NAMES), TowerFamily(_qwen3_5, QWEN3_NAMES)
+_IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
 TOWERS: dict[str, TowerFamily] = {
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(_qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(_qwen2_5, QWEN2_5_NAMES),
@@ -298,4 +294,5 @@ TOWERS: dict[str, TowerFamily] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }

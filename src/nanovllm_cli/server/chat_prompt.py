@@ -19,7 +19,7 @@ from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.chat_template import encode_chat, strings
 from nanovllm_cli.text.content_parts import IMAGE_PARTS, ImagePart
 from nanovllm_cli.text.messages import template_messages, template_tools
-from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import Picture, TokenIds, VisionSpec
 
 MAX_IMAGES = 64
 """Of a request."""
@@ -52,16 +52,16 @@ class _Begun(NamedTuple):
     images: Sequence[ImagePart]
 
 
-async def _images(model: ServedModel, asked: ChatAsked, begun: _Begun, threads: Executor) -> list[Image]:
+async def _images(model: ServedModel, asked: ChatAsked, begun: _Begun, threads: Executor) -> list[Picture]:
     loop = asyncio.get_running_loop()
     vision, limit = model.facts.vision, model.facts.context_len
     assert vision is not None
-    images: list[Image] = []
+    images: list[Picture] = []
     num_pixels = num_tokens = 0
     for part in begun.images:
         image, num_sent = await loop.run_in_executor(threads, _read, part, vision)
-        num_pixels += max(num_sent, image.height * image.width)
-        num_tokens += vision.placed(image, 0).num_tokens
+        num_pixels += max(num_sent, image.num_pixels)
+        num_tokens += vision.num_tokens(image)
         if num_pixels > MAX_PIXELS:
             told = f"{part.where}: a request's images may have {MAX_PIXELS >> 20} million pixels, and with this one have more"
             raise invalid_value(f"{told}; make them smaller", part.where)
@@ -89,7 +89,7 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
     return begun if images else _encoded(model, asked, begun, ())
 
 
-def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequence[Image]) -> TokenIds:
+def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequence[Picture]) -> TokenIds:
     template = model.chat_template
     assert template is not None
     try:
@@ -144,7 +144,7 @@ def _image_paths(asked: ChatAsked) -> dict[str, str]:
     return dict(zip(places, asked.image_paths or places, strict=True))
 
 
-def _read(part: ImagePart, vision: VisionSpec) -> tuple[Image, int]:
+def _read(part: ImagePart, vision: VisionSpec) -> tuple[Picture, int]:
     """An image, and how many pixels were sent."""
     try:
         return read_sent(part.url, vision, part.where)

@@ -22,7 +22,7 @@ from nanovllm_cli.text.image_tokens import with_images, with_marks
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import Picture, TokenIds, VisionSpec
 
 Message = Mapping[str, Any]
 
@@ -137,7 +137,7 @@ def prepare_chat(
     continue_final_message: bool = False,
     now: datetime | None = None,
     most_tokens: int | None = None,
-    images: Sequence[Image] = (),
+    images: Sequence[Picture] = (),
     vision: VisionSpec | None = None,
     **kwargs: Any,
 ) -> ChatPrompt:
@@ -163,7 +163,7 @@ def prepare_chat(
     )
     text, plain_at = veil.lift(text)
     if vision is not None and images:
-        text, plain_at = with_marks(text, plain_at, vision, len(images))
+        text, plain_at = with_marks(text, plain_at, vision, images)
     if most_tokens is not None:
         tokenizer.check_fits(text, most_tokens)
     ids = tokenizer.encode_guarded(text, plain_at)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, TokenIds, VisionSpec
 
 
 def in_vocabulary(vision: VisionSpec, tokenizer: Tokenizer) -> VisionSpec:
@@ -19,32 +19,30 @@ def in_vocabulary(vision: VisionSpec, tokenizer: Tokenizer) -> VisionSpec:
     return replace(vision, tokens=replace(tokens, token=tokens.instead))
 
 
-def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, count: int) -> tuple[str, set[int]]:
-    """A rendered conversation with one `token` for each of `count` images, and what surrounds it; and `plain_at` in it, where a
-    control token is a text's own. TemplateError where the template wrote fewer images, or more."""
-    tokens = vision.tokens
+def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, pictures: Sequence[Picture]) -> tuple[str, set[int]]:
+    """A rendered conversation with one `token` for each of the pictures' images, and what surrounds it; and `plain_at` in it,
+    where a control token is a text's own. TemplateError where the template wrote fewer images than pictures, or more."""
+    tokens, count = vision.tokens, len(pictures)
     marks = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
     if len(marks) != count:
         raise TemplateError(
             f"the chat template writes {len(marks)} places ({tokens.marker}) for {count} images",
             "use the model's own template" if len(marks) < count else None,
         )
-    instead = tokens.before + tokens.token + tokens.after
-    if instead == tokens.marker:
-        return text, set(plain_at)
+    instead = [tokens.text(picture) for picture in pictures]
     pieces, moved, start = [], set(plain_at), 0
-    for place in reversed(marks):
-        moved = {at + len(instead) - len(tokens.marker) if at > place else at for at in moved}
-    for place in marks:
-        pieces += [text[start:place], instead]
+    for place, becomes in zip(reversed(marks), reversed(instead), strict=True):
+        moved = {at + len(becomes) - len(tokens.marker) if at > place else at for at in moved}
+    for place, becomes in zip(marks, instead, strict=True):
+        pieces += [text[start:place], becomes]
         start = place + len(tokens.marker)
     return "".join([*pieces, text[start:]]), moved
 
 
-def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, images: Sequence[Image]) -> TokenIds:
-    """Ids with one `token` for each image, as they are with all that stand for it. CheckpointError where the tokenizer lacks
-    what images are made of."""
-    tokens = vision.tokens
+def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, pictures: Sequence[Picture]) -> TokenIds:
+    """Ids with one `token` for each image of the pictures, as they are with all that stand for it. CheckpointError where the
+    tokenizer lacks what images are made of."""
+    tokens, images = vision.tokens, [image for picture in pictures for image in picture.images]
     part = _id(tokenizer, tokens.token)
     line_end, last_end = (_id(tokenizer, text) if text else part for text in (tokens.line_end, tokens.last_end))
     if (count := list(ids).count(part)) != len(images):

@@ -46,7 +46,7 @@ _MOST_NOISE = 0.3
 
 _NOT_BESIDE = {".experts.": "experts"} | dict.fromkeys((".kv_b.", ".k_b.", ".v_b."), "weights that are taken apart by head")
 _NOT_CHOSEN = _NOT_BESIDE | {"head.weight": "the head"}
-_PARTS = ("model.language_model.", "language_model.model.", "language_model.")
+_PARTS = ("model.language_model.", "language_model.model.", "language_model.", "model.text_model.")
 """Where a model that also sees has the one that writes text."""
 _TRUNK = "backbone."
 """What folders of a Nemotron have in place of "model.", which adapters call it."""

@@ -17,7 +17,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.further import gguf_dense_tensors
 from nanovllm_cli.weights.heads import head_tensors
 
-_OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
+_OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.", "model.text_model.")
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")

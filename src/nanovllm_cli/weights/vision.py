@@ -26,7 +26,8 @@ from nanovllm_cli.weights.loader import MISSHAPEN, OTHER_MODEL
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOT = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector|embed_vision)\.(?:vision_model\.)?")
+_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"
+_ROOT = re.compile(rf"(?:model\.)?({'|'.join(_ROOTS)})\.(?:vision_model\.)?")
 _UNREAD = re.compile(r".*\.(?:inv_freq|position_ids)|vision_tower\.head\..*")
 """Numbers that follow from the config, and SigLIP's head, which makes one vector of an image."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -130,7 +131,7 @@ def match_tensors(
 def stored_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """Of what files have for each of ours, all that lies behind each other in it taken together."""
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
-    if spec.projector != "scaled":
+    if spec.projector != "scaled" and not spec.smooth:  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
     if spec.projector == "pooled":
