@@ -60,12 +60,13 @@ SMOLVLM = {
     "scale_factor": 4,
     "text_config": {"model_type": "llama", "hidden_size": 960},
     "vision_config": {"hidden_size": 768, "image_size": 512, "model_type": "smolvlm_vision", "num_attention_heads": 12,
-                      "patch_size": 16, "max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "use_base_siglip": False},
+                      "patch_size": 16, "max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048},
+                      "use_base_siglip": False},
 }  # fmt: skip
 SMOLVLM_IMAGES = {
     "do_convert_rgb": True, "do_image_splitting": True, "do_normalize": True, "do_pad": True, "do_rescale": True,
-    "do_resize": True, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "max_image_size": {"longest_edge": 512}, "resample": 1,
-    "rescale_factor": 0.00392156862745098, "size": {"longest_edge": 2048},
+    "do_resize": True, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "max_image_size": {"longest_edge": 512},
+    "resample": 1, "rescale_factor": 0.00392156862745098, "size": {"longest_edge": 2048},
 }  # fmt: skip
 LFM2_VL = {
     "architectures": ["Lfm2VlForConditionalGeneration"],
@@ -73,7 +74,8 @@ LFM2_VL = {
     "projector_hidden_size": 2560,
     "text_config": {"model_type": "lfm2", "hidden_size": 2048},
     "vision_config": {"model_type": "siglip2_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
-                      "num_attention_heads": 16, "num_hidden_layers": 26, "num_patches": 256, "patch_size": 16, "vision_use_head": False},
+                      "num_attention_heads": 16, "num_hidden_layers": 26, "num_patches": 256, "patch_size": 16,
+                      "vision_use_head": False},
 }  # fmt: skip
 
 
