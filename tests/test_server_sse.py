@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,7 +14,17 @@ pytest.importorskip("fastapi")
 from starlette.requests import ClientDisconnect
 
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.sse import ABORT, DONE, PING, EventStream, data_frame, named_frame, while_connected
+from nanovllm_cli.server.sse import (
+    ABORT,
+    DONE,
+    EVENTS,
+    LINES,
+    EventStream,
+    data_frame,
+    line_frame,
+    named_frame,
+    while_connected,
+)
 
 
 class Client:
@@ -171,11 +182,27 @@ def test_a_silent_stream_pings_and_then_an_error_is_an_event() -> None:
         client, more = Client(), asyncio.Event()
         source = Source(more, ApiError(503, "late"))
         running = asyncio.create_task(client.run(EventStream(source.frames(), ping_seconds=0.001)))
-        await client.until(PING + PING)
+        await client.until(EVENTS.ping + EVENTS.ping)
         more.set()
         await running
         assert client.sent[0]["status"] == 200
-        assert client.body.replace(PING, b"").startswith(b'data: {"error"')
+        assert client.body.replace(EVENTS.ping, b"").startswith(b'data: {"error"')
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_stream_of_lines_pings_within_its_next_line() -> None:
+    """An empty line is no JSON to clients that parse each."""
+
+    async def scenario() -> None:
+        client, more = Client(), asyncio.Event()
+        source = Source(line_frame({"a": 1}), more, line_frame({"b": "ü"}))
+        running = asyncio.create_task(client.run(EventStream(source.frames(), ping_seconds=0.001, framing=LINES)))
+        await client.until(b"\n  ")
+        more.set()
+        await running
+        assert (b"content-type", b"application/x-ndjson") in client.sent[0]["headers"]
+        assert [json.loads(line) for line in client.body.decode().splitlines()] == [{"a": 1}, {"b": "ü"}]
 
     asyncio.run(scenario())
 

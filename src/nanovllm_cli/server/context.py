@@ -15,8 +15,8 @@ Each `routes_x.py` offers `def router(context: ServerContext) -> APIRouter`, and
         return routes
 
 Failures are raised: ApiError, or any typed error of errors.py (a UsageError is a 400). They are written in one place
-(errors.py), in Anthropic's form under /v1/messages and in OpenAI's elsewhere. What takes long (tokenizing, templates) runs in
-`asyncio.to_thread`, so that the event loop goes on.
+(errors.py), in Anthropic's form under /v1/messages, in Ollama's under /api and in OpenAI's elsewhere. What takes long
+(tokenizing, templates) runs in `asyncio.to_thread`, so that the event loop goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanovllm_cli.server.metrics import Metrics
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import ConstraintPool, Generates, Models
 from nanovllm_cli.server.settings import ServeSettings
-from nanovllm_cli.server.sse import EventStream, Frames, openai_error_frames
+from nanovllm_cli.server.sse import EVENTS, EventStream, Frames, Framing, openai_error_frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ class ServerContext:
         error_frames: Callable[[ApiError], bytes] = openai_error_frames,
         *,
         ping_interval: int | None = None,
+        framing: Framing = EVENTS,
     ) -> EventStream:
         """An answer that comes in pieces, with this server's limits. ping_interval: seconds that a request asks for, -1 none."""
         ping = self.settings.ping_seconds if ping_interval is None else math.inf if ping_interval == -1 else float(ping_interval)
-        return EventStream(frames, ping_seconds=ping, write_seconds=self.settings.write_seconds, error_frames=error_frames)
+        write = self.settings.write_seconds
+        return EventStream(frames, ping_seconds=ping, write_seconds=write, error_frames=error_frames, framing=framing)

@@ -58,11 +58,14 @@ def answers(
     model: type[BaseModel] | None = None,
     *,
     streams: type[BaseModel] | None = None,
+    lines: type[BaseModel] | None = None,
     error: type[BaseModel] = ErrorAnswer,
 ) -> dict[int | str, dict[str, Any]]:
     """`responses=` of a route: what a success looks like. Errors are known from the router. streams: what the events of its
-    stream bring; error: what one brings that ends it in the middle."""
+    stream bring, lines: what its lines are where it is JSON by lines; error: what one is that ends it in the middle."""
     content = {} if streams is None else {"text/event-stream": {"schema": _event(streams, error)}}
+    if lines is not None:
+        content["application/x-ndjson"] = {"schema": _any_of(lines, error)}
     described: dict[str, Any] = {"description": "Success", "content": content}
     if model is not None:
         described["model"] = model
@@ -160,14 +163,18 @@ def _closes_within(body: bytes, max_depth: int) -> bool:
 def _event(*brings: type[BaseModel]) -> dict[str, Any]:
     """One event, as OpenAPI 3.1 has no words for a stream of them."""
     json = {"type": "string", "contentMediaType": "application/json"}
-    schemas = [model.model_json_schema() for model in brings]
-    data = [{**json, "contentSchema": {"anyOf": [inlined(schema, schema.get("$defs", {})) for schema in schemas]}}]
+    data = [{**json, "contentSchema": _any_of(*brings)}]
     return {
         "description": "An event of a stream; comments between them are signs of life",
         "type": "object",
         "properties": {"event": {"type": "string"}, "data": {"anyOf": [*data, {"const": "[DONE]"}]}},
         "required": ["data"],
     }
+
+
+def _any_of(*models: type[BaseModel]) -> dict[str, Any]:
+    schemas = [model.model_json_schema() for model in models]
+    return {"anyOf": [inlined(schema, schema.get("$defs", {})) for schema in schemas]}
 
 
 def inlined(value: Any, parts: Mapping[str, Any], without: Collection[str] = ("$defs", "title")) -> Any:

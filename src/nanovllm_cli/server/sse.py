@@ -1,7 +1,8 @@
 """Answers that take a while: as a stream of events, or whole. In both the client's leaving is seen at once, and ends the work.
 
-An event stream is an async generator of bytes, frames that are ready to be sent. It does its work inside itself (`async with
-generation`), so that closing it is all the cleaning up there is, and what it raises before its first frame is an HTTP error.
+A stream's events are server-sent ones, or lines of JSON (Ollama's). It is an async generator of bytes, frames that are ready to
+be sent. It does its work inside itself (`async with generation`), so that closing it is all the cleaning up there is, and what it
+raises before its first frame is an HTTP error.
 
     async def frames() -> AsyncGenerator[bytes, None]:
         async with aclosing(await context.generates.chat(...)) as generation:
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -32,13 +33,20 @@ logger = logging.getLogger(__name__)
 ABORT = "nanovllm.abort"
 """In a scope: a function that resets the connection. Closing it would wait for the client to take what was written."""
 
-PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Framing(NamedTuple):
+    """How the pieces of a stream are told apart. ping: what may stand between two of them and means nothing."""
+
+    content_type: bytes
+    ping: bytes
+
+
+EVENTS = Framing(b"text/event-stream; charset=utf-8", b": ping\n\n")
+LINES = Framing(b"application/x-ndjson", b" ")
+"""A blank at the beginning of a line of JSON is part of it to every reader; an empty line would be no JSON to most."""
 
 Frames = AsyncGenerator[bytes, None]
 T = TypeVar("T")
@@ -47,6 +55,11 @@ T = TypeVar("T")
 def data_frame(value: Any) -> bytes:
     """`data: …` with a value as JSON."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def line_frame(value: Any) -> bytes:
+    """A value as a line of JSON."""
+    return msgspec.json.encode(value) + b"\n"
 
 
 def named_frame(name: str, value: Any) -> bytes:
@@ -62,7 +75,7 @@ class EventStream(Response):
     """Sends frames as they come. Status 200 is said with the first one, or with the first ping; an exception before that is
     raised to the caller, one behind it is sent as `error_frames`, and ends the stream.
 
-    ping_seconds: a comment is sent when nothing was for so long. write_seconds: a client that takes nothing for so long is
+    ping_seconds: a sign of life is sent when nothing was for so long. write_seconds: a client that takes nothing for so long is
     dropped.
     """
 
@@ -73,10 +86,12 @@ class EventStream(Response):
         ping_seconds: float = 15.0,
         write_seconds: float = 30.0,
         error_frames: Callable[[ApiError], bytes] = openai_error_frames,
+        framing: Framing = EVENTS,
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.raw_headers = list(HEADERS)
+        self.raw_headers = [(b"content-type", framing.content_type), *_HEADERS]
+        self._ping = framing.ping
         self._frames = frames
         self._error_frames = error_frames
         self._ping_seconds, self._write_seconds = ping_seconds, write_seconds
@@ -131,7 +146,7 @@ class EventStream(Response):
                 logger.info("a client took nothing of its stream for %g seconds", self._write_seconds)
                 return
             else:
-                await self._send(send, PING)
+                await self._send(send, self._ping)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
