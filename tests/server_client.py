@@ -60,6 +60,14 @@ class ServerClient:
             events.append(StreamedEvent(fields.get("event"), json.loads(fields["data"])))
         return events
 
+    def lines(self, path: str, body: Any) -> list[Any]:
+        """Of a stream of JSON by lines."""
+        answer = self._http.post(path, json=body, headers=self._headers())
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        assert answer.text.endswith("\n")
+        return [json.loads(line) for line in answer.text.splitlines()]
+
     def _answer(self, method: str, path: str, status: int, **more: Any) -> Any:
         answer = self._http.request(method, path, headers=self._headers(), **more)
         assert answer.status_code == status, answer.text

@@ -26,13 +26,17 @@ from nanovllm_cli.server.ports import (
     ChatAsked,
     EngineState,
     Event,
+    FileFacts,
+    ModelAbout,
     ModelCard,
     ServedModel,
     Stream,
     TextAsked,
+    TextSide,
     Timings,
     Usage,
 )
+from nanovllm_cli.text.answer_format import AnswerFormat
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -63,6 +67,10 @@ def event(
     return Event(index, drawn, reasoning, content, tuple(calls), ids, kept, finish, stop_reason, num_held)
 
 
+FILES = FileFacts(
+    "gguf", "qwen3", 494_032_768, 1000, "Q4_K", 8192, 4, 2, True, False, False, "0123456789abcdef" * 4, 1_700_000_000.5
+)
+"""Longer than what is served."""
 TIMINGS = Timings(prompt=0.5, answer=2.0)
 
 
@@ -204,7 +212,7 @@ class FakeEngine:
 
 
 class FakeModels:
-    """`Models` with the given names; in_use counts who is inside `use`."""
+    """`Models` with the given names; in_use counts who is inside `use`. files: of all; unreadable: names of those without any."""
 
     def __init__(
         self,
@@ -214,7 +222,11 @@ class FakeModels:
         default_params: SamplingParams | None = None,
         thinking_switch: str | None = None,
         pooling: Pooling = "mean",
+        format: AnswerFormat | None = None,
     ) -> None:
+        self.files = FILES
+        self.sleeps: float | None = None
+        self.unreadable: set[str] = set()
         facts = Facts(CONTEXT_LEN, 256, 4, 16, 1000, 4000, 65536, "float32", "cpu", 8, pooling)
         self.in_use = 0
         self.served = {
@@ -227,6 +239,7 @@ class FakeModels:
                 None if template is None else ChatTemplate(template),
                 default_params or SamplingParams(),
                 thinking_switch,
+                format,
             )
             for name in names or (MODEL,)
         }
@@ -246,6 +259,20 @@ class FakeModels:
             self.in_use -= 1
 
     peek = use
+
+    async def about(self, name: str) -> ModelAbout:
+        if name in self.unreadable:
+            raise ApiError(503, "its files cannot be read")
+        served = self.served[name]
+        text = TextSide(
+            served.tokenizer, served.chat_template, served.default_params, served.thinking_switch, served.format
+        )
+        return ModelAbout(name, served.engine.state, text, self.files, served.engine.facts, sleeps=self.sleeps)
+
+    async def put_to_sleep(self, name: str) -> None:
+        if self.in_use:
+            raise ApiError(503, "the model is in use", code="model_in_use")
+        self.served[name].engine.state = EngineState.ASLEEP  # type: ignore[misc]
 
     def engines(self) -> Mapping[str, FakeEngine]:
         return {name: model.engine for name, model in self.served.items()}  # type: ignore[misc]

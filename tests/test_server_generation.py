@@ -236,6 +236,39 @@ def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -
     assert 0 <= heard.answer < 60
 
 
+def test_a_conversation_so_far_stands_before_the_prompt(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House([piece("a", finish="stop")])
+    tokenizer = house.models.model.tokenizer
+    prompt = tokenizer.encode("<user>hi\n")
+    run(house.chat(asked(before=[5, 6])))
+    assert list(house.engine.asked[0][0]) == [5, 6, *prompt]
+    monkeypatch.setattr(tokenizer, "bos_id", prompt[0])  # begins a text, and is in the middle of none
+    run(house.chat(asked(before=[5, 6])))
+    assert list(house.engine.asked[1][0]) == [5, 6, *prompt[1:]]
+    for stranger in (-1, FACTS.vocab_size):
+        with pytest.raises(ApiError) as caught:
+            run(house.chat(asked(before=[stranger])))
+        assert (caught.value.status, caught.value.param) == (400, "context")
+
+
+@pytest.mark.parametrize(("most", "wanted", "room"), [(None, None, None), (12, None, 3), (12, 2, 2), (12, 9, 3), (10**9, 9, 9)])
+def test_a_request_may_want_less_context_than_there_is(run: Any, most: int | None, wanted: int | None, room: int | None) -> None:
+    house = House([piece("a", finish="stop")])
+    run(house.chat(asked(most_tokens=most, params=SamplingParams(max_tokens=wanted))))  # the prompt has 9 tokens
+    assert house.engine.asked[0][1].max_tokens == room
+
+
+def test_a_prompt_that_leaves_no_room_in_what_the_request_wants_is_refused(run: Any) -> None:
+    house = House([piece("a", finish="stop")])
+    for most in (8, 9):
+        with pytest.raises(ApiError, match=f"{most} tokens, and the prompt has 9") as caught:
+            run(house.chat(asked(most_tokens=most)))
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    with pytest.raises(ApiError, match="7 tokens, and the prompt has 8"):
+        run(house.generator.complete("m", TextAsked("12345678", SamplingParams(), most_tokens=7), CALLER))
+    assert house.engine.asked == []
+
+
 def test_without_tools_a_call_is_text(run: Any) -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     for extra in ({}, {"tools": [TOOL], "tool_choice": "none"}):

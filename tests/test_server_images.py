@@ -267,6 +267,27 @@ def test_a_message_shows_images_of_users_and_of_tools(server: Server) -> None:
     assert counted["input_tokens"] == len(server.engine.prompts[0])
 
 
+def test_a_message_of_ollamas_shows_its_images_ahead_of_its_text(server: Server) -> None:
+    bare = base64.b64encode(FILES["B"]).decode()  # as its clients send it
+    messages = [
+        {"role": "user", "content": "look", "images": [url("A"), bare]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "see", "arguments": {}}}]},
+        {"role": "tool", "tool_name": "see", "content": "dark", "images": [bare]},
+    ]
+    server.post("/api/chat", {"messages": messages, "stream": False})
+    expected = [
+        ("user", f"{SEEN.format('A')}{SEEN.format('B')}look"), ("assistant", ""), ("tool", f"{SEEN.format('B')}dark")
+    ]  # fmt: skip
+    assert server.prompt == "".join(TURN.format(*turn) for turn in expected) + ASSISTANT
+    server.post("/api/generate", {"prompt": "look", "images": [bare], "stream": False})
+    assert server.prompt == TURN.format("user", f"{SEEN.format('B')}look") + ASSISTANT
+    for path, body, place in (
+        ("/api/chat", {"messages": [*messages, {"role": "user", "images": [bare, "bm9uZQ=="]}]}, "messages[3].images[1]"),
+        ("/api/generate", {"prompt": "look", "images": ["https://example.com/a.png"]}, "images[0]"),
+    ):
+        assert server.post(path, body, status=400)["error"].startswith(f"{place} is ")
+
+
 def test_the_tokenizer_and_the_template_show_images_too(server: Server) -> None:
     body = chat_with(text("what "), chat_image(url("A")), text("?"))
     server.post("/v1/chat/completions", body)

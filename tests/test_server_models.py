@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Start
-from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.server.ports import EngineState, FileFacts
 from nanovllm_cli.server.served_models import ModelSettings, ServedModels
 from nanovllm_cli.server.settings import ServeSettings
 from server_fakes import FakePool
@@ -327,6 +328,74 @@ def test_who_keeps_asking_for_one_that_gets_no_room_shuts_nobody_out(run: Run) -
                 assert await asyncio.create_task(answers(models, "a")) == "a"
             insisting.cancel()
         await models.close()
+
+    run(scenario())
+
+
+def test_one_that_nobody_uses_can_be_put_to_sleep(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a", "alias"), settings("b")], max_loaded=1)
+        with pytest.raises(ApiError) as early:
+            await models.put_to_sleep("a")  # about to be loaded
+        await models.start()
+        try:
+            async with models.use("a"):
+                with pytest.raises(ApiError) as caught:
+                    await models.put_to_sleep("alias")
+            assert states(models)["a"] is EngineState.READY
+            await models.put_to_sleep("alias")
+            await models.put_to_sleep("a")  # it does
+            assert states(models) == {"a": EngineState.ASLEEP, "b": EngineState.ASLEEP}
+            assert await answers(models, "a") == "a"
+            with pytest.raises(ApiError) as unknown:
+                await models.put_to_sleep("nobody")
+        finally:
+            await models.close()
+        assert [each.value.status for each in (early, caught, unknown)] == [503, 503, 404]
+
+    run(scenario())
+
+
+def test_who_wants_one_put_to_sleep_and_leaves_leaves_nothing_half_done(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a")])
+        await models.start()
+        try:
+            asking = asyncio.create_task(models.put_to_sleep("a"))
+            while not models.engines()["a"].is_ending:  # type: ignore[attr-defined]
+                await asyncio.sleep(0)
+            asking.cancel()
+            assert await answers(models, "a") == "a"
+        finally:
+            await models.close()
+
+    run(scenario())
+
+
+def test_what_a_model_is_can_be_told_while_it_sleeps(run: Run, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        models = ServedModels(
+            [settings("a", "alias"), settings("b"), settings("broken", path=tmp_path)], max_loaded=1, sleep_idle=60.0
+        )
+        await models.start()
+        try:
+            loaded, asleep = await models.about("alias"), await models.about("b")
+            assert (loaded.id, loaded.state, loaded.facts) == ("alias", EngineState.READY, FACTS)
+            assert loaded.sleeps is not None
+            assert 0 < loaded.sleeps - time.time() <= 60
+            assert (asleep.state, asleep.facts, asleep.sleeps) == (EngineState.ASLEEP, None, None)
+            assert asleep.text.chat_template is not None
+            assert asleep.files == loaded.files
+            assert asleep.files._replace(digest="", modified=0.0) == FileFacts(
+                "safetensors", "qwen3", 3_803_904, 2 * 3_803_904, "BF16", 2048, 256, 4, True, False, False, "", 0.0
+            )  # as nanovllm models show tiny has it
+            for name, status in (("broken", 503), ("nobody", 404)):
+                with pytest.raises(ApiError) as caught:
+                    await models.about(name)
+                assert (caught.value.status, str(tmp_path) in caught.value.message) == (status, False)
+            assert states(models) == {"a": EngineState.READY, "b": EngineState.ASLEEP, "broken": EngineState.ASLEEP}
+        finally:
+            await models.close()
 
     run(scenario())
 

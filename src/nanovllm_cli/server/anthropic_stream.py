@@ -13,8 +13,7 @@ import hashlib
 import secrets
 from typing import Any
 
-from pydantic_core import from_json
-
+from nanovllm_cli.server.function_tools import arguments_of
 from nanovllm_cli.server.ports import Event, Usage
 from nanovllm_cli.text.tool_calls import ToolCallDelta
 
@@ -112,7 +111,7 @@ class MessageBuilder:
         elif block["type"] == "text":
             block["text"] = text
         else:
-            block["input"] = _arguments(text)
+            block["input"] = arguments_of(text)
         events.append({"type": "content_block_stop", "index": self._index})
         self.message["content"].append(block)
         self._block, self._text = None, []
@@ -144,12 +143,3 @@ def _stop(last: Event | None, usage: Usage, max_tokens: int) -> tuple[str, str |
     if last.finish_reason == "tool_calls":
         return "tool_use", None
     return ("max_tokens" if usage.completion_tokens >= max_tokens else "model_context_window_exceeded"), None
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Arguments as far as they came: of a call that was cut off, what was complete, as the stream helpers of clients have it."""
-    try:
-        value = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

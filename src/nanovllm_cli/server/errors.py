@@ -1,7 +1,7 @@
 """How a failure is written: one place for every route, limit and door.
 
-OpenAI's form: {"error": {"message", "type", "param", "code"}}; under /v1/messages Anthropic's. Texts of libraries, paths and
-addresses never get in: what is no typed error is "internal error" and the request's id.
+OpenAI's form: {"error": {"message", "type", "param", "code"}}; under /v1/messages Anthropic's, under /api Ollama's. Texts of
+libraries, paths and addresses never get in: what is no typed error is "internal error" and the request's id.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.anthropic_errors import anthropic_form
 from nanovllm_cli.server.api_error import ApiError, invalid_value
+from nanovllm_cli.server.ollama_errors import ollama_form
 from nanovllm_cli.server.wording import either, of_pydantic
 
 _LONGEST_MESSAGE = 200
@@ -40,6 +41,8 @@ def error_body(error: ApiError, path: str, request_id: str) -> Mapping[str, Any]
     """The error as this path's clients expect it."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return anthropic_form(error, request_id)
+    if path == "/api" or path.startswith("/api/"):
+        return ollama_form(error)
     return openai_form(error)
 
 

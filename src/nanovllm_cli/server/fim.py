@@ -33,7 +33,7 @@ def fill_in_the_middle(
 
     Control tokens in the texts stay text. Raises UnsupportedError for a vocabulary without tokens for it.
     """
-    form = next((form for form in _FORMATS if all(_has(tokenizer, part) for part in form)), None)
+    form = _format(tokenizer)
     if form is None:
         raise UnsupportedError("this model has no tokens for filling in the middle", "leave the suffix out")
     ids = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
@@ -46,6 +46,15 @@ def fill_in_the_middle(
         else:
             ids.append(_id(tokenizer, part))
     return ids + _plain(tokenizer, begun)
+
+
+def fills_in(tokenizer: Tokenizer) -> bool:
+    """Whether a vocabulary has tokens for it."""
+    return _format(tokenizer) is not None
+
+
+def _format(tokenizer: Tokenizer) -> tuple[object, ...] | None:
+    return next((form for form in _FORMATS if all(_has(tokenizer, part) for part in form)), None)
 
 
 def _before(tokenizer: Tokenizer, files: Sequence[tuple[str, str]]) -> list[int]:

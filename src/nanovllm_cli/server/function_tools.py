@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.reading import invalid, shown
@@ -33,6 +35,16 @@ def function_tool(
 def name_of(tool: Tool) -> str:
     name: str = tool["function"]["name"]
     return name
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments as far as they came: of one that was cut off, what was complete, as the stream helpers of clients have
+    it."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def checked_tools(

@@ -66,6 +66,8 @@ class Generator:
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
             prompt_ids = await self._chat_prompt(work.model, asked)
+            if asked.before:
+                prompt_ids = TokenIds(_behind(asked.before, prompt_ids, work.model))
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
             known = work.model.format
@@ -173,7 +175,10 @@ class Generator:
         parsers: Sequence[AnswerParser],
         tools: Sequence[Tool] = (),
     ) -> LiveGeneration:
-        _check_fits(prompt_ids, work.model, asked.param if isinstance(asked, ChatAsked) else "prompt")
+        param = asked.param if isinstance(asked, ChatAsked) else "prompt"
+        _check_fits(prompt_ids, work.model, param)
+        if asked.most_tokens is not None:
+            params = _within(asked.most_tokens, len(prompt_ids), params, param)
         if params.constraint is not None:
             await self._check(params.constraint, tools)
         salts = [salt for salt in (caller.tenant, asked.cache_salt) if salt is not None]
@@ -382,6 +387,23 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str, cut: 
     if not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
         raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param=param)
     return ids if cut is None else model.tokenizer.truncated(ids, cut)
+
+
+def _behind(before: Sequence[int], ids: Sequence[int], model: ServedModel) -> list[int]:
+    """A prompt that goes on with a conversation: what begins a text is not there again."""
+    if not 0 <= min(before) <= max(before) < model.facts.vocab_size:
+        raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param="context")
+    begins = bool(ids) and model.tokenizer.bos_id is not None and ids[0] == model.tokenizer.bos_id
+    return [*before, *ids[begins:]]
+
+
+def _within(most: int, num_prompt: int, params: SamplingParams, param: str) -> SamplingParams:
+    """So that prompt and answer are no more tokens than that. Raises ApiError 400 where the prompt is."""
+    room = most - num_prompt
+    if room < 1:
+        message = f"the request asks for a context of {most} tokens, and the prompt has {num_prompt}"
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
+    return params.under({"max_tokens": min(room, params.max_tokens or room)})
 
 
 def _check_fits(ids: Sequence[int], model: ServedModel, param: str, room: int = 1) -> None:

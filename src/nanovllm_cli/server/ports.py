@@ -115,6 +115,52 @@ class ServedModel:
             raise too_long(least, limit, param, at_least=True)
 
 
+class TextSide(NamedTuple):
+    """What a model is beside its weights; the fields are those of `ServedModel`."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    default_params: SamplingParams
+    thinking_switch: str | None
+    format: AnswerFormat | None
+    scoring: Scoring | None = None
+
+
+class FileFacts(NamedTuple):
+    """What a model's files say, whether it is loaded or not. architecture: as GGUF names it. stored: as what its weights are
+    computed with: what they are rounded to, else what they mostly are. context_len: the most that could be served. digest: the
+    same for the same files; modified: Unix seconds. embeds: whether it is made for that: by what it says of pooling, or for want
+    of a head."""
+
+    format: Literal["gguf", "safetensors"]
+    architecture: str
+    num_parameters: int
+    num_bytes: int
+    stored: str
+    context_len: int
+    hidden_size: int
+    num_layers: int
+    has_head: bool
+    embeds: bool
+    reads_images: bool
+    digest: str
+    modified: float
+
+
+class ModelAbout(NamedTuple):
+    """All that is known of a model without waking it. id: its name, or an alias. facts: None until it was loaded once. parent: as
+    a card has it. sleeps: Unix seconds when it will be put to sleep if nobody asks for it; None where it is not loaded, or
+    stays."""
+
+    id: str
+    state: EngineState
+    text: TextSide
+    files: FileFacts
+    facts: Facts | None
+    parent: str | None = None
+    sleeps: float | None = None
+
+
 class ModelCard(NamedTuple):
     """A line of /v1/models. created: Unix seconds, when this server first had it. parent: the model that an adapter is for.
     reads_images: None until it was loaded once, as context_len is."""
@@ -141,6 +187,12 @@ class Models(Protocol):
     def peek(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
         """As `use`, for what needs its tokenizer, template and facts alone: a model that sleeps sleeps on."""
 
+    async def about(self, name: str) -> ModelAbout:
+        """What there is to tell of it; a model that sleeps sleeps on. Raises ApiError: 404, 503 where its files can't be read."""
+
+    async def put_to_sleep(self, name: str) -> None:
+        """Unloads it; the next request loads it again. Raises ApiError: 404, 503 for one that is in use, or being loaded."""
+
     def engines(self) -> Mapping[str, EnginePort]: ...
 
 
@@ -165,6 +217,8 @@ class ChatAsked:
     thinking: None leaves it to the template. reasoning_budget: most tokens of reasoning; None sets no limit.
     continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
     whole_calls: for who does not stream: a call counts once it is complete, and is content where it turns out broken.
+    before: tokens of a conversation so far, which the prompt is put behind. most_tokens: of prompt and answer together, where
+    that is to be less than the model can.
     param: what the conversation is called in its client's request, for errors. image_paths: where the images of its messages are
     in that request, in their order; empty where that is their place in `messages`.
     """
@@ -183,19 +237,22 @@ class ChatAsked:
     splits_reasoning: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    before: Sequence[int] = ()
+    most_tokens: int | None = None
     param: str = "messages"
     image_paths: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TextAsked:
-    """A text to go on with. prompt: text or token ids."""
+    """A text to go on with. prompt: text or token ids. most_tokens: see ChatAsked."""
 
     prompt: str | Sequence[int]
     params: SamplingParams
     form: Constraint | None = None
     priority: int = 0
     cache_salt: str | None = None
+    most_tokens: int | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -74,7 +74,7 @@ def router(context: ServerContext) -> APIRouter:
 
 async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
     async with context.models.use(body.model) as model:
-        _check_embeds(model)
+        check_embeds(model)
         if body.dimensions is not None and body.dimensions > model.facts.vector_size:
             raise invalid_value(f"this model's vectors have {model.facts.vector_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
@@ -96,7 +96,7 @@ def _data(vectors: Sequence[Sequence[float]], body: EmbeddingRequest) -> list[ms
     """JSON of each. All together may be millions of numbers: that is done in a thread."""
     data = []
     for index, vector in enumerate(vectors):
-        shown = _first(vector, body.dimensions)
+        shown = first_numbers(vector, body.dimensions)
         embedding = _base64(shown) if body.encoding_format == "base64" else list(shown)
         data.append(msgspec.Raw(msgspec.json.encode({"object": "embedding", "index": index, "embedding": embedding})))
     return data
@@ -108,7 +108,7 @@ async def _embed_natively(context: ServerContext, body: NativeEmbeddingRequest, 
         raise ApiError(400, "give one of content and input", param=given[1] if given else "content")
     texts, norm = several_texts(getattr(body, given[0])), 2 if body.embd_normalize is None else body.embd_normalize
     async with context.models.use(body.model) as model:
-        _check_embeds(model)
+        check_embeds(model)
         vectors, num_tokens = await context.generates.embed(
             body.model, texts, body.pooling or model.facts.pooling, priority=body.priority or 0, normalize=norm == 2
         )
@@ -212,12 +212,12 @@ def _each(queries: Sequence[T], documents: Sequence[object]) -> Sequence[T]:
     return list(queries) * len(documents) if len(queries) == 1 else queries
 
 
-def _check_embeds(model: ServedModel) -> None:
+def check_embeds(model: ServedModel) -> None:
     if model.scoring is not None:
         raise ApiError(400, f"{model.id} is a reranker, which makes no vectors: POST /v1/rerank", code="unsupported")
 
 
-def _first(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+def first_numbers(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     """So many numbers of it, of length 1 again (what models trained for it expect)."""
     return vector if dimensions is None or dimensions == len(vector) else unit(vector[:dimensions])
 

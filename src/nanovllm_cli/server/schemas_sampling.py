@@ -59,7 +59,7 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-def _bounded(name: str) -> Any:
+def bounded(name: str) -> Any:
     """A field with SamplingParams' bounds for it."""
     bounds = FLOAT_BOUNDS.get(name) or INT_BOUNDS.get(name) or OPTIONAL_INT_BOUNDS[name]
     return Field(default=None, ge=bounds[0], le=bounds[1])
@@ -122,27 +122,27 @@ class LoraScale(StrictModel):
 class SamplingFields(StrictModel):
     """What SamplingParams has, but for what each route names in its own way (how many tokens, log-probabilities)."""
 
-    temperature: float | None = _bounded("temperature")
-    top_p: float | None = _bounded("top_p")
-    top_k: int | None = _bounded("top_k")
-    min_p: float | None = _bounded("min_p")
-    top_n_sigma: float | None = _bounded("top_n_sigma")
-    typical_p: float | None = _bounded("typical_p")
-    repetition_penalty: float | None = _bounded("repetition_penalty")
-    repeat_penalty: float | None = _bounded("repetition_penalty")
-    repeat_last_n: int | None = _bounded("penalty_last_n")
-    penalty_last_n: int | None = _bounded("penalty_last_n")
-    presence_penalty: float | None = _bounded("presence_penalty")
-    frequency_penalty: float | None = _bounded("frequency_penalty")
-    dry_multiplier: float | None = _bounded("dry_multiplier")
-    dry_base: float | None = _bounded("dry_base")
-    dry_allowed_length: int | None = _bounded("dry_allowed_length")
-    dry_penalty_last_n: int | None = _bounded("dry_penalty_last_n")
+    temperature: float | None = bounded("temperature")
+    top_p: float | None = bounded("top_p")
+    top_k: int | None = bounded("top_k")
+    min_p: float | None = bounded("min_p")
+    top_n_sigma: float | None = bounded("top_n_sigma")
+    typical_p: float | None = bounded("typical_p")
+    repetition_penalty: float | None = bounded("repetition_penalty")
+    repeat_penalty: float | None = bounded("repetition_penalty")
+    repeat_last_n: int | None = bounded("penalty_last_n")
+    penalty_last_n: int | None = bounded("penalty_last_n")
+    presence_penalty: float | None = bounded("presence_penalty")
+    frequency_penalty: float | None = bounded("frequency_penalty")
+    dry_multiplier: float | None = bounded("dry_multiplier")
+    dry_base: float | None = bounded("dry_base")
+    dry_allowed_length: int | None = bounded("dry_allowed_length")
+    dry_penalty_last_n: int | None = bounded("dry_penalty_last_n")
     dry_sequence_breakers: Annotated[list[Annotated[str, _strings("dry_sequence_breakers")]], FIRST_ERROR] | None = Field(
         default=None, max_length=STRING_LISTS["dry_sequence_breakers"][0]
     )
-    xtc_probability: float | None = _bounded("xtc_probability")
-    xtc_threshold: float | None = _bounded("xtc_threshold")
+    xtc_probability: float | None = bounded("xtc_probability")
+    xtc_threshold: float | None = bounded("xtc_threshold")
     logit_bias: (
         Annotated[
             dict[Annotated[str, _strings("bad_words")], Bias]
@@ -159,19 +159,19 @@ class SamplingFields(StrictModel):
     )
     allowed_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["allowed_token_ids"])
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
-    n: int | None = _bounded("n")
+    n: int | None = bounded("n")
     n_cmpl: int | None = Field(default=None, ge=1, le=1)
     samplers: Annotated[
         Annotated[list[ShortText], FIRST_ERROR, Field(max_length=64)] | ShortText | None,
         explained("names of steps in their order, or one text of their letters"),
     ] = None
-    min_tokens: int | None = _bounded("min_tokens")
+    min_tokens: int | None = bounded("min_tokens")
     stop: Stop = None
     stop_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = _bounded("prompt_logprobs")
+    prompt_logprobs: int | None = bounded("prompt_logprobs")
 
     lora: Annotated[
         Annotated[list[LoraScale], FIRST_ERROR, Field(max_length=MAX_LORA_MODULES)] | dict[str, float] | ShortText | None,

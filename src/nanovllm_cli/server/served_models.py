@@ -24,14 +24,14 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.engine_client import EngineClient
 from nanovllm_cli.server.messages import Loading, Start
+from nanovllm_cli.server.model_files import read_files
 from nanovllm_cli.server.observer import Observer
-from nanovllm_cli.server.ports import EnginePort, EngineState, ModelCard, ServedModel
-from nanovllm_cli.text.answer_format import AnswerFormat, model_format
+from nanovllm_cli.server.ports import EnginePort, EngineState, FileFacts, ModelAbout, ModelCard, ServedModel, TextSide
+from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import thinking_switch
-from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.scoring import Scoring, scoring_of
+from nanovllm_cli.weights.scoring import scoring_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 
@@ -50,17 +50,6 @@ class ModelSettings:
     given: Mapping[str, Any] = field(default_factory=dict)
     tool_format: str | None = None
     reasoning_format: str | None = None
-
-
-class TextSide(NamedTuple):
-    """What a model is beside its weights."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    default_params: SamplingParams
-    thinking_switch: str | None
-    format: AnswerFormat | None
-    scoring: Scoring | None = None
 
 
 @dataclass
@@ -86,6 +75,7 @@ class _Slot:
         self.engine = engine
         self.created = int(time.time())
         self.text: TextSide | None = None
+        self.files: FileFacts | None = None
         self.users: list[asyncio.Task[Any] | None] = []
         self.waiting: list[asyncio.Task[Any] | None] = []
         self.turn: _Turn | None = None
@@ -169,6 +159,31 @@ class ServedModels:
         """Nobody can wake the others up before the first ones are there."""
         state = slot.engine.state
         return EngineState.LOADING if state is EngineState.ASLEEP and not self._is_started else state
+
+    async def about(self, name: str) -> ModelAbout:
+        slot, adapter = self._find(name)
+        first = slot.settings.names[0]
+        try:
+            await self._read_text(slot)
+            if slot.files is None:
+                slot.files = await asyncio.to_thread(read_files, slot.settings.path, slot.settings.config, slot.created)
+        except NanovllmError as error:
+            raise ApiError(503, f"the files of the model {first!r} cannot be read", code="model_load_failed") from error
+        assert slot.text is not None
+        sleeps = None
+        if self._sleep_idle is not None and slot.is_loaded:
+            idle = 0.0 if slot.users else time.monotonic() - slot.used
+            sleeps = time.time() + max(0.0, self._sleep_idle - idle)
+        parent = None if adapter is None else first
+        return ModelAbout(name, self._state_of(slot), slot.text, slot.files, slot.engine.facts, parent, sleeps)
+
+    async def put_to_sleep(self, name: str) -> None:
+        slot = self._find(name).slot
+        if self._state_of(slot) in (EngineState.ASLEEP, EngineState.FAILED, EngineState.STOPPED):
+            return
+        # In a task: it must be finished once it has begun, and who asks may leave.
+        if not await asyncio.shield(asyncio.create_task(self._sleep(slot, 0.0))):
+            raise ApiError(503, "the model is in use, or being loaded", code="model_in_use", retry_after=5)
 
     def engines(self) -> Mapping[str, EnginePort]:
         return {slot.settings.names[0]: slot.engine for slot in self._slots}
@@ -286,11 +301,17 @@ class ServedModels:
     async def _put_to_sleep(self, idle_seconds: float) -> None:
         while True:
             for slot in self._slots:
-                async with self._room:  # who asks for it from now on waits until it is gone, and loads it again
-                    idle = not slot.users and time.monotonic() - slot.used >= idle_seconds
-                    if slot.engine.state is EngineState.READY and idle:
-                        await slot.engine.unload()
+                await self._sleep(slot, idle_seconds)
             await asyncio.sleep(min(1.0, idle_seconds / 4))
+
+    async def _sleep(self, slot: _Slot, idle_seconds: float) -> bool:
+        """Unloads it if nobody has used it for so long."""
+        async with self._room:  # who asks for it from now on waits until it is gone, and loads it again
+            idle = not slot.users and time.monotonic() - slot.used >= idle_seconds
+            if slot.engine.state is not EngineState.READY or not idle:
+                return False
+            await slot.engine.unload()
+            return True
 
     def _engine(self, settings: ModelSettings) -> EngineClient:
         name = settings.names[0]

@@ -1,0 +1,42 @@
+"""What the files of a model say to those who list models: nothing is loaded for it, and no weight is read."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.planning.facts import facts_of
+from nanovllm_cli.server.ports import FileFacts
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.fingerprint import file_stamps
+from nanovllm_cli.weights.source import resolve
+
+
+def read_files(path: Path, config: EngineConfig, created: float) -> FileFacts:
+    """created: counts as their time where weights are made up, and have no files. Raises NanovllmError."""
+    with open_checkpoint(path) as checkpoint:
+        facts = facts_of(checkpoint)
+    spec = facts.spec
+    stamps = file_stamps(path)
+    told = repr((spec, stamps, config.quant)).encode()
+    return FileFacts(
+        "gguf" if checkpoint.format == "gguf" else "safetensors",
+        spec.architecture,
+        facts.num_parameters,
+        facts.num_bytes,
+        config.quant or facts.stored,
+        min(spec.max_position, config.max_model_len or spec.max_position),
+        spec.hidden_size,
+        spec.num_layers,
+        spec.has_head and not facts.embedding.ranks,
+        not facts.embedding.ranks and (facts.embedding.pooling is not None or not spec.has_head),
+        facts.vision is not None or _has_mmproj(path, config),
+        hashlib.sha256(told).hexdigest(),
+        max((time / 1e9 for _, _, time in stamps), default=created),
+    )
+
+
+def _has_mmproj(path: Path, config: EngineConfig) -> bool:
+    """Whether there is a file that it will be loaded with, to see by."""
+    return config.mmproj is not None or (config.mmproj_auto and resolve(str(path), offline=True).mmproj is not None)
