@@ -6,6 +6,7 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -67,6 +68,10 @@ class ServerClient:
         assert answer.headers["content-type"] == "application/x-ndjson"
         assert answer.text.endswith("\n")
         return [json.loads(line) for line in answer.text.splitlines()]
+
+    def send(self, path: str, body: str, headers: dict[str, str]) -> httpx.Response:
+        """With these headers and no others of its own."""
+        return self._http.post(path, content=body, headers=headers)
 
     def _answer(self, method: str, path: str, status: int, **more: Any) -> Any:
         answer = self._http.request(method, path, headers=self._headers(), **more)

@@ -124,3 +124,49 @@ def test_instructor_parses_a_form(server: LiveServer, mode: str) -> None:
         temperature=0,
     )
     assert place.city in ("Paris", "Oslo")
+
+
+@pytest.fixture
+def ollama_chat(server: LiveServer) -> Any:
+    langchain_ollama = pytest.importorskip("langchain_ollama")
+    return langchain_ollama.ChatOllama(model="tiny", base_url=server.url, temperature=0, num_predict=200, num_ctx=8192)
+
+
+def test_langchain_chats_as_with_ollama(ollama_chat: Any, chat: Any) -> None:
+    said = [("system", "Be kind."), ("human", "hi")]
+    whole = ollama_chat.invoke(said)
+    assert whole.content == chat.invoke(said).content
+    assert whole.usage_metadata["output_tokens"] == whole.response_metadata["eval_count"] > 0
+    assert "".join(chunk.content for chunk in ollama_chat.stream(said)) == whole.content
+
+
+def test_langchain_uses_tools_and_forms_as_with_ollama(ollama_chat: Any) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+
+    parsed = ollama_chat.with_structured_output(Place, method="json_schema").invoke("Where is it?")
+    assert parsed.city in ("Paris", "Oslo")
+    call = {"name": "Place", "args": {"city": "Oslo"}, "id": "call_1", "type": "tool_call"}
+    history = [HumanMessage("Where is it?"), AIMessage("", tool_calls=[call]), ToolMessage("yes", tool_call_id="call_1")]
+    assert isinstance(ollama_chat.bind_tools([Place]).invoke(history).content, str)
+
+
+def test_langchain_has_vectors_as_with_ollama(server: LiveServer) -> None:
+    langchain_ollama = pytest.importorskip("langchain_ollama")
+    embeddings = langchain_ollama.OllamaEmbeddings(model="tiny", base_url=server.url)
+    first, second = embeddings.embed_documents(["a cat", "a dog"])
+    assert len(first) == len(second)
+    assert embeddings.embed_query("a cat") == pytest.approx(first, abs=1e-6)
+
+
+@pytest.mark.parametrize("provider", ["ollama_chat", "ollama"])
+def test_litellm_chats_as_with_ollama(server: LiveServer, provider: str) -> None:
+    litellm = pytest.importorskip("litellm")
+    where: Any = {"model": f"{provider}/tiny", "api_base": server.url, "num_retries": 0, "timeout": 60}
+    whole = litellm.completion(**where, messages=MESSAGES, temperature=0, max_tokens=20)
+    assert whole.usage.completion_tokens > 0
+    chunks = litellm.completion(**where, messages=MESSAGES, temperature=0, max_tokens=20, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content != ""
+    vectors = litellm.embedding(**{**where, "model": "ollama/tiny"}, input=["a cat"]).data
+    assert len(vectors[0]["embedding"]) > 8
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(**{**where, "model": f"{provider}/gpt-9"}, messages=MESSAGES)

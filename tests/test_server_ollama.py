@@ -419,6 +419,20 @@ def test_what_other_doors_say_has_the_same_form() -> None:
     assert guarded.get("/apical", 404)["error"]["code"] == "unknown_path"  # not Ollama's
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+@pytest.mark.parametrize("path", [CHAT, "/api/show", "/api/embed"])
+def test_programs_need_not_call_a_body_json(path: str, kind: str | None) -> None:
+    """curl's -d calls it a form, LiteLLM says nothing. A page of another site can do so as well, but cannot hide that it did."""
+    body, named = json.dumps(chat() | {"input": "a"}), {} if kind is None else {"content-type": kind}
+    served = client()
+    assert served.send(path, body, named).status_code == 200
+    for header in ("origin", "sec-fetch-site"):
+        refused = served.send(path, body, {**named, header: "null"})
+        assert (refused.status_code, refused.json().keys()) == (415, {"error"})
+        assert served.send(path, body, {"content-type": "application/json", header: "null"}).status_code == 200
+    assert served.send("/v1/chat/completions", body, named).status_code == 415
+
+
 # ---- names, and models ----
 
 

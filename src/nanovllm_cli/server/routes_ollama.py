@@ -65,7 +65,7 @@ _INSTEAD = {
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = api_router(OllamaErrorAnswer)
+    routes = api_router(OllamaErrorAnswer, untyped=True)
 
     @routes.post("/api/chat", responses=answers(OllamaChatAnswer, lines=OllamaChatAnswer, error=OllamaErrorAnswer))
     async def chat(body: OllamaChatRequest, request: Request, exchange: CurrentExchange) -> Response:

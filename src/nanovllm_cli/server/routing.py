@@ -2,6 +2,7 @@
 before FastAPI sees them.
 
 A body must say that it is JSON: a page of another site can send text and forms to this machine without asking, but not JSON.
+Ollama's clients are used to saying nothing. What they send is told from a page's by what a browser adds to each POST.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-def api_router(error: type[BaseModel] = ErrorAnswer) -> APIRouter:
-    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json."""
-    return APIRouter(route_class=ApiRoute, default_response_class=Response, responses=_errors(error))
+def api_router(error: type[BaseModel] = ErrorAnswer, *, untyped: bool = False) -> APIRouter:
+    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json. untyped: programs may leave a body's type out."""
+    return APIRouter(route_class=UntypedRoute if untyped else ApiRoute, default_response_class=Response, responses=_errors(error))
 
 
 def answers(
@@ -83,6 +84,8 @@ class ApiRequest(Request):
 
 
 class ApiRoute(APIRoute):
+    takes_untyped = False
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         if self.body_field is None:
@@ -97,18 +100,37 @@ class ApiRoute(APIRoute):
         assert self.body_field is not None
         state = request.app.state
         limits, max_bytes = state.settings, state.max_body_bytes()
-        body = await read_body(request, state.gate, max_bytes, limits.body_seconds)
+        untyped = self.takes_untyped and not _is_of_page(request)
+        body = await read_body(request, state.gate, max_bytes, limits.body_seconds, untyped=untyped)
         value = parse_json(body, limits.max_json_depth)
         model, problems = self.body_field.validate(value, loc=("body",))
         if problems:
             raise RequestValidationError(problems, body=value)
-        return ApiRequest(request.scope, request.receive, len(body), model)
+        return ApiRequest(_called_json(request.scope) if untyped else request.scope, request.receive, len(body), model)
 
 
-async def read_body(request: Request, gate: Gate, max_bytes: int, seconds: float) -> bytes:
-    """The body. Raises ApiError: 415 where it is not called JSON, or compressed; 413, 408; 429 where too much comes at once."""
+class UntypedRoute(ApiRoute):
+    """Takes bodies by any name, where no page sent them."""
+
+    takes_untyped = True
+
+
+def _called_json(scope: Scope) -> Scope:
+    """For FastAPI, which looks at it once more."""
+    headers = [header for header in scope["headers"] if header[0] != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+
+
+def _is_of_page(request: Request) -> bool:
+    """Browsers say where a POST is from, and no page can keep them from that. Programs have no reason to."""
+    return "origin" in request.headers or "sec-fetch-site" in request.headers
+
+
+async def read_body(request: Request, gate: Gate, max_bytes: int, seconds: float, *, untyped: bool = False) -> bytes:
+    """The body. untyped: it is JSON by any name. Raises ApiError: 415 where it is not called JSON, or compressed; 413, 408; 429
+    where too much comes at once."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    if not untyped and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
     if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise ApiError(415, "compressed bodies are not read: chunked is the only transfer coding here")
