@@ -43,7 +43,7 @@ set -g __nanovllm_taking -m --model --revision --dtype --device --quant --activa
 complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a run -d 'Answer one prompt, or a file of prompts'
 complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a chat -d 'Talk with a model'
 complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a embed -d 'Make a vector of each text, or find the texts nearest to one'
-complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a serve -d 'Answer over HTTP, as OpenAI'\''s and Anthropic'\''s clients ask'
+complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a serve -d 'Answer over HTTP, as OpenAI'\''s, Anthropic'\''s and Ollama'\''s clients ask'
 complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a bench -d 'Measure how fast models read prompts and generate, in llama-bench'\''s table'
 complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a models -d 'See, download and remove models'
 complete -c nanovllm -n '__nanovllm_argument '\'''\'' 0' -a plan -d 'Plan what a model needs and how fast it can be here, before it is downloaded'

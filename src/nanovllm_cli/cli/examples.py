@@ -52,8 +52,9 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm embed tiny --whole -f notes.txt -f more.txt --raw", "Each file is one text; numbers alone."),
     ),
     "serve": (
-        Example("nanovllm serve tiny", "At http://127.0.0.1:8080, for OpenAI's and Anthropic's clients; a page to chat at /."),
+        Example("nanovllm serve tiny", "At http://127.0.0.1:8080, for OpenAI's, Anthropic's, Ollama's clients; a page at /."),
         Example("nanovllm serve tiny --port 8000 -np 16 -c 2K", "Another port, sixteen answers at once, each of 2,048 tokens."),
+        Example("nanovllm serve tiny --port 11434", "Where Ollama's clients look for a server."),
         Example(
             "nanovllm serve qwen3:0.6b qwen3:4b --max-models 1 --sleep-idle 600",
             "Two models behind one address, in memory one at a time.",

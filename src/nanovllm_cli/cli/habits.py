@@ -199,7 +199,7 @@ _VALUES = {
 _SPLIT = "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges"
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
 _NO_COMMANDS = {
-    "ps": "nothing stays in memory behind a command; a server says what it holds at /v1/models",
+    "ps": "nothing stays in memory behind a command; a server says what it holds at /api/ps",
     "help": "nanovllm --help lists the commands, nanovllm run --help what one of them takes",
     "version": "here it is nanovllm --version",
     "stop": "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server",

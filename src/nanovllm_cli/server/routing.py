@@ -51,7 +51,7 @@ class ErrorAnswer(BaseModel):
 
 
 def api_router(error: type[BaseModel] = ErrorAnswer, *, untyped: bool = False) -> APIRouter:
-    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json. untyped: programs may leave a body's type out."""
+    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json. untyped: programs may leave its type out."""
     return APIRouter(route_class=UntypedRoute if untyped else ApiRoute, default_response_class=Response, responses=_errors(error))
 
 
