@@ -209,13 +209,16 @@ def test_it_chats_asynchronously(server: LiveServer) -> None:
     assert asyncio.run(said())
 
 
-def test_a_key_is_sent_and_asked_for(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with live_server("tiny", "--api-key", "a-key-for-tests") as guarded:
+def test_a_key_is_sent_and_asked_for_and_signs_of_life_are_read_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live_server("tiny", "--api-key", "a-key-for-tests", "--ping-interval", "0.0005") as guarded:
         with pytest.raises(ollama.ResponseError) as caught:
             ollama.Client(host=guarded.url).list()
         assert (caught.value.status_code, "API key" in caught.value.error) == (401, True)
         monkeypatch.setenv("OLLAMA_API_KEY", "a-key-for-tests")
-        assert len(ollama.Client(host=guarded.url).list().models) == 1
+        client = ollama.Client(host=guarded.url)
+        assert len(client.list().models) == 1
+        parts = list(client.chat("tiny", HI, stream=True, options=FEW))
+        assert "".join(part.message.content for part in parts) == client.chat("tiny", HI, options=FEW).message.content
 
 
 def test_it_shows_images(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 import nanovllm_cli
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, LoraModule
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.server import served_models
@@ -394,6 +395,23 @@ def test_what_a_model_is_can_be_told_while_it_sleeps(run: Run, tmp_path: Path) -
                     await models.about(name)
                 assert (caught.value.status, str(tmp_path) in caught.value.message) == (status, False)
             assert states(models) == {"a": EngineState.READY, "b": EngineState.ASLEEP, "broken": EngineState.ASLEEP}
+        finally:
+            await models.close()
+
+    run(scenario())
+
+
+def test_an_adapter_is_told_of_as_its_models(run: Run) -> None:
+    async def scenario() -> None:
+        config = dataclasses.replace(CONFIG, lora_modules=(LoraModule("sql", "/adapter"),))
+        models = ServedModels([ModelSettings(("a",), TINY, config)])
+        await models.start()
+        try:
+            adapter, own = await models.about("sql"), await models.about("a")
+            assert (adapter.id, adapter.parent, own.parent) == ("sql", "a", None)
+            assert adapter.files == own.files
+            await models.put_to_sleep("sql")
+            assert states(models) == {"a": EngineState.ASLEEP}
         finally:
             await models.close()
 

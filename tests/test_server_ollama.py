@@ -205,7 +205,9 @@ def test_a_failure_is_an_error_of_its_form(path: str, body: dict[str, Any]) -> N
     assert client(refused).post(path, body | {"stream": True}, 503) == {"error": "no room"}
     late = Script([[event("He")]], error=ApiError(500, "gone"))
     assert client(late).post(path, body, 500) == {"error": "gone"}
-    lines = client(late).lines(path, body | {"stream": True})
+    served = client(late)
+    lines = served.lines(path, body | {"stream": True})
+    assert (served.generates.generations[-1].closed, served.generates.models.in_use) == (True, 0)
     assert (len(lines), lines[0]["done"], lines[1]) == (2, False, {"error": "gone"})
 
 
@@ -355,11 +357,11 @@ def test_thinking_goes_by_the_models_switch(think: Any, expected: Any) -> None:
 
 
 def test_levels_go_to_templates_that_know_them() -> None:
-    template = THINKS.replace("enable_thinking", "reasoning_effort")
+    template = THINKS.replace("enable_thinking", "reasoning_effort") + "{# max 1 call #}"
     models = {"template": template, "format": answer_format(template)}
     for level, told in (("low", "low"), ("high", "high"), ("max", "high")):
         assert asked_for(CHAT, chat(think=level), **models).template_kwargs == {"reasoning_effort": told}
-    knows_max = {**models, "template": template + "{# max #}"}
+    knows_max = {**models, "template": template + "{% if reasoning_effort == 'max' %}!{% endif %}"}
     assert asked_for(CHAT, chat(think="max"), **knows_max).template_kwargs == {"reasoning_effort": "max"}
 
 

@@ -7,6 +7,7 @@ template's to decide, as with every other API here; where Ollama's own server tu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,11 +129,11 @@ def _thinking(body: AnsweredRequest, model: ServedModel) -> tuple[bool | None, d
         raise unsupported("think", f"the model {model.id!r} does not support thinking")
     if not isinstance(body.think, str):
         return body.think, {}
-    level = body.think
     if not reads(model, "reasoning_effort"):
         return True, {}
     assert model.chat_template is not None
-    return True, {"reasoning_effort": "high" if level == "max" and "max" not in model.chat_template.source else level}
+    knows_max = re.search("""['"]max['"]""", model.chat_template.source) is not None
+    return True, {"reasoning_effort": "high" if body.think == "max" and not knows_max else body.think}
 
 
 def _conversation(given: Sequence[OllamaMessage]) -> tuple[list[ChatMessage], list[str]]:
