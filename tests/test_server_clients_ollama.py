@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +210,47 @@ def test_it_chats_asynchronously(server: LiveServer) -> None:
         return "".join([part.message.content async for part in await client.chat("tiny", HI, stream=True, options=FEW)])
 
     assert asyncio.run(said())
+
+
+NODE = """
+const { Ollama } = require("ollama");
+(async () => {
+  const client = new Ollama({ host: process.argv[2] });
+  const ask = { model: "tiny", messages: [{ role: "user", content: "hi" }], options: { num_predict: 12, temperature: 0 } };
+  const whole = await client.chat(ask);
+  let streamed = "";
+  for await (const part of await client.chat({ ...ask, stream: true })) streamed += part.message.content;
+  const { models } = await client.list();
+  const { embeddings } = await client.embed({ model: "tiny", input: "a cat" });
+  let refused = "";
+  try { await client.chat({ ...ask, model: "gpt-9" }); } catch (error) { refused = error.message; }
+  console.log(JSON.stringify({
+    whole: whole.message.content, streamed, models: models.map(each => each.name), size: embeddings[0].length, refused,
+  }));
+})();
+"""
+
+
+def test_the_package_for_node(server: LiveServer, tmp_path: Path) -> None:
+    """TEST_NANOVLLM_NODE_MODULES: a folder into which `npm install ollama` has put it."""
+    modules = os.environ.get("TEST_NANOVLLM_NODE_MODULES")
+    if modules is None or shutil.which("node") is None or not (Path(modules) / "ollama").is_dir():
+        pytest.skip("needs node, and TEST_NANOVLLM_NODE_MODULES: a node_modules folder with ollama in it")
+    script = tmp_path / "client.js"
+    script.write_text(NODE)
+    ran = subprocess.run(
+        ["node", str(script), server.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "NODE_PATH": modules},
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["whole"] == told["streamed"] != ""
+    assert (told["models"], told["size"] > 8) == (["tiny"], True)
+    assert "not found" in told["refused"]
 
 
 def test_a_key_is_sent_and_asked_for_and_signs_of_life_are_read_over(monkeypatch: pytest.MonkeyPatch) -> None:
