@@ -68,6 +68,17 @@ BAD_USAGE = {
     "run tiny hi --grammars x": "no such option: --grammars",
     "run tiny hi --grammar x": "the grammar can't be used",
     "run tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
+    "run tiny -hello": "no such option: -hello\nhint: put -- before a prompt that begins with a dash",
+    "chat tiny --json": "no such option: --json\nhint: nanovllm run, embed, models list and others have --json; nanovllm ch",
+    "chat tiny -N 2": "no such option: -N\nhint: nanovllm run and serve have -N; nanovllm chat --help lists",
+    "bench tiny --host x": "no such option: --host\nhint: nanovllm serve has --host; nanovllm bench --help lists",
+    "embed tiny -p hi": "no such option: -p\nhint: each argument behind the model is a text",
+    "bench serve --temperature 1": "no such option: --temperature\nhint: --extra-body",
+    "serve tiny --grammar x": "no such option: --grammar\nhint: a request says what form its answer has",
+    "tiny hi": "no such command 'tiny'\nhint: a model and what it is asked stand behind a command: nanovllm run MODEL PROMPT",
+    "qwen3:8b": "no such command 'qwen3:8b'\nhint: a model and what it is asked stand behind a command",
+    "'Once upon a time'": "no such command 'Once upon a time'\nhint: a model and what it is asked stand behind a command",
+    "nosuch hi": "no such command 'nosuch'\nhint: commands: bench, chat",
     "run tiny '--what is this?'": "no such option: --what is this?\nhint: put -- before a prompt that begins with a dash",
     "run tiny hi --top_k 5": "no such option: --top_k\nhint: did you mean --top-k?",
     "run tiny hi --path x": "no such option: --path\nhint: ",
@@ -82,7 +93,7 @@ BAD_USAGE = {
     "run tiny hi --top-p 1.5": "--top-p must be a number from 0 to 1",
     "run tiny hi --top-k 1.5": "invalid value for '--top-k'",
     "run tiny hi -n 1e3": "invalid value for '-n'",
-    "run tiny hi -n=many": "invalid value for '-n' / '--predict' / '--n-predict': not a whole number",
+    "run tiny hi -n=many": "invalid value for '-n' / '--predict' / '--n-predict': 'many' is not a whole number",
     "run tiny hi -n= --temp 0": "-n= has no value\nhint: -n takes one",
     "run tiny hi -q=1": "-q takes no value\nhint: write -q",
     "run tiny hi -n 99999999999999999999": "--predict must be",
@@ -110,7 +121,7 @@ BAD_USAGE = {
     "run tiny hi --think on": "--think has no meaning: the template of tiny has no such switch",
     "run tiny hi --raw -sys x": "--system-prompt has no meaning: --raw leaves the chat template out",
     "run tiny hi --raw --chat-template chatml": "--chat-template has no meaning: --raw leaves the chat template out",
-    "run tiny hi -n many": "invalid value for '-n' / '--predict' / '--n-predict': not a whole number",
+    "run tiny hi -n many": "invalid value for '-n' / '--predict' / '--n-predict': 'many' is not a whole number",
     "run tiny hi --choice": "option '--choice' requires an argument\nhint: nanovllm run --help",
     "serve tiny --swap-timeout 5": "--swap-timeout has no meaning without --max-models",
     "serve tiny --ssl-key-password-file x": "--ssl-key-password-file has no meaning without --ssl-key-file",
@@ -176,7 +187,6 @@ BAD_USAGE = {
     "tokenize tiny --show-count x": "no such option: --show-count\nhint: here it is --count",
     "ps": "no such command 'ps'\nhint: nothing stays in memory",
     "quantize in.gguf out q4_k": "got unexpected extra argument(s) (out q4_k)\nhint: here it is nanovllm quantize MODEL",
-    "tiny hi": "no such command 'tiny'\nhint: commands: ",
     "--nosuch": "no such option: --nosuch",
     "": "missing command",
 }
@@ -219,7 +229,7 @@ def test_an_option_that_was_given_twice_is_warned_of_and_its_last_value_counts(t
 def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
     odd = nanovllm(tmp_path, "run", "tiny", "hi", NANOVLLM_JSON="maybe")
     assert failure(odd).splitlines() == [
-        "error: invalid value for '--json': neither on nor off: write 1 or 0",
+        "error: invalid value for '--json': 'maybe' is neither on nor off: write 1 or 0",
         "hint: the value comes from the environment variable NANOVLLM_JSON",
     ]
     result = nanovllm(tmp_path, "run", "tiny", "hi", NANOVLLM_TEMP="warm")

@@ -72,6 +72,15 @@ def test_only_what_is_spelt_much_alike_is_a_slip(typed: str, meant: list[str]) -
     assert habits.near_flags(typed, FLAGS["run"] | FLAGS["serve"])[: len(meant) or None] == meant
 
 
+def test_what_one_command_is_asked_for_is_answered_there_alone() -> None:
+    for command, sentences in habits._SENTENCES_THERE.items():
+        assert command in NAMES or command.replace(".", " ") in NAMES
+        assert not FLAGS[command] & set(sentences), command
+    assert habits.option_hint("--host", {"--url"}, "bench.serve") == "here it is --url http://HOST:PORT"
+    assert habits.option_hint("--host", {"--url"}, "run") is None
+    assert habits.option_hint("--temperature", {"--temp"}, "serve") == "here it is --temp"
+
+
 def test_a_flag_that_this_command_has_no_word_for_gets_no_hint() -> None:
     assert habits.option_hint("--temperature", {"--temp"}) == "here it is --temp"
     assert habits.option_hint("--temperature", {"--to"}) is None

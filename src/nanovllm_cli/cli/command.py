@@ -104,7 +104,7 @@ class Command(TyperCommand):
             around.format_commands(ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        write_examples(_full_name(ctx), formatter)
+        write_examples(full_name(ctx), formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -121,7 +121,7 @@ class Command(TyperCommand):
         if self.reads_settings and not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
             settings = load_settings(command_flags(ctx))
             ctx.obj = settings
-            name = _full_name(ctx)
+            name = full_name(ctx)
             everywhere = settings.origins(name, None).get("model")
             model = self._model_of(ctx, words, None if everywhere is None else _only(everywhere.value))
             ctx.meta[ORIGINS] = settings.origins(name, model)
@@ -205,7 +205,11 @@ class Command(TyperCommand):
         flags = [flag for param in self.get_params(ctx) for flag in param.opts]
         for word in words:
             name = word
-            if any(word.startswith(flag) and word[2:3].isalpha() for flag in short) and name not in flags:
+            if name in flags or not word[2:3].isalpha():
+                continue
+            if any(word.startswith(flag) for flag in short):
+                return NoSuchFlag(name, ctx)
+            if suspect is not None and word[:2] in flags and suspect[1:] in word[2:]:  # `-hello` reaches it as `-h`, `-e`, …
                 return NoSuchFlag(name, ctx)
         return None
 
@@ -243,7 +247,7 @@ class Group(TyperGroup):
         write_commands(self, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        write_examples(_full_name(ctx) if ctx.parent is not None else "", formatter)
+        write_examples(full_name(ctx) if ctx.parent is not None else "", formatter)
 
 
 class DefaultGroup(Group):
@@ -329,7 +333,8 @@ def _full_names(commands: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
         yield from _full_names(inner, f"{prefix}{name}.")
 
 
-def _full_name(ctx: Any) -> str:
+def full_name(ctx: Any) -> str:
+    """`run`, `bench.serve`: as settings files call a context's command."""
     names = []
     while ctx.parent is not None:
         names.append(ctx.command.name)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli.command import source_of
+from nanovllm_cli.cli.command import full_name, source_of
+from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.habits import command_hint, near_flags, near_values, option_hint, subcommand_hint, words_hint
 from nanovllm_cli.errors import NanovllmError
 
@@ -58,7 +59,17 @@ def _without_variables() -> str:
 def _of_usage(error: typer.TyperException) -> Explanation:
     ctx: Any = getattr(error, "ctx", None)
     message = error.format_message() if not hasattr(error, "possibilities") else error.message
+    typed = _refused_value(error)
+    for theirs, ours in _NUMBERS.items():
+        message = message.replace(theirs, f"{typed!r:.60} is {ours}" if typed else ours)
     return Explanation(_sentence(message), _usage_hint(error, ctx), error.exit_code)
+
+
+def _refused_value(error: typer.TyperException) -> str | None:
+    """What was typed where a number stands, from the error that the parser made its own of."""
+    told = getattr(error.__cause__ or error.__context__, "errors", None)
+    value = told()[0].get("input") if told is not None else None
+    return value if isinstance(value, str) else None
 
 
 def _usage_hint(error: Any, ctx: Any) -> str:
@@ -67,9 +78,14 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     flags = {flag for param in ctx.command.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)} if ctx else set()
     if name is not None and any(map(str.isspace, name)):
         return f"{_A_PROMPT}; {help_line}"
-    habit = option_hint(name, flags) if name is not None else None
+    habit = option_hint(name, flags, full_name(ctx) if ctx is not None else "") if name is not None else None
     if habit:
         return habit
+    elsewhere = _commands_with(name, ctx) if name is not None and name not in flags else []
+    if elsewhere:
+        *most, last = elsewhere if len(elsewhere) < 4 else [*elsewhere[:3], "others"]
+        names = f"{', '.join(most)} and {last} have" if most else f"{last} has"
+        return f"nanovllm {names} {name}; {help_line}"
     near = near_flags(name, flags) if name is not None and hasattr(error, "possibilities") else []
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -81,7 +97,7 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         told = re.search(r"'(.*)' is not one of ('.*')", error.message)
         if told and (meant := near_values(told[1], told[2].strip("'").split("', '"))):
             return f"did you mean {meant[0]}?"
-    if name is not None and name[1:2].isdigit():
+    if name is not None and (name[1:2].isdigit() or re.fullmatch(r"-[^\W\d_-]{3,}", name)):
         return f"{_A_PROMPT}; {help_line}"
     commands = getattr(getattr(ctx, "command", None), "commands", None)
     if commands:
@@ -89,6 +105,14 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     if ctx is not None and "unexpected extra argument" in error.message:
         return words_hint(ctx.command.name) or help_line
     return help_line
+
+
+def _commands_with(flag: str, ctx: Any) -> list[str]:
+    """Commands that have an option of this very name, in the order of the help."""
+    if ctx is None or ctx.parent is None:
+        return []
+    every = page(ctx.find_root().command, ctx.find_root().info_name).every()
+    return [" ".join(each.words[1:]) for each in every if any(flag in option.flags for option in each.options)]
 
 
 def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
@@ -100,15 +124,23 @@ def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
     near = difflib.get_close_matches(name, commands, cutoff=0.65)
     if near:
         return f"did you mean {' or '.join(near)}?"
+    if ctx.parent is None and _is_no_command(name):
+        return "a model and what it is asked stand behind a command: nanovllm run MODEL PROMPT; nanovllm chat MODEL"
     example = "" if ctx.parent is not None else '; for example: nanovllm run tiny "Once upon a time"'
     return f"commands: {', '.join(commands)}{example}"
+
+
+def _is_no_command(word: str) -> bool:
+    """Whether a word is meant for a model or a prompt."""
+    from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
+
+    odd = {"/", ":", ".", " "} & set(word)
+    return bool(odd) or word == BUNDLED or word in ALIASES or os.path.exists(word)
 
 
 def _sentence(message: str) -> str:
     """The parser's message as ours are: no capital, no full stop, not the name of a Python exception."""
     message = " ".join(message.split()).removesuffix(".").replace(": Value error, ", ": ").replace(". Choose from:", ":")
-    for theirs, ours in _NUMBERS.items():
-        message = message.replace(theirs, ours)
     for theirs, ours in (("greater", "at least"), ("less", "at most")):
         message = message.replace(f"Input should be {theirs} than or equal to", f"must be {ours}")
     return message[:1].lower() + message[1:]
