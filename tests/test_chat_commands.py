@@ -123,6 +123,38 @@ def test_an_unknown_command_names_the_nearest(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("/?", "/help"), ("/retry", "/regen"), ("/reset", "/clear"), ("/read x", "/file"), ("/set temperature 1", "/set temp"),
+     ("/set max_tokens 5", "/set predict"), ("/set parameter temp 1", "/set NAME VALUE"), ("/set nothink", "/think off"),
+     ("/set system x", "/system TEXT"), ("/set format json", "/set json-object on")],
+)  # fmt: skip
+def test_what_other_programs_chats_call_otherwise_is_told(tmp_path: Path, typed: str, meant: str) -> None:
+    done = chat(tmp_path, typed)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines()[1].startswith(f"hint: here it is {meant}")
+    assert meant.split()[0][1:] in {name for command in COMMANDS for name in command.names}
+
+
+def test_the_form_of_answers_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "any.json").write_text('{"type": "object"}\n')
+
+    def rows(*lines: str) -> dict[str, str]:
+        shown = chat(tmp_path, *lines, "/set").out.splitlines()[len(lines) :]
+        return {row.split()[0]: " ".join(row.split()[1:]) for row in shown}
+
+    nothing = {"json-schema": "none", "json-object": "off", "regex": "none", "choice": "none", "grammar": "none"}
+    assert nothing.items() <= rows().items()
+    assert (nothing | {"regex": "[0-9]+ (set)"}).items() <= rows("/set regex [0-9]+").items()
+    assert (nothing | {"json-object": "on (set)"}).items() <= rows("/set regex a", "/set json-object on").items()
+    assert (nothing | {"choice": '["a", "b c"] (set)'}).items() <= rows("/set choice a 'b c'").items()
+    assert (nothing | {"grammar": 'start: "a" (set)'}).items() <= rows('/set grammar start: "a"').items()
+    of_file = rows(f"/set json-schema-file {tmp_path / 'any.json'}")
+    assert (nothing | {"json-schema": '{"type": "object"} (set)'}).items() <= of_file.items()
+    assert not [name for name in of_file if name.endswith("-file")]
+    assert nothing.items() <= rows("/set regex a", "/set regex default").items()
+
+
 def test_settings_by_their_flags(tmp_path: Path) -> None:
     done = chat(
         tmp_path, "/set temp 0.3", "/set --top-k 5", "/set n 3", "/set stop 'a b' END", "/set logit-bias 5+1 6-2.5",
@@ -161,6 +193,8 @@ MISTAKES = [
     ("/set logit-bias x", "logit-bias"),
     ("/set stop 'open", "stop: No closing quotation"),
     ("/set num-answers 3", "there is no setting"),
+    ('/set regex ""', "regex is empty"),
+    ("/set json-schema ''", "json-schema is empty"),
     ("/set min-tokens 5000000000", "--min-tokens"),
     ("/think maybe", "/think is on or off"),
     ("/think on", "no switch for thinking"),

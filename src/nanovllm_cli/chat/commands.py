@@ -48,6 +48,8 @@ def run(chat: Chat, line: str) -> None:
     if command is None:
         near = difflib.get_close_matches(word, _BY_NAME, n=3)
         meant = f"did you mean {' or '.join('/' + name for name in near)}?" if near else "/help lists them"
+        if word in _HABITS:
+            meant = f"here it is /{_HABITS[word]}"
         raise UsageError(f"there is no command /{word[:40]}", f"{meant} (//… sends a message that begins with /)")
     argument = argument.strip()
     if argument and not command.arguments:
@@ -102,8 +104,9 @@ def _set(chat: Chat, argument: str) -> None:
 def _say_settings(chat: Chat) -> None:
     given = chat.model.settings.given
     rows = [
-        (each.name, chat.model.shown(each) + ("  (set)" if each.field in given else ""))
+        (each.name, chat.model.shown(each) + ("  (set)" if each.is_in(given) else ""))
         for each in dict.fromkeys(sampling.settings().values())
+        if not each.is_read_from_a_file
     ]
     chat.display.say("\n".join(aligned(rows, left=(0, 1))))
 
@@ -367,7 +370,7 @@ def _paths(chat: Chat, begun: str) -> Candidates:
 # fmt: off
 COMMANDS: tuple[Command, ...] = (
     Command(("help",), "[COMMAND]", "What can be written here.", _help, _command_names),
-    Command(("set",), "[NAME [VALUE]]", "A sampling option, such as temp 0.3; else the model's own.", _set, _setting_names),
+    Command(("set",), "[NAME [VALUE]]", "A sampling option, such as temp 0.3; temp default: the model's.", _set, _setting_names),
     Command(("show",), "[WHAT]", "The settings, template, system prompt or model.", _show, _words(*_SHOWN)),
     Command(("system",), '[TEXT]', 'What the model is told first; "" leaves it out.', _system),
     Command(("load",), "[SESSION]", "Go on with a saved session; without a name, list them.", _load, _session_names),
@@ -389,4 +392,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(("exit", "bye", "quit"), "", "Leave.", _leave),
 )
 # fmt: on
+_HABITS = {
+    "?": "help", "h": "help", "retry": "regen", "regenerate": "regen", "reset": "clear", "new": "clear", "read": "file",
+    "q": "exit", "info": "show", "context": "ctx", "tokens": "ctx", "sessions": "load", "sys": "system", "verbose": "stats",
+}  # fmt: skip
+"""What other programs' chats call them."""
 _BY_NAME = {name: command for command in COMMANDS for name in command.names}

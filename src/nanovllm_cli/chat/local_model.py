@@ -122,7 +122,7 @@ class LocalModel(Model):
         self.settings.think = choice
 
     def settled(self, given: Given) -> Settled:
-        return Settled(self.prompts.prompting.settled(given))
+        return Settled(self.prompts.prompting.settled_for_all(given))
 
     def names(self) -> Iterable[tuple[str, str]]:
         from nanovllm_cli.cli.complete import models

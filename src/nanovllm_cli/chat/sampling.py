@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from nanovllm_cli.cli.command import types_of
 from nanovllm_cli.cli.form import FormOptions
+from nanovllm_cli.cli.habits import renamed
 from nanovllm_cli.cli.options import SamplingOptions
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
@@ -20,6 +21,11 @@ _FIELDS = {
     "dry_sequence_breaker": "dry_sequence_breakers",
 }
 DEFAULT = "default"
+_HABITS = {
+    "parameter": "/set NAME VALUE", "system": "/system TEXT", "think": "/think on", "nothink": "/think off",
+    "format": "/set json-object on", "noformat": "/set json-object off", "verbose": "/stats",
+}  # fmt: skip
+"""What Ollama's `/set` knows besides, and what to type here."""
 
 
 class Setting(NamedTuple):
@@ -32,6 +38,30 @@ class Setting(NamedTuple):
     kind: type
     help: str
     parse: Callable[[str], Any] | None
+
+    @property
+    def is_read_from_a_file(self) -> bool:
+        """Another way to say what a setting without `-file` holds."""
+        return self.group is FormOptions and self.option.endswith("_file")
+
+    @property
+    def nothing(self) -> str:
+        """How it is shown where it holds nothing."""
+        return "off" if self.kind is bool else "none"
+
+    def is_in(self, given: Mapping[str, Any]) -> bool:
+        value = given.get(self.field)
+        return self.field in given and (not isinstance(value, Constraint) or self._is_of(value))
+
+    def of_form(self, form: Constraint) -> str:
+        """What this setting holds of the form that answers have; one setting does."""
+        if not self._is_of(form):
+            return self.nothing
+        return form.text.strip().replace("\n", "\\n") or "on"
+
+    def _is_of(self, form: Constraint) -> bool:
+        kind = "grammar" if form.kind in ("gbnf", "lark") else form.kind
+        return self.option.removesuffix("_file") == kind
 
 
 @cache
@@ -59,7 +89,9 @@ def setting(name: str) -> Setting:
     if bare not in known:
         near = difflib.get_close_matches(bare, [each for each in known if len(each) > 1], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "/set lists them"
-        raise UsageError(f"there is no setting {name!r}", hint)
+        ours = renamed(f"--{bare}", {f"--{each}" for each in known})
+        habit = _HABITS.get(bare) or (ours and f"/set {ours.lstrip('-')}")
+        raise UsageError(f"there is no setting {name!r}", f"here it is {habit}" if habit else hint)
     return known[bare]
 
 
@@ -79,10 +111,10 @@ def shown(params: object, chosen: Setting) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{token_id}{bias:+g}" for token_id, bias in value.items())
     if isinstance(value, Constraint):
-        return f"{value.kind} {value.text}".strip()
+        return chosen.of_form(value)
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return chosen.nothing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _kind(declared: Any) -> type:
@@ -94,6 +126,8 @@ def _kind(declared: Any) -> type:
 
 
 def _parsed(chosen: Setting, value: str) -> Any:
+    if chosen.kind is str and value in ('""', "''"):
+        raise UsageError(f"{chosen.name} is empty", f"/set {chosen.name} {DEFAULT} leaves it out")
     try:
         if chosen.kind is bool:
             return _SWITCH[value]
