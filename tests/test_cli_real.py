@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_answer_in_every_form(tmp_path: Path, model
         (["./no-such-model", "hi"], "", 3, "no-such-model"),
         ([MODEL], "long " * 100_000, 5, "tokens, the context holds"),
         ([MODEL, "-c", "100M", "hi"], "", 5, "was asked for"),
-        ([MODEL, "-l", "99999999+1", "hi"], "", 2, "outside the vocabulary"),
+        ([MODEL, "-l", "99999999+1", "hi"], "", 2, "--logit-bias: token id 99999999 is outside the vocabulary"),
         ([".", "hi"], "", None, "error: "),
     ],
 )

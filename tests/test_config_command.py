@@ -254,6 +254,8 @@ def test_a_file_too_long_is_refused(home: Path) -> None:
     [
         (["get", "tmep"], "'tmep' is no setting of any command\nhint: did you mean temp"),
         (["get", "rum.temp"], "no command 'rum' that has settings\nhint: did you mean run"),
+        (["set", "prompt", "x"], "--prompt can't be set in a file\nhint: give it on the command line\n"),
+        (["set", "api-key", "x"], "--api-key can't be set in a file\nhint: give it on the command line, or as NANOVLLM_API"),
         (["get", "run.log-file"], "'log-file' is no setting of run"),
         (["get", "aliases."], "an alias has no name"),
         (["get"], "missing argument"),

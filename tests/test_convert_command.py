@@ -142,7 +142,7 @@ def test_the_input_is_never_the_output(tmp_path: Path, monkeypatch: pytest.Monke
         (("tiny", "--to", "hf", "-o", "m.gguf"), 2, "is a folder"),
         (("tiny", "--split-max-size", "2M", "-o", "m.gguf"), 2, "make a folder"),
         (("tiny", "-o", "-"), 2, "standard output"),
-        (("tiny", "-o", ""), 2, "exists already"),
+        (("tiny", "-o", ""), 2, "-o needs the name of a file"),
         (("tiny", "--split-max-size", "much"), 2, "much"),
         (("tiny", "-o", "no/such/folder.gguf"), 1, "create it first"),
         (("tiny", "-o", "/dev/null/x.gguf"), 1, "cannot write"),

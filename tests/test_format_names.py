@@ -52,6 +52,8 @@ def test_every_name_that_is_listed_is_known(name: str) -> None:
         ("fp9", "did you mean fp8"),
         ("q4_k_x", "did you mean q4_k"),
         ("banana", "known: int8"),
+        ("bf16", "nanovllm convert MODEL --outtype bf16 writes plain numbers"),
+        ("FP16", "nanovllm convert MODEL --outtype f16 writes plain numbers"),
         ("", "known: int8"),
         ("int4:grup=32", "takes group, zeros"),
         ("int4:group=33", "known: 0, 32"),

@@ -43,6 +43,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["tiny"], 2, "--to is missing"),
         (["--to", "int8"], 2, "no model was named"),
         (["tiny", "--to", "int44"], 2, "did you mean int4"),
+        (["tiny", "--to", "int8", "-o", ""], 2, "-o needs the name of a file"),
+        (["tiny", "--to", "int8", "-o", "-"], 2, "a model is not written to standard output"),
         (["tiny", "--to", "q8_0", "--algorithm", "gptq", "--dry-run"], 6, "gptq chooses codes of int and fp8 formats"),
         (["tiny", "--to", "int8", "--target-bpw", "nan"], 2, "'--target-bpw': must be at most 16"),
         (["tiny", "--to", "int8", "--num-samples", "0"], 2, "'--num-samples': must be at least 1"),

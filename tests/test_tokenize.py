@@ -255,7 +255,7 @@ def test_the_first_bad_id_is_named(tmp_path: Path, words: list[str], says: str) 
         (["tiny", "--decode", "1", "--ids"], 2, "--ids has no meaning with --decode"),
         (["tiny", "--decode", "1", "--no-bos"], 2, "--no-bos has no meaning with --decode"),
         (["tiny", "--chat"], 2, "there is no text"),
-        (["tiny", "--decode"], 2, "there are no ids"),
+        (["tiny", "--decode"], 2, "there are no ids\nhint: for example: nanovllm tokenize tiny --decode 9 10 11"),
         (["tiny", "-f", "missing.txt"], 2, "there is no file missing.txt"),
         (["tiny", "-f", "latin.txt"], 2, "latin.txt is not UTF-8: byte 0xfc at offset 2"),
         (["no/such/model", "x"], 3, "no/such/model is not in the cache"),

@@ -14,7 +14,7 @@ import typer
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.adapter_options import adapters
 from nanovllm_cli.cli.command import OUTPUT, expand, option
-from nanovllm_cli.cli.files import stem_of
+from nanovllm_cli.cli.files import model_path, stem_of
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
@@ -97,6 +97,7 @@ def convert(
     """
     screen = screen_for(messages)
     name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
+    named = model_path(options.output)
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion
@@ -119,7 +120,7 @@ def convert(
             step = made.requantized[0]
             raise quantized_already(name, step.name, step.before.lower())
         default = _default_name(resolved.repo or str(resolved.path), made, outtype, "-merged" if lora else "")
-        output = Path(default if options.output is None else options.output)
+        output = named or Path(default)
         for adapter in lora:
             if output.resolve() in (own := Path(adapter.name).resolve(), *own.parents):
                 raise UsageError(f"{output} is an adapter that is read, or holds it", "-o names another output")

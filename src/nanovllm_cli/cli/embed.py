@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import WholeFile, output_path
 from nanovllm_cli.cli.inputs import STANDARD_INPUT, checked, decode, read_file, read_standard_input
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
@@ -128,7 +127,7 @@ def embed(
     name = named_model(ctx.obj, name, EXAMPLE)
     read = _texts(spoken, texts, screen)
     config = engine.config(model, max_num_seqs=min(len(read) + 1, EngineConfig().max_num_seqs))
-    path = None if vectors.output in (None, "-") else Path(str(vectors.output))
+    path = output_path(vectors.output)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(path)) if path is not None else None  # before anything slow happens
         llm = stack.enter_context(contextlib.closing(load(name, model, config, screen).llm))
@@ -284,8 +283,6 @@ def _refuse_contradictions(ctx: typer.Context, texts: TextOptions, vectors: Vect
     """Raises UsageError for options that cannot both have an effect, or none where they are."""
     refuse_both(json=vectors.json, raw=vectors.raw)
     refuse_both(prompt_name=texts.prompt_name is not None, prefix=texts.prefix is not None)
-    if vectors.output == "":
-        raise UsageError("-o needs the name of a file")
     if texts.query is None:
         refuse_typed(ctx, ["top"], "is given, and nothing is sought", "add --query TEXT, or leave it out")
     else:

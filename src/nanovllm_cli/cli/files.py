@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from nanovllm_cli.errors import OutputError
+from nanovllm_cli.errors import OutputError, UsageError
 
 _HINTS: dict[type[OSError], str] = {
     FileNotFoundError: "create its folder first",
@@ -92,6 +92,21 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     with WholeFile(path, mode) as file:
         file.write(text)
         file.commit()
+
+
+def output_path(output: str | None) -> Path | None:
+    """What -o names; None without it, and for `-`, which is standard output. Raises UsageError for an empty name: most likely a
+    script's variable that is not set."""
+    if output == "":
+        raise UsageError("-o needs the name of a file")
+    return None if output is None or output == "-" else Path(output)
+
+
+def model_path(output: str | None) -> Path | None:
+    """The same of a model, which is no stream."""
+    if output == "-":
+        raise UsageError("a model is not written to standard output", "-o names a file or a folder")
+    return output_path(output)
 
 
 def is_special(path: Path) -> bool:

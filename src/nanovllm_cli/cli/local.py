@@ -178,7 +178,7 @@ class LocalAnswerer:
         return [(str(Path(name).resolve()), scale) for name, scale in self._llm.lora]
 
     def settled(self, given: Given) -> Settled:
-        return Settled(self._prompting.settled(given))
+        return Settled(self._prompting.settled_for_all(given))
 
     def ask(self, question: Question, given: Given) -> Answering:
         ids, params = self._encode(question, given)

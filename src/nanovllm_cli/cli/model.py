@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm_cli.cli import signals
+from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.history import Message
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.options import Choice, ModelOptions, SourceOptions
@@ -215,6 +215,13 @@ class Prompting:
         """For no answer in particular: a budget for reasoning waits until there is a prompt."""
         fields = {name: value for name, value in given.items() if name != "reasoning_budget"}
         return self.llm.default_params.under(fields)
+
+    @parsers.by_their_flags()
+    def settled_for_all(self, given: Given) -> SamplingParams:
+        """The same of what options ask of every answer. Raises UsageError for tokens that the model does not have."""
+        params = self.settled(given)
+        params.check_vocabulary(self.llm.spec.vocab_size)
+        return params
 
     def params_for(self, ids: list[int], given: Given, *, goes_on: bool = False) -> SamplingParams:
         """For an answer to `ids`: the model's own settings under what was asked for. goes_on: `ids` end within an answer."""

@@ -15,7 +15,7 @@ import typer
 
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
-from nanovllm_cli.cli.files import stem_of
+from nanovllm_cli.cli.files import model_path, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
@@ -139,6 +139,7 @@ def quantize(
     name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
     if options.to is None:
         raise UsageError("--to is missing", EXAMPLE)
+    named = model_path(options.output)
     began = time.monotonic()
     screen.announce(f"opening {name}")
     with signals.insisting():
@@ -156,7 +157,7 @@ def quantize(
     verify_text = _text(options.verify_text, "verification")
     progress = ProgressLine(screen)
     resolved = resolve(name, offline=source.offline, revision=source.revision, progress=progress)
-    output = Path(options.output or _default_name(resolved.repo or str(resolved.path), options.to, kind))
+    output = named or Path(_default_name(resolved.repo or str(resolved.path), options.to, kind))
     card = None
     with open_original(name, resolved.path) as original:
         plan = make_plan(original, choices)

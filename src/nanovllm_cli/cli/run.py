@@ -17,7 +17,7 @@ import typer
 from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, inputs, signals
 from nanovllm_cli.cli.command import expand, is_typed
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import WholeFile, output_path
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
@@ -124,7 +124,7 @@ def run(
         words=[*([prompt.prompt] if prompt.prompt is not None else []), *spoken],
         given=given,
         system=system,
-        path=_path(output.output),
+        path=output_path(output.output),
         last=last,
         model_word=None if model.model or endpoint is not None else model_word,
     )
@@ -319,9 +319,3 @@ class _Status:
             self._drawn = time.monotonic()
             count = sum(answer.num_tokens or 0 for answer in answering.answers.in_order())
             self._screen.status(f"writing  {counted(count, 'token')}")
-
-
-def _path(output: str | None) -> Path | None:
-    if output == "":
-        raise UsageError("-o needs the name of a file")
-    return None if output is None or output == "-" else Path(output)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanovllm_cli.cli import signals
+from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.log import hear, screen_for
 from nanovllm_cli.cli.model import chat_template, named_models, say_parts
@@ -109,7 +109,8 @@ def serve(
             )
             for name, each in zip(names, called, strict=True)
         ]
-        _run(served, settings, listener, model, limits.otlp_endpoint, screen)
+        with parsers.by_their_flags():
+            _run(served, settings, listener, model, limits.otlp_endpoint, screen)
     finally:
         listener.close()
 

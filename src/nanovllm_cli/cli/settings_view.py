@@ -118,6 +118,10 @@ def target_of(root: Page, word: str) -> Target:
         for each in command.settings:
             if key in each.setting_names:
                 return Target(path, key, command, each)
+    refused = next((each for command in root.every() for each in command.options if f"--{key}" in each.flags), None)
+    if refused is not None and not table:
+        variable = f", or as {refused.variables[0]} in the environment" if refused.variables else ""
+        raise UsageError(f"--{key} can't be set in a file", f"give it on the command line{variable}")
     known = sorted({name for command in commands for each in command.settings for name in each.setting_names})
     near = nearest(key, known)
     raise UsageError(

@@ -158,7 +158,9 @@ def _text(words: Sequence[str], options: TokenizeOptions, screen: Console) -> st
     else:
         text = inputs.as_it_is(words, files, screen)
     if text is None:
-        raise UsageError("there are no ids" if options.decode else "there is no text", EXAMPLE)
+        if options.decode:
+            raise UsageError("there are no ids", "for example: nanovllm tokenize tiny --decode 9 10 11")
+        raise UsageError("there is no text", EXAMPLE)
     return text
 
 

@@ -28,6 +28,7 @@ FORMAT_NAMES = (
     *("int8", "int8-weight-only", "fp8", "fp8-weight-only", "int4", "int4-weight-only", "int3", "int2", "nf4"),
     *(name.lower() for name in BLOCK_TYPES),
 )
+_PLAIN = ("f32", "fp32", "f16", "fp16", "bf16")
 
 
 def parse_format(spec: str) -> Format:
@@ -60,6 +61,9 @@ def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
         return UsageError(
             f"{name} is written by convert alone", f"nanovllm convert MODEL --outtype {name}; known here: {', '.join(names)}"
         )
+    if name in _PLAIN:
+        writer = f"nanovllm convert MODEL --outtype {name.replace('fp', 'f')} writes plain numbers"
+        return UsageError(f"{name} is no quantized format", f"{writer}; --dtype says what is computed in")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     suggestion = f"did you mean {near[0]}? " if near else ""
     return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")

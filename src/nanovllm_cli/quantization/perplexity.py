@@ -61,12 +61,11 @@ def cut(
     """ids: of the text, those in front too. prefix: what stands at the beginning of each window. most: windows. Raises UsageError
     for a text that is too short for one."""
     if ctx_size < max(LEAST_CTX_SIZE, 2 * len(prefix)):
-        raise UsageError(f"a window of {ctx_size} tokens is too short to score any", f"take {LEAST_CTX_SIZE} at least")
+        raise UsageError(f"a window of {ctx_size} is too short to score a token of it", f"take {LEAST_CTX_SIZE} at least")
     count = len(ids) // ctx_size if most is None else min(most, len(ids) // ctx_size)
     if count == 0:
-        raise UsageError(
-            f"the text has {len(ids):,} tokens, and a window {ctx_size:,}", "give a longer text, or a smaller --ctx-size"
-        )
+        tokens = "1 token" if len(ids) == 1 else f"{len(ids):,} tokens"
+        raise UsageError(f"the text has {tokens}, and a window {ctx_size:,}", "give a longer text, or a smaller --ctx-size")
     starts = range(0, count * ctx_size, ctx_size)
     first = max(len(prefix) - 1, 0) if whole else ctx_size // 2
     return Windows([[*prefix, *ids[start + len(prefix) : start + ctx_size]] for start in starts], first)

@@ -421,8 +421,6 @@ def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
 
 def _check_name(made: Plan, output: Path) -> None:
     """A name's ending says what it is, to us as well when it is opened again."""
-    if str(output) == "-":
-        raise UsageError("a model is not written to standard output", "-o names a file or a folder")
     if made.is_folder and output.suffix in (".gguf", ".safetensors", ".bin"):
         kind = "a Hugging Face model is a folder" if made.target == "hf" else "parts of a GGUF file make a folder"
         raise UsageError(f"{output} is the name of a file, and {kind}", f"-o {output.with_suffix('')}")
