@@ -24,6 +24,7 @@ from nanovllm_cli.cli import serve as command
 from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.cli.output import Console, Stream
 from nanovllm_cli.server.messages import Loading
+from nanovllm_cli.server.ports import ChatDefaults
 from nanovllm_cli.server.served_models import ModelSettings
 from nanovllm_cli.server.settings import ServeSettings
 from test_cli_driver import environment
@@ -144,6 +145,31 @@ def test_loading_is_a_line_a_stage_in_a_log() -> None:
         tell("two", Loading(stage="weights", done=done, total=10, unit="B"))
     tell("one", Loading(stage="weights", done=0, total=10, unit="B"))
     assert shown.getvalue() == "one: compiling\ntwo: weights\none: weights\n"
+
+
+def test_what_counts_in_conversations(parsed: Callable[..., Served]) -> None:
+    words = ["--think", "off", "--chat-template-kwargs", '{"style": "terse"}', "--reasoning-budget", "5"]
+    model = parsed("tiny", *words).models[0]
+    assert (model.thinking, model.chat) == (False, ChatDefaults({"style": "terse"}, 5))
+    nothing = parsed("tiny", "--reasoning-budget", "-1").models[0]
+    assert (nothing.thinking, nothing.chat) == (None, ChatDefaults())
+    two = ["tiny", "tiny", "-a", "a", "-a", "b"]
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        assert f"{flag} has no meaning with several models" in failure(parsed, *two, flag, value)
+    for said, told in [
+        ("--reasoning-budget -2", "--reasoning-budget is a number"), ("--chat-template-kwargs {", "is not JSON"),
+        ("--chat-template-kwargs [1]", "is not a JSON object"),
+        ('--think on --chat-template-kwargs {"enable_thinking":true}', "say the same thing"),
+    ]:  # fmt: skip
+        assert told in failure(parsed, "tiny", *said.split(" ", 3 if said.startswith("--think") else 1))
+
+
+def test_a_default_of_the_environment_is_for_no_model_in_particular(
+    parsed: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_THINK", "off")
+    assert [each.thinking for each in parsed("tiny").models] == [False]
+    assert [each.thinking for each in parsed("tiny", "tiny", "-a", "a", "-a", "b").models] == [None, None]
 
 
 def test_keys_come_from_the_option_the_environment_and_a_file(

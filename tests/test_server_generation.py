@@ -24,7 +24,17 @@ from nanovllm_cli.server.engine_stream import EngineStream
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
-from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked, Timings, Usage
+from nanovllm_cli.server.ports import (
+    Caller,
+    ChatAsked,
+    ChatDefaults,
+    EngineState,
+    Event,
+    ServedModel,
+    TextAsked,
+    Timings,
+    Usage,
+)
 from nanovllm_cli.text import tokenizer
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -323,6 +333,32 @@ def test_thinking_is_the_templates_switch(run: Any, thinking: bool | None, end: 
         assert params.reasoning is not None
         assert params.reasoning.starts_inside == (thinking is True)
     assert (event.reasoning, event.content) == (("a", "") if thinking else ("", "a"))
+
+
+def housed(defaults: ChatDefaults) -> House:
+    house = House([piece("a", finish="stop")])
+    house.models.model = dataclasses.replace(house.models.model, chat_defaults=defaults)
+    return house
+
+
+@pytest.mark.parametrize(
+    ("said", "end"),
+    [({}, "<think></think>"), ({"thinking": True}, "<think>"), ({"template_kwargs": {"enable_thinking": True}}, "<think>"),
+     ({"template_kwargs": {"other": 1}}, "<think></think>")],
+)  # fmt: skip
+def test_the_servers_variables_count_where_a_request_says_nothing(run: Any, said: dict[str, Any], end: str) -> None:
+    house = housed(ChatDefaults({"enable_thinking": False}))
+    run(house.chat(asked(**said)))
+    assert house.models.model.tokenizer.decode(house.engine.asked[0][0], skip_special_tokens=False).endswith(end)
+
+
+@pytest.mark.parametrize(("default", "said", "budget"), [(3, None, 3), (3, 7, 7), (3, 0, 0), (3, -1, None), (None, -1, None)])
+def test_the_servers_budget_counts_where_a_request_says_nothing(
+    run: Any, default: int | None, said: int | None, budget: int | None
+) -> None:
+    house = housed(ChatDefaults(reasoning_budget=default))
+    run(house.chat(asked(thinking=True, reasoning_budget=said)))
+    assert house.engine.asked[0][1].reasoning.budget == budget  # type: ignore[union-attr]
 
 
 def test_salts_of_tenant_and_request_are_both_in(run: Any) -> None:

@@ -33,7 +33,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.observer import Observer
-from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.server.ports import ChatDefaults, EngineState
 from nanovllm_cli.server.routing import MAX_VALUES, api_router, parse_json
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text.tool_calls import ToolCallDelta
@@ -654,6 +654,16 @@ def test_props_and_templates(server: Running) -> None:
     said = {"messages": [{"role": "developer", "content": parts}, {"role": "assistant", "content": None}]}
     assert server.ask("POST", "/apply-template", said).json == {"prompt": "<system>H\ni\n<assistant>\n<assistant>"}
     assert server.ask("GET", "/version").json.keys() == {"version"}
+
+
+def test_a_template_is_shown_with_the_servers_variables() -> None:
+    models = FakeModels(template="{{ mood }}")
+    models.served = {
+        name: dataclasses.replace(each, chat_defaults=ChatDefaults({"mood": "calm"})) for name, each in models.served.items()
+    }
+    door = Door(FakeGenerates(models=models))
+    assert door.post("/apply-template", CHAT).json == {"prompt": "calm"}
+    assert door.post("/apply-template", CHAT | {"chat_template_kwargs": {"mood": "glad"}}).json == {"prompt": "glad"}
 
 
 def test_messages_that_a_template_refuses_are_their_senders_mistake() -> None:

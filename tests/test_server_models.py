@@ -17,15 +17,15 @@ import pytest
 import nanovllm_cli
 from nanovllm_cli.config import EngineConfig, LoraModule
 from nanovllm_cli.engine.engine import EngineStats
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.server import served_models
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Start
-from nanovllm_cli.server.ports import EngineState, FileFacts
-from nanovllm_cli.server.served_models import ModelSettings, ServedModels
+from nanovllm_cli.server.ports import ChatDefaults, EngineState, FileFacts
+from nanovllm_cli.server.served_models import ModelSettings, ServedModels, open_text_side
 from nanovllm_cli.server.settings import ServeSettings
 from server_fakes import FakePool
 
@@ -79,6 +79,23 @@ def run() -> Iterator[Run]:
 
 def settings(*names: str, path: Path = TINY) -> ModelSettings:
     return ModelSettings(names, path, CONFIG)
+
+
+def test_what_counts_in_conversations_is_settled_with_the_template() -> None:
+    def of(**more: Any) -> ChatDefaults:
+        return open_text_side(dataclasses.replace(settings("m"), **more)).chat_defaults
+
+    assert of() == ChatDefaults()
+    assert of(thinking=False).variables == {"enable_thinking": False}
+    both = of(thinking=True, chat=ChatDefaults({"style": "terse"}, 5))
+    assert both == ChatDefaults({"enable_thinking": True, "style": "terse"}, 5)
+    for more, told in [
+        ({"thinking": True, "chat_template": "chatml"}, "--think has no meaning: the template of m has no such switch"),
+        ({"chat": ChatDefaults({}, 5), "chat_template": "chatml"}, "--reasoning-budget has no meaning"),
+        ({"chat": ChatDefaults({"messages": []})}, "messages is not a variable"),
+    ]:
+        with pytest.raises(UsageError, match=told):
+            of(**more)
 
 
 def states(models: ServedModels) -> dict[str, EngineState]:

@@ -242,7 +242,7 @@ _EXPLAINED = {
     ("--display-prompt",): "a prompt is not repeated before its answer: leave it out",
     ("--no-stream",): "an answer is written as it comes; --json and -o FILE have it as a whole",
     ("--no-jinja",): "a chat template is always Jinja; --raw leaves it out",
-    ("--reasoning-effort",): """--chat-template-kwargs '{"reasoning_effort": "high"}' of run and chat; or in a request""",
+    ("--reasoning-effort",): """--chat-template-kwargs '{"reasoning_effort": "high"}' of run, chat and serve; or in a request""",
     ("--no-show-timings",): "here it is --no-stats",
     ("--hidethinking",): "--reasoning hide leaves it out",
     ("--nowordwrap",): "run wraps no line, nor does chat --markdown never",
@@ -285,6 +285,7 @@ _THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--grammar", "--grammar-file", "-j", "--json-schema", "-jf", "--json-schema-file", "--json-object", "--regex"): _A_FORM,
         ("-sys", "--system-prompt", "--response-role"): "a request brings its messages, the system prompt among them",
         ("--json", "--jsonl"): "a request says how it is answered",
+        ("--reasoning",): "here it is --think on or --think off",
     },
     "bench.serve": {
         ("--host", "--port"): "here it is --url http://HOST:PORT",
@@ -300,6 +301,7 @@ _THERE: dict[str, dict[tuple[str, ...], str]] = {
     "chat": {
         ("--show-timings", "--perf", "--stats", "--no-stats"): "/stats in the chat says how fast the last answer was",
     },
+    "bench": {("--save", "--output-file"): "-o json >FILE keeps results, for bench compare"},
     "embed": {("-p", "--prompt", "-e", "--escape"): "each argument behind the model is a text"},
     "convert": {
         ("-mm", "--mmproj"): "what a model sees by is written beside it, as a file of its own: leave it out",

@@ -15,12 +15,12 @@ import typer
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.log import hear, screen_for
-from nanovllm_cli.cli.model import chat_template, named_models, say_parts
+from nanovllm_cli.cli.model import chat_template, named_models, say_parts, template_kwargs
 from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelWords
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import AccessOptions, AddressOptions, LimitOptions, ServedOptions
-from nanovllm_cli.cli.unused import refuse_typed
+from nanovllm_cli.cli.unused import refuse_two_switches, refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,20 +79,30 @@ def serve(
         refuse_typed(ctx, own, "has no meaning with several models", "serve the model of the adapter alone")
         beside = ["draft_model", "draft_quant", "mtp", "mmproj"]
         refuse_typed(ctx, beside, "has no meaning with several models", "serve one of them alone")
+        spoken = ["think", "chat_template_kwargs", "reasoning_budget"]
+        refuse_typed(ctx, spoken, "has no meaning with several models", "a request says it, or serve one of them alone")
     given = sampling.given()
+    variables, budget = template_kwargs(model.chat_template_kwargs), model.reasoning_budget
+    refuse_two_switches(ctx, variables)
+    if budget is not None and not -1 <= budget < 2**31:
+        raise UsageError("--reasoning-budget is a number of tokens, or -1 for no limit")
     config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
     template = chat_template(model.chat_template)
     screen.announce("starting the server")
     with signals.insisting():
         from nanovllm_cli.server.listen import listen
+        from nanovllm_cli.server.ports import ChatDefaults
         from nanovllm_cli.server.served_models import ModelSettings
         from nanovllm_cli.weights.source import files_for, find_parts, resolve
     settings = _settings(address, access, limits)
     listener = listen(settings)
     try:
         progress = ProgressLine(screen)
+        thinking = None if model.think is None else model.think == "on"
+        chat = ChatDefaults(variables, None if budget == -1 else budget)
         if len(names) > 1:  # whoever set a default did not say for which
+            thinking, chat = None, ChatDefaults()
             config = replace(config, lora=(), lora_modules=(), draft_model=None, draft_quant=None, mtp=False, mmproj=None)
         config = find_parts(config, offline=model.offline, progress=progress)
         say_parts(config, screen)
@@ -106,6 +116,8 @@ def serve(
                 given,
                 model.tool_call_parser,
                 model.reasoning_parser,
+                thinking,
+                chat,
             )
             for name, each in zip(names, called, strict=True)
         ]

@@ -11,6 +11,7 @@ from nanovllm_cli.cli.command import MESSAGES, MODEL, option
 from nanovllm_cli.cli.options import (
     ActivationsChoice,
     ChatTemplateChoice,
+    Choice,
     Device,
     DType,
     ModelNames,
@@ -79,6 +80,17 @@ class ServedOptions:
     lora_modules: LoraModules = None
     activations: ActivationsChoice = EngineConfig().activations
     chat_template: ChatTemplateChoice = None
+    think: Choice | None = option(
+        "--think", help="Whether the model reasons where a request does not say, if its template has a switch.", panel=MODEL
+    )
+    chat_template_kwargs: str | None = option(
+        "--chat-template-kwargs", help="More variables for the chat template, where a request does not set them.",
+        panel=MODEL, metavar="JSON",
+    )
+    reasoning_budget: int | None = option(
+        "--reasoning-budget", help="Most tokens of reasoning where a request does not say; 0 ends it at once. [-1: no limit]",
+        panel=MODEL,
+    )
 
     @property
     def adapters(self) -> tuple[Lora, ...]:

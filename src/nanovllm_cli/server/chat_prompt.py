@@ -112,14 +112,14 @@ def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequen
 
 
 def _variables(model: ServedModel, asked: ChatAsked) -> dict[str, Any]:
-    """Of the template, as the request has them."""
+    """Of the template, as the request has them; else as the server does."""
     variables = template_variables(asked.template_kwargs)
     if asked.thinking is not None:
         if model.thinking_switch is not None:
             variables.setdefault(model.thinking_switch, asked.thinking)
         elif asked.thinking and (model.format is None or model.format.reasoning is None):
             raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
-    return variables
+    return {**model.chat_defaults.variables, **variables}
 
 
 def _check_images(paths: Sequence[str], model: ServedModel) -> None:

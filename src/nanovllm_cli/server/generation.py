@@ -78,7 +78,9 @@ class Generator:
             phase = None
             if known.reasoning is not None:
                 to_content = constraint is not None and constraint is form
-                phase = known.reasoning.phase(tail, asked.reasoning_budget, to_content=to_content)
+                default = work.model.chat_defaults.reasoning_budget
+                budget = default if asked.reasoning_budget is None else asked.reasoning_budget
+                phase = known.reasoning.phase(tail, None if budget == -1 else budget, to_content=to_content)
             # Of an answer that must be a call a stop string would only cut the arguments.
             stop = asked.params.stop if asked.tool_choice in ("auto", "none") else ()
             params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase, stop=stop)

@@ -77,6 +77,15 @@ class EnginePort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatDefaults:
+    """What counts in a conversation whose request does not say. variables: of the template. reasoning_budget: most tokens of
+    reasoning; None sets no limit."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
 
@@ -95,6 +104,7 @@ class ServedModel:
     thinking_switch: str | None = None
     format: AnswerFormat | None = None
     scoring: Scoring | None = None
+    chat_defaults: ChatDefaults = ChatDefaults()
     lora_modules: tuple[str, ...] = ()
 
     def cut_to(self, most: int | None) -> int | None:
@@ -124,6 +134,7 @@ class TextSide(NamedTuple):
     thinking_switch: str | None
     format: AnswerFormat | None
     scoring: Scoring | None = None
+    chat_defaults: ChatDefaults = ChatDefaults()
 
 
 class FileFacts(NamedTuple):
@@ -214,7 +225,8 @@ class ChatAsked:
 
     messages: in OpenAI's form; tools: {"type": "function", "function": {name, description, parameters, strict}}.
     params: without constraint and reasoning. form: what the answer's content must look like.
-    thinking: None leaves it to the template. reasoning_budget: most tokens of reasoning; None sets no limit.
+    thinking: None leaves it to the server and the template. reasoning_budget: most tokens of reasoning; -1 sets no limit, None
+    leaves it to the server.
     continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
     whole_calls: for who does not stream: a call counts once it is complete, and is content where it turns out broken.
     before: tokens of a conversation so far, which the prompt is put behind. most_tokens: of prompt and answer together, where

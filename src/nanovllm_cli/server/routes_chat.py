@@ -107,7 +107,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         form=await checked_form(body, context),
         template_kwargs={**variables, **(body.chat_template_kwargs or {})},
         thinking=thinking,
-        reasoning_budget=None if budget is None or budget < 0 else budget,
+        reasoning_budget=budget,
         continues=continues(body.messages, body.continue_final_message, body.add_generation_prompt),
         splits_reasoning=body.reasoning_format != "none",
         priority=body.priority or 0,

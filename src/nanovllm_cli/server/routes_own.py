@@ -197,7 +197,7 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
 def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
     if served.chat_template is None:
         raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
-    variables = template_variables(body.chat_template_kwargs)
+    variables = {**served.chat_defaults.variables, **template_variables(body.chat_template_kwargs)}
     template = served.chat_template
     messages = template_messages(body.messages, template, None if served.facts.vision is None else [])
     tools = template_tools(body.tools, template) if body.tools else None

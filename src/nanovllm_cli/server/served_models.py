@@ -19,16 +19,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.config import EngineConfig, Lora
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.engine_client import EngineClient
 from nanovllm_cli.server.messages import Loading, Start
 from nanovllm_cli.server.model_files import read_files
 from nanovllm_cli.server.observer import Observer
-from nanovllm_cli.server.ports import EnginePort, EngineState, FileFacts, ModelAbout, ModelCard, ServedModel, TextSide
+from nanovllm_cli.server.ports import (
+    ChatDefaults,
+    EnginePort,
+    EngineState,
+    FileFacts,
+    ModelAbout,
+    ModelCard,
+    ServedModel,
+    TextSide,
+)
 from nanovllm_cli.text.answer_format import model_format
-from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.chat_template import ChatTemplate, check_variables
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.scoring import scoring_of
@@ -40,7 +49,7 @@ class ModelSettings:
     """One model to serve. names: what clients may call it, the first in its answers. path: its files, on this machine.
 
     given: fields of SamplingParams over the model's own defaults. tool_format, reasoning_format: names that count instead of
-    what its template says.
+    what its template says. thinking, chat: what counts in conversations whose requests do not say.
     """
 
     names: tuple[str, ...]
@@ -50,6 +59,8 @@ class ModelSettings:
     given: Mapping[str, Any] = field(default_factory=dict)
     tool_format: str | None = None
     reasoning_format: str | None = None
+    thinking: bool | None = None
+    chat: ChatDefaults = field(default_factory=ChatDefaults)
 
 
 @dataclass
@@ -344,4 +355,20 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     known = model_format(tokenizer, template, settings.tool_format, settings.reasoning_format)
     params = SamplingParams.from_generation_config(generation_config, vocab_size=tokenizer.vocab_size)
     switch = None if template is None else thinking_switch(template.source)
-    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring)
+    chat = _chat_defaults(settings, switch, known)
+    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring, chat)
+
+
+def _chat_defaults(settings: ModelSettings, switch: str | None, known: AnswerFormat | None) -> ChatDefaults:
+    """Raises UsageError for what has no effect on any conversation with this model."""
+    chat, name = settings.chat, settings.names[0]
+    check_variables(chat.variables)
+    if known is None and (chat.variables or settings.thinking is not None):
+        raise UsageError(f"--chat-template-kwargs and --think have no meaning: {name} has no chat template")
+    if chat.reasoning_budget is not None and (known is None or known.reasoning is None):
+        raise UsageError(f"--reasoning-budget has no meaning: {name} does not mark its reasoning")
+    if settings.thinking is None:
+        return chat
+    if switch is None:
+        raise UsageError(f"--think has no meaning: the template of {name} has no such switch")
+    return replace(chat, variables={switch: settings.thinking, **chat.variables})
