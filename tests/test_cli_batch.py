@@ -104,6 +104,23 @@ def test_broken_lines_have_their_error_in_their_place(tmp_path: Path) -> None:
     assert result.err.splitlines()[0] == f"error: {len(bad) + 1} of {len(bad) + 3} lines failed"
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ({"text": "a"}, "here it is prompt"),
+        ({"prompt": "a", "max_new_tokens": 3}, "here it is max_tokens"),
+        ({"prompt": "a", "custom_id": "x"}, "here it is id"),
+        ({"custom_id": "x", "body": {}}, "a line has its fields itself, and not in a body: id, and prompt or messages"),
+        ({"prompt": "a", "zzz": 1}, None),
+    ],
+)
+def test_other_programs_names_of_fields_are_answered_with_ours(tmp_path: Path, line: dict[str, Any], hint: str | None) -> None:
+    write(tmp_path / "in.jsonl", line)
+    (record,) = lines_of(nanovllm(tmp_path, "run", "-q", "tiny", "--batch", "in.jsonl").out)
+    assert record["error"]["message"].startswith("line 1: unknown field")
+    assert record["error"].get("hint") == hint
+
+
 def test_a_request_refused_by_the_engine_fails_alone(tmp_path: Path) -> None:
     """Not caught before it: what was running with it starts again."""
     write(tmp_path / "in.jsonl", *({"prompt": word} for word in ("say a", "say b", "say c", "refuse", "say d")))

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -40,6 +40,12 @@ _PROMPT_KEYS = ("prompt", "messages", "id")
 _PARAM_KEYS = tuple(
     item.name for item in dataclasses.fields(SamplingParams) if item.name not in ("constraint", "reasoning")
 )
+_HABITS = {
+    "text": "prompt", "input": "prompt", "question": "prompt", "instruction": "prompt", "custom_id": "id",
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty", "response_format": "json_schema", "temp": "temperature",
+}  # fmt: skip
+"""What other programs call the fields of a line."""
 
 logger = logging.getLogger(__name__)
 
@@ -209,12 +215,21 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return value
 
 
+def _meant(key: str, value: dict[str, Any], known: Sequence[str]) -> str | None:
+    """What to write in place of a field that there is not."""
+    if isinstance(value.get("body"), dict):
+        return "a line has its fields itself, and not in a body: id, and prompt or messages"
+    if key in _HABITS:
+        return f"here it is {_HABITS[key]}"
+    near = difflib.get_close_matches(key, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else None
+
+
 def _checked(value: dict[str, Any]) -> dict[str, Any]:
     known = (*_PROMPT_KEYS, *_PARAM_KEYS, *FORM_KEYS)
     for key in value:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=3)
-            raise UsageError(f"unknown field {key!r}", f"did you mean {' or '.join(near)}?" if near else None)
+            raise UsageError(f"unknown field {key!r}", _meant(key, value, known))
     if ("prompt" in value) == ("messages" in value):
         raise UsageError("a line has either a prompt or messages")
     if not isinstance(value.get("id"), str | int | None):
