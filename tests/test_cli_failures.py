@@ -87,6 +87,7 @@ BAD_USAGE = {
     "run tiny hi -l 5-inf": "invalid value for '-l' / '--logit-bias': '5-inf' is not a token id with a bias, such as 15043+1 or "
     "15043-1.5; -100 all but forbids",
     "run tiny hi --temp": "option '--temp' requires an argument",
+    "run tiny hi --temp=": "invalid value for '--temp': '' is not a number",
     "run tiny hi --temp warm": "invalid value for '--temp'",
     "run tiny hi --temp nan": "--temp must be a number from 0 to 100",
     "run tiny hi --temp=-1": "--temp must be a number from 0 to 100",

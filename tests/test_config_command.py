@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_a_models_settings_win_over_its_commands(home: Path) -> None:
     assert ok(nanovllm(home, "config", "get", "models.tiny.top-k")) == "6\n"
     assert ok(nanovllm(home, "config", "get", "models.small.top_k")) == "6\n"
     assert "top_k=6" in ok(nanovllm(home, "run", "-q", "small", "params"))
+
+
+def test_what_an_alias_stands_for_is_told_where_that_is_not_there(home: Path) -> None:
+    (home / "nanovllm.toml").write_text('[aliases]\nmine = "missing"\nother = "tiny"\n')
+    for words in (["mine", "hi"], ["-m", "mine", "hi"]):
+        gone = nanovllm(home, "run", *words)
+        assert (gone.code, gone.err.splitlines()[-2]) == (3, "error: no model named missing")
+        told = r"hint: mine stands for missing in \S*nanovllm\.toml:2; did you mean tiny\?"
+        assert re.fullmatch(told, gone.err.splitlines()[-1])
+    assert "stands for" not in nanovllm(home, "run", "missing", "hi").err, "nobody said mine"
 
 
 def test_a_model_that_a_file_names_has_its_settings_too(home: Path) -> None:

@@ -23,9 +23,9 @@ from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
 from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.output import console
-from nanovllm_cli.cli.settings import as_words, load_settings
+from nanovllm_cli.cli.settings import Settings, as_words, load_settings
 from nanovllm_cli.cli.slips import typed_twice, unread_variables
-from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 
 ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
 _OPTION = "option"  # in a field's metadata
@@ -110,7 +110,8 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except NanovllmError as error:
-            hints = [*filter(None, [error.hint]), *_sources_of(ctx, error.message)]
+            aliases = _aliases_in(ctx) if isinstance(error, ModelNotFoundError | AccessRefusedError) else ()
+            hints = [*aliases, *filter(None, [error.hint]), *_sources_of(ctx, error.message)]
             error.hint = "; ".join(hints) or None
             raise
 
@@ -385,6 +386,14 @@ def _sources_of(ctx: Any, message: str) -> list[str]:
         if (flags := named & {*param.opts, *param.secondary_opts}) and (where := source_of(ctx, param))
     ]
     return [f"{flag if len(named) > 1 else 'the value'} comes from {where}" for flag, where in found]
+
+
+def _aliases_in(ctx: Any) -> list[str]:
+    """A sentence for each alias of the settings files that was typed: an error names what it stands for."""
+    if not isinstance(ctx.obj, Settings):
+        return []
+    typed = [each for value in ctx.params.values() for each in (value if isinstance(value, list | tuple) else [value])]
+    return [f"{name} stands for {origin.value} in {origin}" for name, origin in ctx.obj.aliases().items() if name in typed]
 
 
 # Sections of the help.

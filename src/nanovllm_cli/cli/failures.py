@@ -61,7 +61,7 @@ def _of_usage(error: typer.TyperException) -> Explanation:
     message = error.format_message() if not hasattr(error, "possibilities") else error.message
     typed = _refused_value(error)
     for theirs, ours in _NUMBERS.items():
-        message = message.replace(theirs, f"{typed!r:.60} is {ours}" if typed else ours)
+        message = message.replace(theirs, ours if typed is None else f"{typed!r:.60} is {ours}")
     return Explanation(_sentence(message), _usage_hint(error, ctx), error.exit_code)
 
 
