@@ -138,6 +138,8 @@ def test_a_template_and_its_variables_can_be_given(tmp_path: Path) -> None:
     assert pieces() == ":x"
     assert pieces("--think", "on") == "T:x"
     assert pieces("--think", "off", "--chat-template-kwargs", '{"mood": "glad"}') == "glad:x"
+    itself = ["--chat-template", "<{% for m in messages %}{{ m.content }}{% endfor %}>"]  # as llama.cpp and vLLM take it too
+    assert "".join(said(tmp_path, "tiny", "--chat", "--json", *itself, "x")["pieces"]) == "<x>"
 
 
 # ---- what is written ----
@@ -255,6 +257,7 @@ def test_the_first_bad_id_is_named(tmp_path: Path, words: list[str], says: str) 
         (["tiny", "--decode", "1", "--ids"], 2, "--ids has no meaning with --decode"),
         (["tiny", "--decode", "1", "--no-bos"], 2, "--no-bos has no meaning with --decode"),
         (["tiny", "--chat"], 2, "there is no text"),
+        (["tiny", "x", "--chat", "--chat-template", "{{ x"], 1, "the chat template does not compile"),
         (["tiny", "--decode"], 2, "there are no ids\nhint: for example: nanovllm tokenize tiny --decode 9 10 11"),
         (["tiny", "-f", "missing.txt"], 2, "there is no file missing.txt"),
         (["tiny", "-f", "latin.txt"], 2, "latin.txt is not UTF-8: byte 0xfc at offset 2"),

@@ -102,12 +102,15 @@ def say_parts(config: EngineConfig, console: Console) -> None:
 
 
 def chat_template(choice: str | None) -> str | None:
-    """The source behind --chat-template: a file's text, or that of a built-in template. Raises UsageError for
-    neither."""
-    if choice is None:
-        return None
+    """The source behind --chat-template: a file's text, that of a built-in template, or itself. Raises UsageError for none of
+    them."""
+    if choice is None or "{{" in choice:
+        return choice
     if "/" in choice or Path(choice).exists():
-        return decode(read_file(choice), choice)
+        source = decode(read_file(choice), choice)
+        if "{{" not in source:
+            raise UsageError(f"{choice} is no chat template: nothing of a conversation would be in the prompt")
+        return source
     from nanovllm_cli.text.builtin_templates import builtin_template
 
     try:

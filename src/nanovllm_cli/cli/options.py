@@ -102,7 +102,7 @@ ChatTemplateChoice = Annotated[
     str | None,
     typer_option(
         "--chat-template",
-        help="A built-in template's name, or a Jinja file, instead of the model's own.",
+        help="A built-in template's name, a Jinja file or what would be in one, instead of the model's own.",
         panel=MODEL, metavar="NAME|FILE",
     ),
 ]  # fmt: skip
