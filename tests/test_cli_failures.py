@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import test_cli_driver
+from nanovllm_cli.cli.failures import explanation
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.processors import check_thread_limit
 from test_cli_driver import Result, environment, nanovllm
@@ -396,3 +397,34 @@ def test_streams_that_go_away(tmp_path: Path, shell: str, code: int, out: str, e
         cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+def test_a_folder_that_was_deleted_is_told_before_a_library_ends_the_process(tmp_path: Path) -> None:
+    """By the real program: MKL, which torch loads, ends it with words of its own."""
+    home, here = tmp_path / "home", tmp_path / "gone"
+    home.mkdir()
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        line = shlex.join([sys.executable, "-m", "nanovllm_cli", *words])
+        here.mkdir()
+        return subprocess.run(
+            ["sh", "-c", f"rmdir {shlex.quote(str(here))} && {line}"], cwd=here, env=environment(home),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    told = run("models", "list")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.endswith("error: this folder is not there any more\nhint: go to another one\n")
+    assert run("config").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("libx.so: failed to map segment from shared object", 5),
+        ("libx.so: failed to map segment from shared object: Operation not permitted", 1),  # a disk mounted noexec
+        ("no module named x", 1),
+    ],
+)
+def test_a_library_that_memory_has_no_room_for_is_no_fault_of_ours(text: str, code: int) -> None:
+    assert explanation(ImportError(f"\n\nPlease read this\n{text}")).exit_code == code

@@ -23,12 +23,14 @@ from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
 from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.output import console
-from nanovllm_cli.cli.settings import Settings, as_words, load_settings
+from nanovllm_cli.cli.settings import Settings, as_words, load_settings, working_folder
 from nanovllm_cli.cli.slips import typed_twice, unread_variables
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 
 ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
 _OPTION = "option"  # in a field's metadata
+_ANYWHERE = ("config", "completion")
+"""What runs in a folder that was deleted. Elsewhere a library of torch's (MKL) ends the process there, in words of its own."""
 
 
 def option(*flags: str, help: str, panel: str, default: Any = None, **more: Any) -> Any:
@@ -108,6 +110,8 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            if working_folder() is None and full_name(ctx).split(".")[0] not in _ANYWHERE:
+                raise UsageError("this folder is not there any more", "go to another one")
             return super().invoke(ctx)
         except NanovllmError as error:
             aliases = _aliases_in(ctx) if isinstance(error, ModelNotFoundError | AccessRefusedError) else ()

@@ -148,6 +148,8 @@ def _sentence(message: str) -> str:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
+    if isinstance(error, ImportError):  # of a library that a limit of the address space (ulimit -v) leaves no room for
+        return "failed to map segment from shared object" in text and "not permitted" not in text
     return isinstance(error, RuntimeError | OSError) and (
         "can't allocate memory" in text or "Cannot allocate memory" in text
     )
