@@ -70,7 +70,7 @@ BAD_USAGE = {
     "run tiny hi --grammar x": "the grammar can't be used",
     "run tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
     "run tiny -hello": "no such option: -hello\nhint: put -- before a prompt that begins with a dash",
-    "chat tiny --json": "no such option: --json\nhint: nanovllm run, embed, models list and others have --json; nanovllm ch",
+    "chat tiny --json": "no such option: --json\nhint: nanovllm run, embed, models list and others have --json; did you",
     "chat tiny -N 2": "no such option: -N\nhint: nanovllm run and serve have -N; nanovllm chat --help lists",
     "bench tiny --host x": "no such option: --host\nhint: nanovllm serve has --host; nanovllm bench --help lists",
     "embed tiny -p hi": "no such option: -p\nhint: each argument behind the model is a text",

@@ -81,14 +81,15 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     habit = option_hint(name, flags, full_name(ctx) if ctx is not None else "") if name is not None else None
     if habit:
         return habit
+    near = near_flags(name, flags) if name is not None and hasattr(error, "possibilities") else []
+    slip = f"did you mean {' or '.join(near)}?" if near else ""
     elsewhere = _commands_with(name, ctx) if name is not None and name not in flags else []
     if elsewhere:
         *most, last = elsewhere if len(elsewhere) < 4 else [*elsewhere[:3], "others"]
         names = f"{', '.join(most)} and {last} have" if most else f"{last} has"
-        return f"nanovllm {names} {name}; {help_line}"
-    near = near_flags(name, flags) if name is not None and hasattr(error, "possibilities") else []
-    if near:
-        return f"did you mean {' or '.join(near)}?"
+        return f"nanovllm {names} {name}; {slip or help_line}"
+    if slip:
+        return slip
     param = getattr(error, "param", None)
     if param is not None and ctx is not None:
         where = source_of(ctx, param)
