@@ -36,7 +36,7 @@ from nanovllm_cli.server.ports import (
     ServedModel,
     TextSide,
 )
-from nanovllm_cli.text.answer_format import model_format
+from nanovllm_cli.text.answer_format import AnswerFormat, model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, check_variables
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.weights.checkpoint import open_checkpoint
