@@ -86,7 +86,12 @@ def running(settings: ServeSettings | None = None, context: ServerContext | None
     listener = listen(settings)
     server = HttpServer(http_config(app, settings), settings.header_seconds)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(listener.sockets)))
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve(listener.sockets))
+
+    thread = threading.Thread(target=serve)
     thread.start()
     try:
         yield Running(listener, server, context)

@@ -91,6 +91,9 @@ def live_server(model: str, *options: str, env: dict[str, str] | None = None) ->
         server = LiveServer(_address(lines, log), process, log)
         _wait_until_healthy(server)
         yield server
+    except BaseException:
+        print("".join(log))  # which pytest shows where a test failed
+        raise
     finally:
         process.terminate()
         try:
