@@ -312,3 +312,14 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
         file.symlink_to(Path("../../blobs") / str(number))
     with open_checkpoint(snapshot) as checkpoint:
         assert all(checkpoint.tensor(name).equal(value) for name, value in tensors.items())
+
+
+def test_a_name_that_no_tensor_has_is_refused(tmp_path: Path) -> None:
+    """What takes names apart at their dots would take gigabytes for one of 100 KB."""
+    longest = "a." * 512
+    path = folder(tmp_path) / "model.safetensors"
+    path.write_bytes(handmade({longest: f32(0, 4)}, b"abcd"))
+    assert refusal(tmp_path) == ""
+    path.write_bytes(handmade({longest + "a": f32(0, 4)}, b"abcd"))
+    assert "a tensor's name has 1025 characters, at most 1024 are read" in refusal(tmp_path)
+    assert len(refusal(tmp_path)) < 300

@@ -83,7 +83,7 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     _check_heads(heads, kv_heads, head_dim, read)
     activation, known = read.text("hidden_act", "silu"), family.ungated or ACTIVATIONS
     if activation not in known:
-        raise UnsupportedError(f"activation {activation!r} is not supported", f"known: {', '.join(sorted(known))}")
+        raise UnsupportedError(f"activation {activation[:80]!r} is not supported", f"known: {', '.join(sorted(known))}")
     has_rope = _layers_with_rope(read, family, layers)
     window, kinds = _windows_from_hf(read, family, has_rope)
     ropes = _ropes_from_hf(read, family, kinds, head_dim, max_position)

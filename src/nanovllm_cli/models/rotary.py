@@ -78,7 +78,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
                 long_divisors=rope.numbers("long_factor", base.dim // 2),
             )  # fmt: skip
     raise UnsupportedError(
-        f"rope scaling {kind!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope, proportional"
+        f"rope scaling {kind[:80]!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
 
 
@@ -124,7 +124,7 @@ def rope_from_gguf(
     if kind == "none" or factor == 1.0:
         return base
     if kind not in ("linear", "yarn"):
-        raise UnsupportedError(f"rope scaling {kind!r} in GGUF is not supported", "known: none, linear, yarn, longrope")
+        raise UnsupportedError(f"rope scaling {kind[:80]!r} in GGUF is not supported", "known: none, linear, yarn, longrope")
     spec = replace(base, scaling=kind, factor=factor)  # type: ignore[arg-type]
     if kind == "linear":
         return spec

@@ -22,6 +22,7 @@ from nanovllm_cli.weights.json_file import parse_json
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN, MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_NAME_CHARS = 1024  # several times the longest of real names; what takes names apart may take them apart at each dot
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 2**60
 
@@ -170,6 +171,8 @@ def _read_entry(path: Path, name: str, fields: Any, data_start: int) -> Safetens
     def broken(what: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {name!r}: {what}", DOWNLOAD_AGAIN)
 
+    if len(name) > MAX_NAME_CHARS:
+        raise CheckpointError(f"{path}: a tensor's name has {len(name)} characters, at most {MAX_NAME_CHARS} are read: {name[:40]!r}")
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise broken("expected dtype, shape and data_offsets")
     dtype_name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
