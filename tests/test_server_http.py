@@ -12,6 +12,7 @@ import logging
 import math
 import queue
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -453,6 +454,21 @@ def test_more_values_than_any_prompt_has_are_not_read() -> None:
         parse_json(b"[" + b"0," * MAX_VALUES + b"0,0]", 64)
     assert len(parse_json(b"[" + b"0," * MAX_VALUES + b"0]", 64)) == MAX_VALUES + 1
     assert parse_json(b'["' + b"," * (2 * MAX_VALUES) + b'"]', 64)  # a text has as many commas as it likes
+    assert parse_json(b'["' + rb'\",[\\' * (2 * MAX_VALUES) + b'"]', 64)  # and quotes and brackets
+    assert len(parse_json(b"{" + b",".join(b'"%d":""' % i for i in range(MAX_VALUES)) + b"}", 64)) == MAX_VALUES
+
+
+@pytest.mark.parametrize("piece", [b'","', b'"[",', b'"",', b'{"a":', b"[", b'\\"",', rb'"\\",'])
+def test_too_many_are_told_before_they_are_looked_at(piece: bytes) -> None:
+    """What was cut out string by string took 60 times the memory that a body has, and seconds of everybody's time."""
+    body = b'["' + piece * (4 * MAX_VALUES)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="more than 262144 values"):
+            parse_json(body, 64)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 # ---- how many ----
