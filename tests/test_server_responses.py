@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
 import msgspec
@@ -407,6 +408,15 @@ def test_an_item_that_two_responses_hold_is_there_while_one_of_them_is(gone: int
     served.post(PATH, named, status=400)
 
 
+def test_an_item_is_named_once() -> None:
+    """Else a request of 16384 short lines would be a prompt of gigabytes, put together before anybody sees how long it is."""
+    served = client()
+    item = served.post(PATH, {"input": "hi"})["output"][0]
+    reference = {"type": "item_reference", "id": item["id"]}
+    refused = served.post(PATH, {"input": [reference, {"role": "user", "content": "x"}, reference]}, status=400)
+    assert refused["error"]["param"] == "input[2].id"
+
+
 def test_nothing_is_kept_without_store() -> None:
     served = client()
     response = served.post(PATH, {"input": "hi", "store": False})
@@ -458,6 +468,21 @@ def test_who_fills_the_store_takes_nothing_from_others() -> None:
         assert (len(store), store.num_bytes) == (4, 4 * size)
         assert all(store.delete(*key) for key in [("other", "0"), ("first", "6"), ("first", "7"), ("first", "8")])
         assert (len(store), store.num_bytes, store.item("first", "item of 8")) == (0, 0, None)
+
+
+def test_items_of_one_name_are_forgotten_in_time() -> None:
+    """Clients choose the names. Each item was looked for among all others of its name: a quarter of a minute for these."""
+    store = ResponseStore()
+    for name in ("a", "b", "c"):
+        store.put(None, StoredResponse(name, b"", [{"id": "item", "text": f"{name}{number}"} for number in range(16384)], 16384))
+    start = time.process_time()
+    assert store.delete(None, "b")
+    assert time.process_time() - start < 1
+    assert store.item(None, "item") == {"id": "item", "text": "c16383"}
+    assert store.delete(None, "c")
+    assert store.item(None, "item") == {"id": "item", "text": "a16383"}
+    assert store.delete(None, "a")
+    assert (store.item(None, "item"), store.num_bytes) == (None, 0)
 
 
 def test_the_store_counts_responses() -> None:

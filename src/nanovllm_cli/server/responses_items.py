@@ -123,15 +123,20 @@ def read_items(value: Any, find: Callable[[str], Item | None]) -> list[Item]:
     if not isinstance(value, list):
         raise invalid("input", "must be a string or a list of items")
     token = secrets.token_hex(20)
+    referred: set[str] = set()
     given = enumerate(listed(value, "input", MAX_ITEMS))
-    return [_read_item(each, f"input[{place}]", f"{token}{place:08x}", find) for place, each in given]
+    return [_read_item(each, f"input[{place}]", f"{token}{place:08x}", find, referred) for place, each in given]
 
 
-def _read_item(value: Any, path: str, token: str, find: Callable[[str], Item | None]) -> Item:
-    """token: for the id of one that has none."""
+def _read_item(value: Any, path: str, token: str, find: Callable[[str], Item | None], referred: set[str]) -> Item:
+    """token: for the id of one that has none. referred: gets the ids of stored ones."""
     kind = kind_of(value, path, default="message" if isinstance(value, Mapping) and "role" in value else None)
     if kind == "item_reference":
-        found = find(read(_Reference, value, path).id)
+        item_id = read(_Reference, value, path).id
+        if item_id in referred:  # a line of a request would bring a megabyte each time
+            raise invalid(f"{path}.id", "refers to an item that is there already")
+        referred.add(item_id)
+        found = find(item_id)
         if found is None:
             raise invalid(f"{path}.id", "no such item is stored")
         return found

@@ -43,7 +43,7 @@ class ResponseStore:
     def __init__(self, max_bytes: int = MAX_BYTES, max_responses: int = MAX_RESPONSES) -> None:
         self._max_bytes, self._max_responses = max_bytes, max_responses
         self._kept: OrderedDict[tuple[Tenant, str], StoredResponse] = OrderedDict()
-        self._items: dict[tuple[Tenant, str], list[Item]] = {}  # one for each response that holds it, the latest last
+        self._items: dict[tuple[Tenant, str], dict[str, Item]] = {}  # by the responses that hold it, the latest last
         self._bytes: Counter[Tenant] = Counter()
         self._counts: Counter[Tenant] = Counter()
 
@@ -61,7 +61,7 @@ class ResponseStore:
         self._bytes[tenant] += response.size
         self._counts[tenant] += 1
         for item in response.items:
-            self._items.setdefault((tenant, item["id"]), []).append(item)
+            self._items.setdefault((tenant, item["id"]), {})[response.id] = item
         while self.num_bytes > self._max_bytes:
             self._forget_oldest(self._bytes)
         while len(self._kept) > self._max_responses:
@@ -81,7 +81,7 @@ class ResponseStore:
 
     def item(self, tenant: Tenant, item_id: str) -> Item | None:
         held = self._items.get((tenant, item_id))
-        return held[-1] if held else None
+        return held[next(reversed(held))] if held else None
 
     def conversation(self, tenant: Tenant, response_id: str) -> list[Item] | None:
         """All items up to and with this response's; None where it, or one before it, is gone."""
@@ -106,8 +106,8 @@ class ResponseStore:
         self._counts[key[0]] -= 1
         if not self._counts[key[0]]:
             del self._bytes[key[0]], self._counts[key[0]]
-        for item in gone.items:
-            held = self._items[key[0], item["id"]]
-            held.remove(item)
+        for item_id in {item["id"] for item in gone.items}:
+            held = self._items[key[0], item_id]
+            del held[gone.id]
             if not held:
-                del self._items[key[0], item["id"]]
+                del self._items[key[0], item_id]

@@ -172,7 +172,8 @@ def _read_entry(path: Path, name: str, fields: Any, data_start: int) -> Safetens
         return CheckpointError(f"{path}: tensor {name!r}: {what}", DOWNLOAD_AGAIN)
 
     if len(name) > MAX_NAME_CHARS:
-        raise CheckpointError(f"{path}: a tensor's name has {len(name)} characters, at most {MAX_NAME_CHARS} are read: {name[:40]!r}")
+        told = f"a tensor's name has {len(name)} characters, at most {MAX_NAME_CHARS} are read: {name[:40]!r}…"
+        raise CheckpointError(f"{path}: {told}")
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise broken("expected dtype, shape and data_offsets")
     dtype_name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
