@@ -124,6 +124,16 @@ def test_what_a_text_says_is_no_place_of_an_image(tmp_path: Path) -> None:
     assert ours.decode(prompt, skip_special_tokens=True).count(plain) == 3
 
 
+def test_behind_several_images_texts_are_texts_still(tmp_path: Path) -> None:
+    """Places move on by all the images before them."""
+    ours, _ = tokenizers(tmp_path, GEMMA_WORDS)
+    plain = "<end_of_turn>"
+    prompt = encoded(ours, GEMMA_TEMPLATE, GEMMA, message(plain, png(), plain, png(seed=1), plain, png(seed=2), plain))
+    image = [260, *[261] * 16, 262]
+    assert [token for token in prompt if token >= 256] == [258, *image, *image, *image, 259]
+    assert ours.decode(prompt, skip_special_tokens=True).count(plain) == 4
+
+
 def test_a_template_that_leaves_an_image_out_is_told_of(tmp_path: Path) -> None:
     ours, _ = tokenizers(tmp_path, GEMMA_WORDS)
     for template in ("{{ messages[0].role }}", "<start_of_image><start_of_image>", "<start_of_image><image_soft_token>"):

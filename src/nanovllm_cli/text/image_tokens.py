@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -30,9 +32,9 @@ def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, picture
             "use the model's own template" if len(marks) < count else None,
         )
     instead = [tokens.text(picture) for picture in pictures]
-    pieces, moved, start = [], set(plain_at), 0
-    for place, becomes in zip(reversed(marks), reversed(instead), strict=True):
-        moved = {at + len(becomes) - len(tokens.marker) if at > place else at for at in moved}
+    further = list(accumulate((len(becomes) - len(tokens.marker) for becomes in instead), initial=0))
+    moved = {at + further[bisect(marks, at)] for at in plain_at}
+    pieces, start = [], 0
     for place, becomes in zip(marks, instead, strict=True):
         pieces += [text[start:place], becomes]
         start = place + len(tokens.marker)
