@@ -20,6 +20,7 @@ from PIL import Image as pillow
 
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.images import reading, source
+from nanovllm_cli.images.parts import MAX_PARTS, too_many_parts
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.source import data_url, image_bytes, kind_of
 from nanovllm_cli.vision_spec import ImageTokens, Picture, SizeRule, TowerSpec, VisionSpec
@@ -240,6 +241,47 @@ def test_a_jpeg_of_many_exif_pieces_is_refused() -> None:
     assert "more than 100 parts" in refusal(plain[:2] + piece * 60_000 + plain[2:])
 
 
+def gif_of(before: bytes) -> bytes:
+    """An image with this between its colours and itself."""
+    plain = saved("GIF")
+    start = 13 + (3 << (plain[10] & 7) + 1)
+    assert plain[10] & 128
+    return plain[:start] + before + plain[start:]
+
+
+JPEG = saved("JPEG")
+PARTS = {
+    "jpeg, segments": lambda count: JPEG[:2] + b"\xff\xe9\0\x02" * count + JPEG[2:],
+    "jpeg, comments": lambda count: JPEG[:2] + b"\xff\xfe\0\x03a" * count + JPEG[2:],
+    "jpeg, filled": lambda count: JPEG[:2] + b"\xff" * count + JPEG[2:],
+    "png, chunks": lambda count: PNG[:33] + chunk(b"prVt", b"") * count + PNG[33:],
+    "png, texts": lambda count: PNG[:33] + chunk(b"tEXt", b"a\0b") * count + PNG[33:],
+    "gif, a comment": lambda count: gif_of(b"!\xfe" + b"\x01a" * count + b"\0"),
+    "gif, comments": lambda count: gif_of(b"!\xfe\x01a\0" * (count // 2)),
+    "gif, nothing": lambda count: gif_of(b"\x01" * count),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_many_parts_are_refused_before_they_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow takes up to 20 seconds for 64 MB of them, and 2 GB."""
+    assert isinstance(read_image(PARTS[name](MAX_PARTS // 2), SPEC, "it"), Image)
+    monkeypatch.setattr(pillow, "open", lambda *_, **__: pytest.fail("Pillow read it"))
+    kind = name.split(",")[0].upper()
+    assert refusal(PARTS[name](2 * MAX_PARTS)).endswith(f"is a {kind} of more than 65536 parts")
+
+
+def test_parts_of_usual_sizes_may_fill_the_largest_file() -> None:
+    """1 KB in a PNG's chunk, 255 bytes in a GIF's block behind the first image, 64 KB in a JPEG's segment."""
+    size = source.MAX_IMAGE_BYTES
+    for data in (
+        PNG[:33] + chunk(b"IDAT", bytes(1024)) * (size // 1036) + PNG[33:],
+        saved("GIF")[:-1] + (b"\xff" + bytes(255)) * (size // 256),
+        JPEG[:2] + (b"\xff\xe9\xff\xff" + bytes(65533)) * (size // 65537) + JPEG[2:],
+    ):
+        assert too_many_parts(data, str(kind_of(data))) is None
+
+
 def bmp_of(head: bytes, body: bytes) -> bytes:
     return b"BM" + struct.pack("<III", 14 + len(head) + len(body), 0, 14 + len(head)) + head + body
 
@@ -262,7 +304,7 @@ def test_a_bmp_with_the_shortest_head_is_an_image() -> None:
 
 
 def test_markers_of_nothing_are_passed_in_time() -> None:
-    assert reading._is_slow(b"\xff\xd8" + b"\xff" * (1 << 22) + b"\0") is False
+    assert too_many_parts(b"\xff\xd8" + b"\xff" * (1 << 22) + b"\0", "jpeg") is None
 
 
 def test_what_pillow_warns_of_is_not_said(tmp_path: Path) -> None:

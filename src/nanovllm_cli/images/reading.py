@@ -6,7 +6,6 @@ Anybody may have sent them: what Pillow raises becomes a typed error here, and w
 from __future__ import annotations
 
 import hashlib
-import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -16,6 +15,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.images.parts import too_many_parts
 from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, fitted
 from nanovllm_cli.images.source import image_bytes, kind_of, no_image
 from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
@@ -24,13 +24,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Pixels
 
 MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
-_MAX_PARTS = 100
 _REMEMBERED_BYTES = 64 << 20
 _MOST_REMEMBERED = 1 << 10
 _RLE = 1, 2  # compressions of a BMP
-# Of those behind which libjpeg reads a length, and the image's end. Behind others it reads none, or no further; in a scan it
-# passes FF02 to FFBF as if they were not there.
-_JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xdd\xe0-\xef\xfe])")
 
 
 def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Picture]:
@@ -80,8 +76,8 @@ def read_image(data: bytes, spec: VisionSpec, where: str) -> Picture:
     kind = kind_of(data)
     if kind is None:
         raise no_image(where, data)
-    if kind == "jpeg" and _is_slow(data):
-        raise UsageError(f"{where} is a JPEG of more than {_MAX_PARTS} parts", "save it again, as a plain JPEG")
+    if (too_many := too_many_parts(data, kind)) is not None:
+        raise UsageError(f"{where} is a {kind.upper()} of more than {too_many}", f"save it again, as a plain {kind.upper()}")
     return _made(_decoded(data, kind, where), spec.size)
 
 
@@ -136,20 +132,6 @@ def _num_pixels(data: bytes) -> int:
     assert kind is not None
     with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
         return picture.width * picture.height
-
-
-def _is_slow(data: bytes) -> bool:
-    """Whether a JPEG is made to keep a server busy. A pass over all pixels for each scan, which need not have 100 bytes; and a
-    copy of all EXIF data for each piece of it. Photographs have a dozen scans at most, and one such piece."""
-    if data.count(b"Exif\0\0") > _MAX_PARTS:
-        return True
-    scans, place = 0, 2
-    while scans <= _MAX_PARTS and (found := _JPEG_MARKER.search(data, place)):
-        if found[1] == b"\xd9":
-            break
-        scans += found[1] == b"\xda"
-        place = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
-    return scans > _MAX_PARTS
 
 
 def _check_size(width: int, height: int, where: str) -> None:
