@@ -149,13 +149,13 @@ class FakeGenerates:
         self.generations: list[FakeGeneration] = []
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> FakeGeneration:
-        return await self._begin(model, asked, caller, await self.encode_chat(model, asked))
+        return await self._begin(model, asked, caller, await self.encode_chat(model, asked, caller))
 
     async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> FakeGeneration:
         ids = byte_tokenizer().encode(asked.prompt) if isinstance(asked.prompt, str) else list(asked.prompt)
         return await self._begin(model, asked, caller, ids)
 
-    async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+    async def encode_chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> list[int]:
         self.encoded.append(asked)
         return [65] * sum(len(str(message.get("content") or "")) + 4 for message in asked.messages)
 

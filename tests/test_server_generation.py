@@ -397,7 +397,7 @@ def test_what_cannot_be_is_refused_before_the_engine_sees_it(run: Any, more: dic
 def test_what_the_renderer_is_given_is_no_variable(run: Any, name: str) -> None:
     house = House([piece("a", finish="stop")])
     question = ChatAsked(MESSAGES, SamplingParams(), template_kwargs={name: []})
-    for refused in (house.chat(question), house.generator.encode_chat("m", question)):
+    for refused in (house.chat(question), house.generator.encode_chat("m", question, CALLER)):
         with pytest.raises(ApiError) as caught:
             run(refused)
         assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
@@ -431,7 +431,7 @@ def test_what_could_never_fit_is_refused_before_it_is_read(run: Any, monkeypatch
     for refused in (
         house.chat(chat),
         house.chat(tools),
-        house.generator.encode_chat("m", chat),
+        house.generator.encode_chat("m", chat, CALLER),
         house.generator.complete("m", TextAsked(text, SamplingParams()), CALLER),
         house.generator.embed("m", [text], "mean"),
     ):

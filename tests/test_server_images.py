@@ -478,6 +478,23 @@ def test_images_of_earlier_turns_are_not_decoded_again(
     assert len(read) == 3
 
 
+def test_images_of_others_are_decoded_again(server: Server, read: list[str]) -> None:
+    """How long an answer takes would else tell one API key what another one has sent; so it is with a salt."""
+    server = Server(server.tokenizer, ServeSettings(api_keys=("key-of-one", "key-of-two")))
+
+    def num_read(name: str, key: str, path: str, **more: str) -> int:
+        read.clear()
+        server.http.headers["authorization"] = f"Bearer {key}"
+        server.post(path, {**chat_with(chat_image(url(name))), **more})
+        return len(read)
+
+    chat = "/v1/chat/completions"
+    for name, path in (("A", chat), ("B", f"{chat}/input_tokens"), ("C", "/tokenize")):
+        assert [num_read(name, key, path) for key in ("key-of-one", "key-of-two", "key-of-one")] == [1, 1, 0], path
+        assert num_read(name, "key-of-two", chat) == 0  # its own, by whatever path
+    assert [num_read("A", "key-of-one", chat, cache_salt=salt) for salt in ("a", "b", "a")] == [1, 1, 0]
+
+
 def test_texts_do_not_wait_for_images(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, begun = threading.Event(), threading.Semaphore(0)
 

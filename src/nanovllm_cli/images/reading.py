@@ -34,9 +34,10 @@ def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> lis
     return [] if spec is None else [read_sent(url, spec, where)[0] for url, where in sent]
 
 
-def read_sent(url: str, spec: VisionSpec, where: str) -> tuple[Picture, int]:
-    """What a model sees of an image as a client sent it, and how many pixels were sent; see `image_bytes`."""
-    return _recent.read(url, spec, where)
+def read_sent(url: str, spec: VisionSpec, where: str, salt: str | None = None) -> tuple[Picture, int]:
+    """What a model sees of an image as a client sent it, and how many pixels were sent; see `image_bytes`. salt: who has another
+    one can't tell by the time it takes whether the image was read before."""
+    return _recent.read(url, spec, where, salt)
 
 
 class _Recent:
@@ -45,11 +46,11 @@ class _Recent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._images: OrderedDict[tuple[bytes, VisionSpec], tuple[Picture, int]] = OrderedDict()
+        self._images: OrderedDict[tuple[bytes, VisionSpec, str | None], tuple[Picture, int]] = OrderedDict()
 
-    def read(self, url: str, spec: VisionSpec, where: str) -> tuple[Picture, int]:
+    def read(self, url: str, spec: VisionSpec, where: str, salt: str | None) -> tuple[Picture, int]:
         """With the number of pixels that were sent."""
-        key = hashlib.blake2b(url.encode("utf-8", "surrogatepass")).digest(), spec
+        key = hashlib.blake2b(url.encode("utf-8", "surrogatepass")).digest(), spec, salt
         with self._lock:
             found = self._images.pop(key, None)
         if found is None:

@@ -32,15 +32,20 @@ MOST_AT_ONCE = 8
 
 
 async def chat_prompt(
-    model: ServedModel, asked: ChatAsked, text_threads: Executor, image_threads: Executor, turns: asyncio.Semaphore
+    model: ServedModel,
+    asked: ChatAsked,
+    salt: str | None,
+    text_threads: Executor,
+    image_threads: Executor,
+    turns: asyncio.Semaphore,
 ) -> TokenIds:
-    """With its images. turns: of MOST_AT_ONCE. Raises ApiError, and typed errors."""
+    """With its images. salt: of what is remembered. turns: of MOST_AT_ONCE. Raises ApiError, and typed errors."""
     loop = asyncio.get_running_loop()
     begun = await loop.run_in_executor(text_threads, _begun, model, asked)
     if isinstance(begun, TokenIds):
         return begun
     async with turns:
-        images = await _images(model, asked, begun, image_threads)
+        images = await _images(model, asked, begun, salt, image_threads)
     return await loop.run_in_executor(text_threads, _encoded, model, asked, begun, images)
 
 
@@ -52,14 +57,16 @@ class _Begun(NamedTuple):
     images: Sequence[ImagePart]
 
 
-async def _images(model: ServedModel, asked: ChatAsked, begun: _Begun, threads: Executor) -> list[Picture]:
+async def _images(
+    model: ServedModel, asked: ChatAsked, begun: _Begun, salt: str | None, threads: Executor
+) -> list[Picture]:
     loop = asyncio.get_running_loop()
     vision, limit = model.facts.vision, model.facts.context_len
     assert vision is not None
     images: list[Picture] = []
     num_pixels = num_tokens = 0
     for part in begun.images:
-        image, num_sent = await loop.run_in_executor(threads, _read, part, vision)
+        image, num_sent = await loop.run_in_executor(threads, _read, part, vision, salt)
         num_pixels += max(num_sent, image.num_pixels)
         num_tokens += vision.num_tokens(image)
         if num_pixels > MAX_PIXELS:
@@ -144,9 +151,9 @@ def _image_paths(asked: ChatAsked) -> dict[str, str]:
     return dict(zip(places, asked.image_paths or places, strict=True))
 
 
-def _read(part: ImagePart, vision: VisionSpec) -> tuple[Picture, int]:
+def _read(part: ImagePart, vision: VisionSpec, salt: str | None) -> tuple[Picture, int]:
     """An image, and how many pixels were sent."""
     try:
-        return read_sent(part.url, vision, part.where)
+        return read_sent(part.url, vision, part.where, salt)
     except NanovllmError as error:
         raise ApiError.of(error, part.where) from error

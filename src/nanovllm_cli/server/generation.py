@@ -65,7 +65,7 @@ class Generator:
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
-            prompt_ids = await self._chat_prompt(work.model, asked)
+            prompt_ids = await self._chat_prompt(work.model, asked, caller)
             if asked.before:
                 prompt_ids = TokenIds(_behind(asked.before, prompt_ids, work.model))
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
@@ -102,9 +102,9 @@ class Generator:
             plain: list[AnswerParser] = [_Plain() for _ in range(params.n)]
             return await self._begin(work, prompt_ids, params, asked, caller, "text_completion", plain)
 
-    async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+    async def encode_chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> list[int]:
         async with _Work(partial(self._models.peek, model), self._observer) as work:
-            return await self._chat_prompt(work.model, asked)
+            return await self._chat_prompt(work.model, asked, caller)
 
     async def embed(
         self,
@@ -160,8 +160,9 @@ class Generator:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
-    async def _chat_prompt(self, model: ServedModel, asked: ChatAsked) -> TokenIds:
-        return await chat_prompt(model, asked, self._text_threads, self._image_threads, self._image_turns)
+    async def _chat_prompt(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> TokenIds:
+        salt = _salt(asked, caller)
+        return await chat_prompt(model, asked, salt, self._text_threads, self._image_threads, self._image_turns)
 
     def _using(self, model: str | None) -> _Work:
         return _Work(partial(self._models.use, model), self._observer)
@@ -183,9 +184,8 @@ class Generator:
             params = _within(asked.most_tokens, len(prompt_ids), params, param)
         if params.constraint is not None:
             await self._check(params.constraint, tools)
-        salts = [salt for salt in (caller.tenant, asked.cache_salt) if salt is not None]
         stream = work.model.engine.generate(
-            prompt_ids, params, priority=asked.priority, cache_salt=":".join(salts) if salts else None
+            prompt_ids, params, priority=asked.priority, cache_salt=_salt(asked, caller)
         )
         watch = self._observer.accepted(work.model.id, operation, len(prompt_ids), params, caller)
         # A copy, without the images: they need not wait for the end of the answer.
@@ -365,6 +365,12 @@ class _Plain:
 
     def finish(self) -> AnswerDelta:
         return AnswerDelta("", "", ())
+
+
+def _salt(asked: ChatAsked | TextAsked, caller: Caller) -> str | None:
+    """Nobody with another one can tell by the time that an answer takes what was asked before."""
+    salts = [salt for salt in (caller.tenant, asked.cache_salt) if salt is not None]
+    return ":".join(salts) if salts else None
 
 
 def _failure(piece: Piece) -> ApiError:

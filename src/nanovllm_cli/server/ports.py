@@ -347,7 +347,7 @@ class Generates(Protocol):
 
     async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> Generation: ...
 
-    async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+    async def encode_chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> list[int]:
         """The prompt's ids, for counting."""
 
     async def embed(

@@ -66,7 +66,7 @@ def router(context: ServerContext) -> APIRouter:
         conversation = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.peek(body.model) as model:
             asked = _chat_asked(body, conversation, SamplingParams(), _form(body), model)
-            ids = await context.generates.encode_chat(body.model, asked)
+            ids = await context.generates.encode_chat(body.model, asked, exchange.caller)
             exchange.count(model.id, len(ids))
         return JsonResponse({"input_tokens": len(ids)})
 

@@ -45,7 +45,8 @@ def router(context: ServerContext) -> APIRouter:
     async def count_input_tokens(body: ChatRequest, exchange: CurrentExchange) -> Response:
         """How many tokens the prompt of such a request has, as llama-server tells."""
         async with context.models.peek(body.model) as model:
-            ids = await context.generates.encode_chat(body.model, await asked_of(body, model, context))
+            asked = await asked_of(body, model, context)
+            ids = await context.generates.encode_chat(body.model, asked, exchange.caller)
             exchange.count(model.id, len(ids))
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 

@@ -19,7 +19,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse, openai_form
 from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.gate import Gate
-from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
+from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, ModelCard, ServedModel
 from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.server.routes_chat import continues
 from nanovllm_cli.server.routes_native import generation_settings
@@ -107,7 +107,7 @@ def router(context: ServerContext) -> APIRouter:
         if len(given) != 1:
             raise ApiError(400, "give one of content, prompt and messages", param=given[1] if given else "content")
         async with context.models.peek(body.model) as served, tokenizing:
-            ids = await _token_ids(context, served, body)
+            ids = await _token_ids(context, served, body, exchange.caller)
             exchange.count(served.id, len(ids))
             return JsonResponse(await asyncio.to_thread(_tokenized, served, body, ids))
 
@@ -153,7 +153,7 @@ def _props(served: ServedModel) -> dict[str, Any]:
     }
 
 
-async def _token_ids(context: ServerContext, served: ServedModel, body: TokenizeRequest) -> list[int]:
+async def _token_ids(context: ServerContext, served: ServedModel, body: TokenizeRequest, caller: Caller) -> list[int]:
     if body.messages is not None:
         asked = ChatAsked(
             messages=body.messages,
@@ -162,7 +162,7 @@ async def _token_ids(context: ServerContext, served: ServedModel, body: Tokenize
             template_kwargs=body.chat_template_kwargs or {},
             continues=continues(body.messages, body.continue_final_message, body.add_generation_prompt),
         )
-        return await context.generates.encode_chat(served.id, asked)
+        return await context.generates.encode_chat(served.id, asked, caller)
     text = body.content if body.content is not None else body.prompt or ""
     limit = max(_LEAST_CHARS, _CHARS_A_TOKEN * served.facts.context_len)
     if len(text) > limit:

@@ -93,7 +93,7 @@ def router(context: ServerContext) -> APIRouter:
         form = await form_of(body, context)
         async with context.models.peek(body.model) as model:
             asked = _chat_asked(body, before, items, tools, form, SamplingParams(), model)
-            ids = await context.generates.encode_chat(body.model, asked)
+            ids = await context.generates.encode_chat(body.model, asked, exchange.caller)
             exchange.count(model.id, len(ids))
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
