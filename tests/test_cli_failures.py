@@ -246,6 +246,13 @@ def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
     assert "'topk' is no setting" in failure(nanovllm(tmp_path, "run", "tiny", "hi"))
 
 
+@pytest.mark.parametrize("line", ["cors-origin = ['*']", "allowed-host = ['*']", "api-key = ['aaaaaaaa']", "mmproj = 'a'"])
+def test_a_folder_does_not_say_who_gets_in_or_what_is_read(line: str, tmp_path: Path) -> None:
+    """Where somebody starts a server in a project of others, pages of others must not be let into it."""
+    (tmp_path / "nanovllm.toml").write_text(f"[serve]\n{line}\n")
+    assert "is no setting in [serve]" in failure(nanovllm(tmp_path, "serve", "tiny", "--port", "0"))
+
+
 def test_the_source_of_a_value_that_is_out_of_bounds_or_contradicts_is_named(tmp_path: Path) -> None:
     """One that is a number, as its option has it: it is refused only when it is put to use."""
     file = tmp_path / "nanovllm.toml"

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 ENVIRONMENT_PREFIX = "NANOVLLM_"
 HELP_FLAGS = ("-h", "--help")
-_NOT_FOR_FILES = ("FILE", "PATH", "PATH:SCALE", "NAME=PATH", "FOLDER", "URL", "KEY")
+_NOT_FOR_FILES = ("FILE", "PATH", "PATH:SCALE", "NAME=PATH", "FOLDER", "URL", "KEY", "HOST", "ORIGIN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Parameter:
     @property
     def key(self) -> str | None:
         """Its name in settings files, where it may stand in them: whatever the environment may set and names no file and no
-        server. A file in a project that somebody only looks at does not say what is read or written, nor who gets a key."""
+        server, nor whose pages use one. A file in a project that somebody only looks at does not say what is read or written, nor
+        who gets a key, nor who gets in."""
         if not self.variables or self.value in _NOT_FOR_FILES:
             return None
         return self.variables[0].removeprefix(ENVIRONMENT_PREFIX).replace("_", "-").lower()

@@ -151,7 +151,7 @@ class AccessOptions:
         "--allowed-host",
         help="A name that requests may call this machine; * is any. Repeatable. [localhost and addresses; "
         "any with keys]",
-        panel=ACCESS, metavar="NAME",
+        panel=ACCESS, metavar="HOST",
     )
     cors_origin: list[str] | None = option(
         "--cors-origin",
