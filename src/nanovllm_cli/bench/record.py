@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,8 @@ from nanovllm_cli.errors import AccessRefusedError, UsageError
 
 MAX_FILE_BYTES = 256 << 20
 STANDARD_INPUT = "-"
+_LARGEST = 1e18
+"""Of a number that is believed, and 1 / this is the smallest: what is computed of both is a number, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +328,9 @@ def _text(where: str, name: str, value: Any) -> str:
 
 
 def _number(where: str, name: str, value: Any, kind: type[Any] = float) -> Any:
-    if not isinstance(value, int | float) or not math.isfinite(value) or (kind is int and value != int(value)):
-        raise UsageError(f"{where}: {name} is not a number")
+    is_number = isinstance(value, int | float) and (value == 0 or 1 / _LARGEST <= abs(value) <= _LARGEST)
+    if not is_number or (kind is int and value != int(value)):
+        raise UsageError(f"{where}: {name} is not a number, or a huge one")
     return kind(value) if kind is int else value
 
 
