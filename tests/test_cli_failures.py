@@ -246,6 +246,15 @@ def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
     assert "'topk' is no setting" in failure(nanovllm(tmp_path, "run", "tiny", "hi"))
 
 
+@pytest.mark.parametrize("name", ["typer", "nanovllm_cli.errors"])
+def test_an_installation_that_lacks_something_says_so(name: str) -> None:
+    code = f"import sys; from nanovllm_cli.cli.app import main; sys.modules[{name!r}] = None; main(['--version'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert name in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("line", ["cors-origin = ['*']", "allowed-host = ['*']", "api-key = ['aaaaaaaa']", "mmproj = 'a'"])
 def test_a_folder_does_not_say_who_gets_in_or_what_is_read(line: str, tmp_path: Path) -> None:
     """Where somebody starts a server in a project of others, pages of others must not be let into it."""

@@ -13,7 +13,7 @@ from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache, block_bytes, cache_dtypes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.mixer_spec import AttentionSpec
 from test_kernels_cpu import GENERATOR, Paged, error, randn
@@ -251,3 +251,10 @@ def test_types_that_do_not_exist_or_do_not_fit_are_refused() -> None:
 def test_a_gpu_refuses_what_it_can_not_do(settings: dict[str, str], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         CudaPlatform(EngineConfig(**settings), device=None)  # type: ignore[arg-type]
+
+
+def test_memory_that_cannot_be_had_is_told() -> None:
+    """As under `ulimit -v`: less than is free, and more than the process may have."""
+    layout = CpuAttention({1}, BF16, (BF16, BF16))
+    with pytest.raises(DoesNotFitError, match=r"a KV cache of 4294967296\.0 GiB can't be had"):
+        layout.empty_cache(1 << 62)

@@ -10,6 +10,7 @@ import torch
 from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, WholeRows
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import conv, cpu, delta
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import States
@@ -81,7 +82,13 @@ class CpuAttention:
         return parts if mixer.latent is None else parts[:1]
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
-        return cpu.zeros(num_bytes, torch.uint8)
+        try:
+            return cpu.zeros(num_bytes, torch.uint8)
+        except OSError as error:  # less than is free, and more than this process may have (ulimit -v)
+            raise DoesNotFitError(
+                f"a KV cache of {num_bytes / 2**30:.1f} GiB can't be had: {error.strerror}",
+                "take less by --kv-cache, or shorten the context with --ctx-size",
+            ) from None
 
     def block_mover(self, layers: list[LayerCache]) -> CpuBlocks:
         return CpuBlocks(layers)

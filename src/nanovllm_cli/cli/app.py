@@ -51,6 +51,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except signals.Terminated as stop:
         code = 128 + stop.signum
+    except ImportError as error:  # of what failures are told with, too
+        with contextlib.suppress(Exception):
+            print(f"error: {error}\nhint: the installation is incomplete: install nanovllm again", file=sys.stderr)
     except BaseException:
         pass  # the streams failed while the failure was told: there is nobody left to tell
     _leave(code)

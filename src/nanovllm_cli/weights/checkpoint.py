@@ -293,7 +293,7 @@ def _open_parts(path: Path) -> list[GGUFFile]:
             count, number = part.metadata.get("split.count", 1), part.metadata.get("split.no", 0)
             if count not in (len(paths), 0) and len(paths) == 1:
                 raise CheckpointError(
-                    f"{part_path}: it is part {_plus_one(number)} of {count}, but its name does not say so",
+                    f"{part_path}: it is part {_plus_one(number)} of {str(count)[:20]}, but its name does not say so",
                     f"name the parts NAME-00001-of-{count:05d}.gguf and so on" if isinstance(count, int) else None,
                 )
             if len(paths) > 1 and (count, number) != (len(paths), index):
