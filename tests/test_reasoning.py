@@ -135,6 +135,7 @@ HARMONY_ANSWER = (
     "<|channel|>analysis<|message|>The user says hi.<|end|>"
     "<|start|>assistant<|channel|>final<|message|>Hello!<|return|>"
 )
+LONG = "<|channel|>analysis<|message|>a<|start|>{}<|message|>b"
 CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
 
 
@@ -150,12 +151,27 @@ CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
         ("no format at all", ("", "no format at all")),
         ("<|channel|>analysis", ("", "")),
         ("x" * 5000, ("", "x" * 5000)),
+        ("<|channel|>" + "x" * 5000, ("", "<|channel|>" + "x" * 5000)),
+        ("<|channel|>final<|message|>a<|channel|>" + "x" * 5000, ("", "a<|channel|>" + "x" * 5000)),
+        (LONG.format("x" * 4076), ("a", "b")),
+        (LONG.format("x" * 4077), ("a", "<|start|>" + "x" * 4077 + "<|message|>b")),
     ],
 )
 def test_harmony_channels(text: str, expected: tuple[str, str]) -> None:
     assert run(HarmonyParser(), text) == expected
     assert run(HarmonyParser(), *text) == expected
     assert run(HARMONY.parser("<|start|>assistant"), text) == expected
+
+
+def test_headers_without_messages_are_read_in_time() -> None:
+    """An answer that says a mark, and goes on, was read forever, and everybody waited."""
+    for text in ("<|channel|>", "<|channel|>analysis<|message|", "<|start|>"):
+        start = time.process_time()
+        found = run(HarmonyParser(), text * 20_000)
+        assert time.process_time() - start < 5
+        pieces = run(HarmonyParser(), *[text] * 20_000)
+        assert found == pieces
+        assert text * 19_000 in found[1]
 
 
 def test_harmony_prompt_that_begins_a_channel() -> None:

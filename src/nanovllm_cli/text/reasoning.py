@@ -340,12 +340,15 @@ class HarmonyParser:
         found: list[HarmonyPiece] = []
         while position < len(text):
             if self._channel == "header":
-                end = text.find("<|message|>", position)
+                end = text.find("<|message|>", position, position + self._MAX_HEADER)
                 if end < 0:
-                    if len(text) - position > self._MAX_HEADER:  # no header: a model out of its format
-                        self._channel = "final"
-                        continue
-                    break
+                    if len(text) - position <= self._MAX_HEADER:
+                        break
+                    # No header, but a model out of its format: a mark that it begins with is text, too.
+                    self._channel = "final"
+                    found.append(HarmonyPiece(self._kind, text[position]))
+                    position += 1
+                    continue
                 end += len("<|message|>")
                 self._channel = _channel_of(text[position:end])
                 if self._channel == "tool":
