@@ -56,3 +56,14 @@ def png(width: int = 24, height: int = 16, seed: int = 0) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Of images one below the other, of which the smaller are filled up; a pixel's colours behind each other."""
+    shapes = torch.tensor([[value.shape[1] // side, value.shape[2] // side] for value in values])
+    patches = torch.zeros(len(values), int(shapes.prod(1).max()), 3 * side**2)
+    mask = torch.zeros(patches.shape[:2], dtype=torch.int32)
+    for i, (value, (lines, columns)) in enumerate(zip(values, shapes.tolist(), strict=True)):
+        flat = value.view(3, lines, side, columns, side).permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
+        patches[i, : len(flat)], mask[i, : len(flat)] = flat, 1
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}

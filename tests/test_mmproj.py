@@ -38,7 +38,7 @@ from test_towers import FREE_SIZES, MADE, SIZES, Made, all_rows, draw, image, ma
 from test_vision import MODELS, logprobs_of, parts_of, prompt_with
 from towers_gguf import Tensors, write_mmproj
 
-FAMILIES = ["qwen2", "qwen2_5", "qwen3", "qwen3_5", "gemma3", "mistral3"]
+FAMILIES = ["qwen2", "qwen2_5", "qwen3", "qwen3_5", "gemma3", "mistral3", "smolvlm", "lfm2"]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from nanovllm_cli.models.tower_attention import TorchAttention
 from nanovllm_cli.vision_spec import Image, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
+from seeing import siglip_2s_patches
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,10 +59,24 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("Mistral3", {
         "text_config": TEXT | {"model_type": "mistral", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
     }),
+    "smolvlm": ("SmolVLM", {
+        "text_config": TEXT | {"model_type": "llama"}, "scale_factor": 2, "pad_token_id": 0,
+        "vision_config": SIGLIP | {"model_type": "smolvlm_vision"},
+    }),
+    "lfm2": ("Lfm2Vl", {
+        "text_config": TEXT | {"model_type": "lfm2", "layer_types": ["full_attention"]}, "downsample_factor": 2,
+        "projector_hidden_size": 56,
+        "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 36},
+    }),
 }  # fmt: skip
+IN_PIECES: dict[str, dict[str, Any]] = {
+    "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
+}  # fmt: skip
+"""Settings of image processors that cut images."""
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
-SIZES = {"gemma3": [(48, 48)], "mistral3": FREE_SIZES[1:]}  # transformers fails with a Mistral 3's image of one token
+SIZES = {"gemma3": [(48, 48)], "smolvlm": [(48, 48)],
+         "mistral3": FREE_SIZES[1:]}  # transformers fails with a Mistral 3's image of one token  # fmt: skip
 
 Rows = tuple[torch.Tensor, list[torch.Tensor]]
 
@@ -85,10 +100,19 @@ def make(name: str, folder: Path) -> Made:
         is_gain = parameter.dim() == 1 and bool((parameter == 1).all())
         parameter.data = drawn + 1 if is_gain else drawn
     model.save_pretrained(folder)
-    images = image_processor(name)
-    images.save_pretrained(folder)
+    if name in IN_PIECES:
+        (folder / "preprocessor_config.json").write_text(json.dumps(IN_PIECES[name]))
+    else:
+        images = image_processor(name)
+        images.save_pretrained(folder)
 
     def rows(pixels: np.ndarray) -> Rows:
+        if name in IN_PIECES:
+            values = torch.from_numpy(pixels).permute(2, 0, 1) / 255 * 2 - 1
+            seen = {"pixel_values": values[None, None]} if name == "smolvlm" else siglip_2s_patches([values], CELL // 2)
+            with torch.no_grad():
+                found = model.model.get_image_features(**seen).pooler_output
+            return found[0], []
         given = images(images=[pixels], return_tensors="pt")
         with torch.no_grad():
             if name == "gemma3":

@@ -32,6 +32,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from seeing import siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
 NUMBERS = np.random.default_rng(0)
@@ -139,17 +140,6 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         grids.append([1, lines * tower.merge, columns * tower.merge])
     grid = torch.tensor(grids)
     return {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}
-
-
-def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:
-    """Of images one below the other, of which the smaller are filled up; a pixel's colours behind each other."""
-    shapes = torch.tensor([[value.shape[1] // side, value.shape[2] // side] for value in values])
-    patches = torch.zeros(len(values), int(shapes.prod(1).max()), 3 * side**2)
-    mask = torch.zeros(patches.shape[:2], dtype=torch.int32)
-    for i, (value, (lines, columns)) in enumerate(zip(values, shapes.tolist(), strict=True)):
-        flat = value.view(3, lines, side, columns, side).permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
-        patches[i, : len(flat)], mask[i, : len(flat)] = flat, 1
-    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
 def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:

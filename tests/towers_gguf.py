@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 
 MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
-    "Gemma3": "gemma3", "Mistral3": "pixtral",
+    "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
+SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector."
 Tensors = dict[str, np.ndarray]
 
 
@@ -35,7 +36,7 @@ def write_mmproj(
     change(tensors)
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type("mmproj")
-    for key, value in ({**_keys(name, config), **(keys or {})}).items():
+    for key, value in ({**_keys(name, config, folder), **(keys or {})}).items():
         _add(writer, key, value)
     for each, numbers in tensors.items():
         kind = gguf.GGMLQuantizationType[types(each, numbers)]
@@ -57,12 +58,12 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     by_type[type(value)](key, value)
 
 
-def _keys(name: str, config: dict[str, Any]) -> dict[str, Any]:
+def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     vision, text = config["vision_config"], {**config, **config.get("text_config", {})}
     hidden, inner = vision["hidden_size"], vision.get("intermediate_size")
     if name == "Qwen2VL":  # as wrong as there
         hidden, inner = vision["embed_dim"], vision["hidden_size"]
-    mean, std = HALVES if name in ("Qwen3VL", "Qwen3_5", "Gemma3") else CLIP
+    mean, std = HALVES if name in ("Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl") else CLIP
     depth = vision.get("depth", vision.get("num_hidden_layers"))
     side = vision.get("image_size", 560)
     if name.startswith("Qwen3"):
@@ -88,6 +89,15 @@ def _keys(name: str, config: dict[str, Any]) -> dict[str, Any]:
             scale = side // vision["patch_size"] // int(config["mm_tokens_per_image"] ** 0.5)
             keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": scale,
                      "clip.vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}  # fmt: skip
+        case "SmolVLM":
+            images = json.loads((folder / "preprocessor_config.json").read_text())
+            keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": config["scale_factor"],
+                     "clip.vision.preproc_image_size": images["size"]["longest_edge"],
+                     "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
+        case "Lfm2Vl":
+            keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": config["downsample_factor"],
+                     "clip.vision.image_size": 256,
+                     "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
         case "Mistral3":
             keys |= {f"clip.use_{vision['hidden_act']}": True, "clip.vision.spatial_merge_size": config["spatial_merge_size"],
                      "clip.vision.attention.layer_norm_epsilon": 1e-5}  # fmt: skip
@@ -99,11 +109,17 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     for theirs, numbers in load_file(folder / "model.safetensors").items():
         key = theirs.removeprefix("model.")
-        if not key.startswith(("visual.", "vision_tower.", "multi_modal_projector.")) or ".head." in key:
+        if not key.startswith(SEEING) or ".head." in key:
             continue
         if name == "Gemma3":
             key = key.replace("vision_tower.", "vision_tower.vision_model.").replace("projection_weight", "projection.weight")
             numbers = numbers + 1 if "soft_emb_norm" in key else numbers
+        if name == "SmolVLM":
+            key = theirs
+        if name == "Lfm2Vl":
+            key = key.replace("vision_tower.", "vision_tower.vision_model.")
+            if "patch_embedding.weight" in key:
+                numbers = numbers.reshape(len(numbers), vision["patch_size"], vision["patch_size"], 3).transpose(0, 3, 1, 2)
         module, _, kind = key.rpartition(".")
         if "patch_embed.proj" in key and kind == "weight":
             yield "v.patch_embd.weight", np.ascontiguousarray(numbers[:, :, 0])

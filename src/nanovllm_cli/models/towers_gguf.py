@@ -17,6 +17,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower import tower_shapes
+from nanovllm_cli.models.tower_configs import RESAMPLES
 from nanovllm_cli.models.towers import TOWERS
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 
@@ -164,6 +165,33 @@ def _pixtral(given: Given) -> tuple[Config, Config]:
     return {"vision_config": vision, "text_config": text, "spatial_merge_size": given.integer("spatial_merge_size")}, {}
 
 
+def _idefics3(given: Given) -> tuple[Config, Config]:
+    side, longest = given.integer("image_size"), given.read.values.get("clip.vision.preproc_image_size")
+    out, _ = given.matrix("mm.model.fc.weight")
+    config = {
+        "vision_config": {**given.vision, "image_size": side, "layer_norm_eps": _eps(given)},
+        "text_config": {"hidden_size": out}, "scale_factor": given.integer("projector.scale_factor"),
+    }  # fmt: skip
+    return config, {"max_image_size": {"longest_edge": side}, "size": {"longest_edge": longest}}
+
+
+def _lfm2(given: Given) -> tuple[Config, Config]:
+    """Into how many pieces an image is cut, and which, no file says; "image_size" means nothing."""
+    positions, _ = given.matrix("v.position_embd.weight")
+    (inner, _), (out, _) = given.matrix("mm.1.weight"), given.matrix("mm.2.weight")
+    config = {
+        "vision_config": {**given.vision, "num_patches": positions, "layer_norm_eps": _eps(given)},
+        "text_config": {"hidden_size": out}, "projector_hidden_size": inner,
+        "downsample_factor": given.integer("projector.scale_factor"),
+        "projector_use_layernorm": "mm.input_norm.weight" in given.shapes,
+    }  # fmt: skip
+    numbers = {name: number for number, name in RESAMPLES.items()}
+    if (by := given.read.text("clip.vision.image_resize_algo", "bilinear")) not in numbers:
+        told = f"{given.read.where}: images resized by {by[:40]!r} are not supported"
+        raise UnsupportedError(told, f"known: {', '.join(numbers)}")
+    return config, {"resample": numbers[by]}
+
+
 PROJECTORS = {
     "qwen2vl_merger": Projector("Qwen2VLForConditionalGeneration", ("qwen2vl",), _qwen2),
     "qwen2.5vl_merger": Projector("Qwen2_5_VLForConditionalGeneration", ("qwen2vl",), _qwen2_5),
@@ -172,14 +200,19 @@ PROJECTORS = {
     ),
     "gemma3": Projector("Gemma3ForConditionalGeneration", ("gemma3",), _gemma3, instead="<pad>"),  # as transformers does
     "pixtral": Projector("Mistral3ForConditionalGeneration", ("mistral3", "llama"), _pixtral),
+    "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
+    "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
 }
-_NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln"}
+_NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
 _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
     "merger": {"projector.norm": "v.post_ln", "projector.up": "mm.0", "projector.down": "mm.2"},
-    "pooled": {"post_norm": "v.post_ln", "projector.norm": "mm.soft_emb_norm", "projector.out": "mm.input_projection"},
+    "pooled": {"projector.norm": "mm.soft_emb_norm", "projector.out": "mm.input_projection"},
     "patch_merger": {
         "projector.norm": "mm.input_norm", "projector.join": "mm.patch_merger", "projector.up": "mm.1", "projector.down": "mm.2",
+    },
+    "joined": {
+        "projector.norm": "mm.input_norm", "projector.up": "mm.1", "projector.down": "mm.2", "projector.out": "mm.model.fc",
     },
 }  # fmt: skip
 

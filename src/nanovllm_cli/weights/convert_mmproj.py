@@ -30,11 +30,14 @@ from nanovllm_cli.weights.files import some, without_quant
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, HeaderBuilder
 from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.vision import read_vision, read_whole, tower_parts
+from nanovllm_cli.weights.vision import arranged, read_vision, read_whole, tower_parts
 from nanovllm_cli.weights.writer import OutputFile
 
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
+
+_OF_ANY_SIZE = 256
+"""What llama.cpp's converter says is the side of images where it means nothing."""
 
 
 class Written(NamedTuple):
@@ -103,7 +106,7 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
         if info.name in _CONVOLVED:
-            after = "F16" if matrices == {"F16"} else "F32"
+            after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
     header = _header(spec, label, name, file_type(_type(steps)))
@@ -125,6 +128,7 @@ class _TowerView(CheckpointView):
         self._reader = open_reader(source)
         self._spec = spec
         self._parts = parts
+        self._kernel = spec.hidden_size, 3, spec.patch_size, spec.patch_size
         there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
         self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
                      for place, theirs in enumerate(names)}  # fmt: skip
@@ -138,9 +142,8 @@ class _TowerView(CheckpointView):
         infos = [self._inner.info(each) for each in self._parts[ours]]
         rows, *others = infos[0].shape
         if ours == "patch.weight":
-            shape = (rows, others[0], *others[-2:])
-        else:
-            shape = (rows * len(infos) // count, *others)
+            rows, *others = self._kernel
+        shape = (rows * len(infos) // count, *others)
         kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
         return TensorInfo(name, shape, kind, sum(info.num_bytes for info in infos) // count)
 
@@ -155,7 +158,8 @@ class _TowerView(CheckpointView):
     def _arranged(self, ours: str, place: int, count: int) -> torch.Tensor:
         whole = torch.cat([read_whole(self._reader, each) for each in self._parts[ours]])
         if ours == "patch.weight":
-            return whole[:, :, place].contiguous() if self._spec.frames else whole
+            kernel = whole[:, :, place] if self._spec.frames else arranged(ours, whole, self._spec)
+            return kernel.reshape(self._kernel).contiguous()
         part = whole.chunk(count)[place]
         if ours.endswith(".qkv.weight") and self._spec.dealt and place < 2:
             return halves_to_pairs(part, self._spec.head_dim, self._spec.head_dim)
@@ -176,20 +180,26 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
 
 def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Header:
     tower, size = spec.tower, spec.size
+    side = {"tiles": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
+    eps = tower.eps if tower.projector == "joined" else tower.projector_eps
     keys: dict[str, Any] = {
         "clip.has_vision_encoder": True, "clip.projector_type": label, "clip.vision.projection_dim": tower.out_size,
-        "clip.vision.image_size": size.longest_side or (math.isqrt(tower.positions) or 40) * tower.patch_size,
+        "clip.vision.image_size": side or (math.isqrt(tower.positions) or 40) * tower.patch_size,
         "clip.vision.patch_size": tower.patch_size, "clip.vision.embedding_length": tower.hidden_size,
         "clip.vision.feed_forward_length": tower.intermediate_size, "clip.vision.block_count": tower.num_layers,
         "clip.vision.attention.head_count": tower.num_heads, "clip.vision.image_mean": list(spec.mean),
-        "clip.vision.image_std": list(spec.std), "clip.vision.attention.layer_norm_epsilon": tower.projector_eps,
+        "clip.vision.image_std": list(spec.std), "clip.vision.attention.layer_norm_epsilon": eps,
     }  # fmt: skip
     if tower.activation != "quick_gelu":
         keys["clip.use_silu" if tower.activation == "silu" else "clip.use_gelu"] = True
-    merge = "clip.vision.projector.scale_factor" if tower.projector == "pooled" else "clip.vision.spatial_merge_size"
-    keys[merge] = tower.merge
+    is_scale = tower.projector in ("pooled", "joined")
+    keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
     if size.kind == "area":
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
+    if size.kind == "tiles":
+        keys["clip.vision.preproc_image_size"] = size.longest_side
+    if size.kind == "grid" and size.resample != "bilinear":
+        keys["clip.vision.image_resize_algo"] = size.resample
     if tower.window:
         keys["clip.vision.window_size"] = tower.window * tower.cell
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1

@@ -127,7 +127,7 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     shapes = _shapes(file)
     names = names_in_gguf(spec, shapes)
     wanted: dict[str, tuple[int, ...]] = {}
-    for ours, (rows, *others) in stored_shapes(_of_one_frame(spec)).items():
+    for ours, (rows, *others) in stored_shapes(_convolved(spec)).items():
         count = 1 if ours == "patch.weight" else len(names[ours])
         wanted |= dict.fromkeys(names[ours], (rows // count, *others))
     match_tensors(file.path, wanted, {name: (name, shape) for name, shape in shapes.items() if not _UNREAD.fullmatch(name)})
@@ -137,7 +137,7 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
 def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if ours == "patch.weight":  # all frames show the same
-        return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _of_one_frame(spec))
+        return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _convolved(spec))
     whole = torch.cat(parts)
     if ours.endswith(".qkv.weight") and spec.dealt:
         both = 2 * spec.hidden_size
@@ -145,5 +145,6 @@ def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor
     return whole if ours == "projector.norm.weight" else arranged(ours, whole, spec)
 
 
-def _of_one_frame(spec: TowerSpec) -> TowerSpec:
-    return replace(spec, frames=0)
+def _convolved(spec: TowerSpec) -> TowerSpec:
+    """The same, whose patches have a kernel of one frame: so have all of these files', whatever folders have."""
+    return replace(spec, frames=0, smooth=False)
