@@ -24,7 +24,7 @@ from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, NanovllmErr
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_marks
-from nanovllm_cli.vision_spec import Image, Picture, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file
@@ -32,7 +32,7 @@ from nanovllm_cli.weights.mmproj import check_mmproj, checked_mmproj, load_mmpro
 from nanovllm_cli.weights.source import RemoteModel, files_for, locate, resolve
 from seeing import WORDS, png, seeing_model
 from test_convert import TINY
-from test_models_gguf import CASES, delta, gemma3, nothing, window
+from test_models_gguf import CASES, delta, gemma3, nothing, taps, window
 from test_models_gguf import write as write_text
 from test_towers import FREE_SIZES, MADE, SIZES, Made, all_rows, draw, image, make, open_tower
 from test_vision import MODELS, logprobs_of, parts_of, prompt_with
@@ -84,12 +84,21 @@ def test_rows_are_those_of_the_folder(name: str, made: Callable[[str], Made], tm
 
 
 def test_sizes_of_images_are_the_familys_or_what_a_file_says(made: Callable[[str], Made], tmp_path: Path) -> None:
-    keys = {"clip.vision.image_min_pixels": 640, "clip.vision.image_max_pixels": 6400}
+    keys: dict[str, Any] = {"clip.vision.image_min_pixels": 640, "clip.vision.image_max_pixels": 6400}
     for given, pixels in ({}, (1 << 16, 1 << 24)), (keys, (640, 6400)):
         spec, _ = opened(write_mmproj(made("qwen3").folder, tmp_path / "mmproj.gguf", given))
         assert (spec.size.min_pixels, spec.size.max_pixels) == pixels
     spec, _ = opened(write_mmproj(made("mistral3").folder, tmp_path / "mmproj.gguf", {"clip.vision.image_size": 1540}))
     assert spec.size.longest_side == 1540
+    for longest in (96, 48, 480, None):  # older files don't say it
+        keys = {"clip.vision.preproc_image_size": longest}
+        spec, _ = opened(write_mmproj(made("smolvlm").folder, tmp_path / "mmproj.gguf", keys))
+        assert spec.size == SizeRule("tiles", 8, longest_side=longest or 4 * 48, resample="lanczos", tile=48)
+    grid = SizeRule("grid", 8, 64 * 64, 256 * 64, resample="bilinear", tile=512, least_tiles=2, most_tiles=10, tolerance=2.0)
+    for algorithm, resample in (None, "bilinear"), ("bilinear", "bilinear"), ("bicubic", "bicubic"), ("lanczos", "lanczos"):
+        keys = {"clip.vision.image_resize_algo": algorithm, "clip.vision.image_size": None}
+        spec, _ = opened(write_mmproj(made("lfm2").folder, tmp_path / "mmproj.gguf", keys))
+        assert spec.size == replace(grid, resample=resample)
 
 
 def divides(name: str, numbers: np.ndarray, size: int) -> bool:
@@ -97,7 +106,7 @@ def divides(name: str, numbers: np.ndarray, size: int) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("F16", 1), ("BF16", 1), ("Q8_0", 32), ("Q4_0", 32), ("Q5_1", 32)])
-@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "smolvlm", "lfm2"])
 def test_numbers_of_other_types_are_what_they_stand_for(
     name: str, kind: str, size: int, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
@@ -141,6 +150,8 @@ def with_others(tensors: Tensors) -> None:
 @pytest.mark.parametrize(("name", "change", "keys"), [
     ("qwen2", swap, {"clip.vision.feed_forward_length": 0, "clip.use_gelu": False, "clip.use_silu": False}),
     ("gemma3", swap, {}),
+    ("smolvlm", swap, {"clip.vision.preproc_image_size": None}),
+    ("lfm2", join, {"clip.vision.image_size": None, "clip.vision.projection_dim": None}),
     ("qwen3", split, {"clip.vision.is_deepstack_layers": None}),
     ("qwen2_5", join, {"clip.has_audio_encoder": True}),
     ("mistral3", with_others, {"clip.projector_type": None, "clip.vision.projector_type": "pixtral"}),
@@ -152,6 +163,18 @@ def test_older_and_other_files_have_the_same(
     _, usual = opened(write_mmproj(made(name).folder, tmp_path / "usual.gguf"))
     _, tower = opened(write_mmproj(made(name).folder, tmp_path / "mmproj.gguf", keys, change))
     assert torch.equal(rows(tower, name), rows(usual, name))
+
+
+def test_a_projector_without_a_norm_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MADE["lfm2"][1], "projector_use_layernorm", False)
+    (folder := tmp_path / "folder").mkdir()
+    make("lfm2", folder)
+    wanted, reference = open_tower(folder)
+    assert wanted.tower.projector_eps == 0
+    for path in write_mmproj(folder, tmp_path / "mmproj.gguf"), written(folder, tmp_path / "m.gguf"):
+        spec, tower = opened(path)
+        assert spec.tower.projector_eps == 0
+        torch.testing.assert_close(rows(tower, "lfm2"), rows(reference, "lfm2"), rtol=1e-5, atol=1e-6)
 
 
 def test_windows_that_a_file_says_nothing_of(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -187,6 +210,12 @@ BAD_KEYS: list[tuple[str, str, Any]] = [
     *[("gemma3", "clip.vision.attention.layer_norm_epsilon", value) for value in (None, 0.0, -1.0, math.nan, "1e-6")],
     *[("mistral3", "clip.vision.image_size", value) for value in (None, 0, 7, 1 << 20)],
     *[("mistral3", "clip.vision.spatial_merge_size", value) for value in (None, 1, 0, 4)],
+    *[("smolvlm", "clip.vision.image_size", value) for value in (None, 0, 47, 96, 1 << 20, "48")],
+    *[("smolvlm", "clip.vision.preproc_image_size", value) for value in (0, 47, 1 << 20, "96", [96])],
+    *[(name, "clip.vision.projector.scale_factor", value) for name in ("smolvlm", "lfm2") for value in (None, 0, 1, 3, 5, "2")],
+    *[(name, "clip.vision.attention.layer_norm_epsilon", value) for name in ("smolvlm", "lfm2")
+      for value in (None, 0.0, math.nan, "1e-6")],
+    *[("lfm2", "clip.vision.image_resize_algo", value) for value in (3, True)],
 ]  # fmt: skip
 
 
@@ -202,6 +231,7 @@ def test_broken_metadata_are_refused(name: str, key: str, value: Any, made: Call
     ("qwen3", {"clip.projector_type": None}, "images by the projector 'none'"),
     ("qwen3", {"clip.projector_type": "x" * 1000}, "images by the projector 'x{40}'"),
     ("qwen3", {"clip.has_vision_encoder": False}, "nothing in it sees"),
+    ("lfm2", {"clip.vision.image_resize_algo": "nearest"}, "images resized by 'nearest' are not supported"),
 ])  # fmt: skip
 def test_what_no_tower_here_can_be_is_told(
     name: str, keys: dict[str, Any], words: str, made: Callable[[str], Made], tmp_path: Path
@@ -235,6 +265,17 @@ FLAT = np.ones(40, np.float32)
     ("gemma3", lambda t: t.pop("mm.input_projection.weight"), r"tensor 'mm\.input_projection\.weight' is missing"),
     ("gemma3", lambda t: t.update({"v.position_embd.weight": np.ones((100, 32), np.float32)}), r"expected \[144, 32\]"),
     ("mistral3", lambda t: t.clear(), "is missing|not support"),
+    ("smolvlm", lambda t: t.pop("mm.model.fc.weight"), r"tensor 'mm\.model\.fc\.weight' is missing"),
+    ("smolvlm", lambda t: t.update({"mm.model.fc.bias": np.ones(24, np.float32)}), r"1 not part of it: mm\.model\.fc\.bias"),
+    ("smolvlm", lambda t: t.update({"mm.model.fc.weight": np.ones((24, 64), np.float32)}), r"expected \[24, 128\]"),
+    ("smolvlm", lambda t: t.pop("v.post_ln.bias"), r"1 missing: v\.post_ln\.bias"),
+    ("lfm2", lambda t: t.pop("v.position_embd.weight"), r"tensor 'v\.position_embd\.weight' is missing"),
+    ("lfm2", lambda t: t.update({"v.position_embd.weight": np.ones((35, 32), np.float32)}), "must be a square, not 35"),
+    ("lfm2", lambda t: t.pop("mm.1.weight"), r"tensor 'mm\.1\.weight' is missing"),
+    ("lfm2", lambda t: t.pop("mm.2.bias"), r"1 missing: mm\.2\.bias"),
+    ("lfm2", lambda t: t.pop("mm.input_norm.bias"), r"1 missing: mm\.input_norm\.bias"),
+    ("lfm2", lambda t: t.pop("mm.input_norm.weight"), r"1 not part of it: mm\.input_norm\.bias"),
+    ("lfm2", lambda t: t.update({"v.patch_embd.weight": np.ones((32, 48), np.float32)}), r"expected \[32, 3, 4, 4\]"),
 ])  # fmt: skip
 def test_tensors_that_do_not_match_are_told(
     name: str, change: Callable[[Tensors], Any], words: str, made: Callable[[str], Made], tmp_path: Path
@@ -258,8 +299,9 @@ class TextPart:
         self.config = config = model.config.text_config
         if not hasattr(config, "head_dim"):
             config.head_dim = config.hidden_size // config.num_attention_heads
-        self._parameters = [(name.replace("language_model.", ""), parameter) for name, parameter in model.named_parameters()
-                            if "visual." not in name and "vision_tower." not in name and "projector." not in name]  # fmt: skip
+        seeing = "visual.", "vision_tower.", "vision_model.", "connector.", "projector."
+        self._parameters = [(name.replace("language_model.", "").replace("text_model.", ""), parameter)
+                            for name, parameter in model.named_parameters() if not any(each in name for each in seeing)]
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return self._parameters
@@ -271,14 +313,15 @@ class TextPart:
 TEXTS: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
     "qwen2-vl": ("qwen2vl", nothing), "qwen2.5-vl": ("qwen2vl", nothing), "qwen3-vl": ("qwen3vl", nothing),
     "qwen3.5": ("qwen35", delta), "gemma3": ("gemma3", gemma3), "mistral3": ("llama", window),
+    "smolvlm": ("llama", nothing), "lfm2-vl": ("lfm2", taps),
 }  # fmt: skip
 
 
 def random_seeing(name: str) -> Any:
-    """The scale of a Gemma's scores is the usual one: files don't say it."""
+    """Of a text that files can say, as with the usual scale of a Gemma's scores."""
     config = MODELS[name]
-    if name == "gemma3":
-        config = type(config)(**config.to_dict() | {"text_config": CASES["gemma3"][1].to_dict()})
+    if (text := {"gemma3": "gemma3", "lfm2-vl": "lfm2"}.get(name)) is not None:
+        config = type(config)(**config.to_dict() | {"text_config": CASES[text][1].to_dict()})
     return random_model(config, auto=AutoModelForImageTextToText)
 
 
@@ -350,6 +393,18 @@ def test_a_file_of_another_model_is_refused(seeing: tuple[Path, Path, Path], mad
         with pytest.raises(UsageError, match=words) as caught:
             belongs(others, model, width)
         assert "mmproj" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("name", "arch", "other"), [
+    ("smolvlm", "llama", "lfm2"), ("lfm2", "lfm2", "llama"), ("lfm2", "lfm2moe", "qwen3vl"),
+])  # fmt: skip
+def test_a_file_is_of_texts_of_its_family(name: str, arch: str, other: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    mmproj = write_mmproj(made(name).folder, tmp_path / "mmproj.gguf")
+    text = SimpleNamespace(format="gguf", config={"general.architecture": arch})
+    assert checked_mmproj(mmproj, text, 24).tower.out_size == 24
+    text.config["general.architecture"] = other
+    with pytest.raises(UsageError, match=f"is of models of the kind .*, not of {other}"):
+        checked_mmproj(mmproj, text, 24)
 
 
 def test_what_a_model_sees_by_is_no_model(seeing: tuple[Path, Path, Path]) -> None:
@@ -572,7 +627,7 @@ def test_a_folder_becomes_the_file_that_llama_cpp_makes(name: str, made: Callabl
 def test_numbers_are_written_as_the_folder_has_them_or_as_asked(
     outtype: str, dtype: torch.dtype, plain: str, convolved: str, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
-    for name in ("gemma3", "mistral3"):
+    for name in ("gemma3", "mistral3", "smolvlm", "lfm2"):
         (folder := tmp_path / name).mkdir()
         for file in made(name).folder.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
@@ -582,8 +637,9 @@ def test_numbers_are_written_as_the_folder_has_them_or_as_asked(
         assert path.name == f"mmproj-{name}-{plain}.gguf"
         kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
         others = ("patch_embd.w", "patch_merger.w", "input_projection.w")
-        assert {kind for each, kind in kinds.items() if any(part in each for part in others)} == {convolved}
-        assert {kind for each, kind in kinds.items() if "attn" in each and "weight" in each} == {plain}
+        by_others = {kind for each, kind in kinds.items() if any(part in each for part in others)}
+        assert by_others == {"F32" if name == "smolvlm" else convolved}
+        assert {kind for each, kind in kinds.items() if ("attn" in each or "mm.model" in each) and "weight" in each} == {plain}
         assert {kind for each, kind in kinds.items() if "bias" in each or "ln" in each or "position" in each} <= {"F32"}
         pair = (open_tower(folder, torch.float32)[1], opened(path)[1])
         torch.testing.assert_close(*(rows(tower, name) for tower in pair), rtol=0.05, atol=0.05)
@@ -618,6 +674,16 @@ def test_a_converted_model_sees_as_its_folder_does(chatting: tuple[Path, Path], 
     ("gemma3", {}, {"hidden_act": "gelu"}, "can't say this of a tower: activation"),
     ("qwen3", {"do_normalize": False}, {}, "do_normalize false is not supported"),
     ("qwen3", {}, {"hidden_size": 0}, "'hidden_size' must be a whole number"),
+    ("smolvlm", {"resample": 3}, {}, "can't say this of a tower: resample"),
+    ("smolvlm", {"do_image_splitting": False}, {}, "can't say this of a tower: most_tiles"),
+    ("smolvlm", {}, {"hidden_act": "gelu"}, "can't say this of a tower: activation"),
+    ("lfm2", {"tile_size": 256}, {}, "can't say this of a tower: tile"),
+    ("lfm2", {"min_tiles": 1}, {}, "can't say this of a tower: least_tiles"),
+    ("lfm2", {"max_tiles": 9, "max_image_tokens": 128}, {}, "can't say this of a tower: max_pixels, most_tiles"),
+    ("lfm2", {"min_image_tokens": 16}, {}, "can't say this of a tower: min_pixels"),
+    ("lfm2", {"max_pixels_tolerance": 1.5}, {}, "can't say this of a tower: tolerance"),
+    ("lfm2", {"do_image_splitting": False}, {}, "can't say this of a tower: most_tiles"),
+    ("lfm2", {"resample": 3}, {"hidden_act": "gelu"}, "can't say this of a tower: activation, resample"),
 ])  # fmt: skip
 def test_a_tower_that_no_file_can_say_is_left_out(
     name: str, settings: dict[str, Any], vision: dict[str, Any], words: str | None, made: Callable[[str], Made], tmp_path: Path

@@ -90,9 +90,9 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
             keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": scale,
                      "clip.vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}  # fmt: skip
         case "SmolVLM":
-            images = json.loads((folder / "preprocessor_config.json").read_text())
+            images = json.loads(own.read_text()) if (own := folder / "preprocessor_config.json").exists() else {}
             keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": config["scale_factor"],
-                     "clip.vision.preproc_image_size": images["size"]["longest_edge"],
+                     "clip.vision.preproc_image_size": images.get("size", {}).get("longest_edge", side),
                      "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
         case "Lfm2Vl":
             keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": config["downsample_factor"],

@@ -176,7 +176,7 @@ def _idefics3(given: Given) -> tuple[Config, Config]:
 
 
 def _lfm2(given: Given) -> tuple[Config, Config]:
-    """Into how many pieces an image is cut, and which, no file says; "image_size" means nothing."""
+    """Into how many pieces an image is cut, and which, no file says; "image_size" means nothing. Few say how it is resized."""
     positions, _ = given.matrix("v.position_embd.weight")
     (inner, _), (out, _) = given.matrix("mm.1.weight"), given.matrix("mm.2.weight")
     config = {

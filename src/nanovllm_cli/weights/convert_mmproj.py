@@ -128,7 +128,7 @@ class _TowerView(CheckpointView):
         self._reader = open_reader(source)
         self._spec = spec
         self._parts = parts
-        self._kernel = spec.hidden_size, 3, spec.patch_size, spec.patch_size
+        self._kernel: tuple[int, ...] = spec.hidden_size, 3, spec.patch_size, spec.patch_size
         there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
         self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
                      for place, theirs in enumerate(names)}  # fmt: skip
@@ -141,9 +141,7 @@ class _TowerView(CheckpointView):
         ours, _, count = self._own[name]
         infos = [self._inner.info(each) for each in self._parts[ours]]
         rows, *others = infos[0].shape
-        if ours == "patch.weight":
-            rows, *others = self._kernel
-        shape = (rows * len(infos) // count, *others)
+        shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
         kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
         return TensorInfo(name, shape, kind, sum(info.num_bytes for info in infos) // count)
 
@@ -198,8 +196,6 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
     if size.kind == "tiles":
         keys["clip.vision.preproc_image_size"] = size.longest_side
-    if size.kind == "grid" and size.resample != "bilinear":
-        keys["clip.vision.image_resize_algo"] = size.resample
     if tower.window:
         keys["clip.vision.window_size"] = tower.window * tower.cell
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
