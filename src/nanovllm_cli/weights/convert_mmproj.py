@@ -105,7 +105,7 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        if info.name in _CONVOLVED:
+        if info.name in _CONVOLVED:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
