@@ -328,7 +328,7 @@ _VALUES = {
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /api/ps",
-    "help": "nanovllm --help lists the commands, nanovllm run --help what one of them takes",
+    "help": "nanovllm --help lists the commands, nanovllm COMMAND --help what one of them takes",
     "version": "here it is nanovllm --version",
     "stop": "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server",
     "create": _ALIAS,

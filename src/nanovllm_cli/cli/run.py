@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -91,6 +92,8 @@ def run(
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
     else:
         name, spoken = name_and_words(model, model_word, words or [])
+        if last is not None and not model.model and name and _is_said(name):
+            name, model_word, spoken = None, None, [name, *spoken]
         seats = None if prompt.batch is not None else given.get("n", 1)
         config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:
@@ -133,6 +136,11 @@ def run(
         _run_batch(prompt.batch, asked, settings, prompt, output, screen)
     else:
         _run_one(asked, prompt, output, screen)
+
+
+def _is_said(word: str) -> bool:
+    """Whether it can only be what somebody says to a model: no name of one has blanks, but for a path."""
+    return len(word.split()) > 1 and not os.path.exists(word)
 
 
 @dataclass(frozen=True, slots=True)

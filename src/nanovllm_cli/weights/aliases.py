@@ -105,6 +105,11 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     },
     "smollm3": {"3b": "HuggingFaceTB/SmolLM3-3B"},
+    "smolvlm": {
+        "256m": "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
+        "500m": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+        "2.2b": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
+    },
     "gemma4": {
         "e2b": "google/gemma-4-E2B-it",
         "e4b": "google/gemma-4-E4B-it",
@@ -185,6 +190,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "24b-a2b": "LiquidAI/LFM2-24B-A2B",
     },
     "lfm2.5": {"1.2b": "LiquidAI/LFM2.5-1.2B-Instruct"},
+    "lfm2-vl": {"450m": "LiquidAI/LFM2-VL-450M", "1.6b": "LiquidAI/LFM2-VL-1.6B", "3b": "LiquidAI/LFM2-VL-3B"},
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},
