@@ -323,6 +323,21 @@ def test_a_key_that_is_nan_is_seen_by_all_that_see_it_and_nobody_else(dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [-3.0, -0.01, 0.0, 0.01, 0.07, 0.08, 0.3, 6.0, 90.0])
+def test_scores_may_rise_and_fall_as_they_like(step: float, dtype: torch.dtype) -> None:
+    """From key to key, so that from one tile to the next what they are measured by stays, or rises; up to where exp overflows."""
+    length, dim = 300, 16
+    scores, values = (torch.arange(length) * step).to(dtype), randn(length, dim, dtype=dtype)
+    q, k = torch.zeros(2, length, dim, dtype=dtype)
+    q[:, 9], k[:, 9] = 4, scores  # dims that are not turned; 4 is the root of 16
+    paged = Paged([length], 1, dim, dtype)
+    _, out = paged.step(torch.cat([q, k, values], 1), [length], [length], 1, half=2)
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    weights = scores.double()[None].expand(length, length).masked_fill(~seen, -torch.inf).softmax(-1)
+    assert error(out.view(length, dim), (weights @ values.double()).float()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(4, 2, 24, 0), (4, 2, 24, 37), (8, 4, 8, 0), (2, 1, 16, 0)])
 def test_attention_gives_the_same_bits_whatever_the_chunks(
     heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype

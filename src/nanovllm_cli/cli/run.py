@@ -93,7 +93,8 @@ def run(
     else:
         name, spoken = name_and_words(model, model_word, words or [])
         if last is not None and not model.model and name and _is_said(name):
-            name, model_word, spoken = None, None, [name, *spoken]
+            spoken = [name, *spoken]
+            name = model_word = None
         seats = None if prompt.batch is not None else given.get("n", 1)
         config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:

@@ -8,7 +8,8 @@ Cache of one layer, S = 16 tokens a block, e = 2 in bf16 and 1 in fp32, D padded
 so both products are `simd.dot_tile`, the inner loop of the matmuls. Work is split into tiles of (some tokens of one sequence) x
 (one KV head); all query heads of the group share what is read. Keys come in tiles of 64 that start at multiples of 64, softmax is
 folded in as they come (Milakov and Gimelshein 2018; FlashAttention). A row's arithmetic is the same whatever tile it is in:
-masked keys add exact zeros, and the key tiles lie at absolute positions.
+masked keys add exact zeros, and the key tiles lie at absolute positions. Between the two products the scores of a tile stay in
+registers (simd_softmax).
 
 Every SPLIT keys, at absolute positions too, the softmax starts anew, and what it gave is folded into the row's result. So where
 there are fewer tiles than threads want, as for one long conversation with a model of few KV heads, each part of a sequence is
@@ -43,7 +44,7 @@ from nanovllm_cli.kernels.cpu_numbers import (
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import LANES
-from nanovllm_cli.kernels.simd_sums import largest64, sum_f32
+from nanovllm_cli.kernels.simd_softmax import softmax64
 from nanovllm_cli.kernels.simd_turn import turn_block
 
 KEYS = TILE_COLUMNS
@@ -54,39 +55,21 @@ NEG_INF = np.float32(-np.inf)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _softmax_row(v_kind, scores, low, high, scale, softcap, v_scales, state, acc, weights):
-    """Fold 64 scores of one row into its running softmax. Visible keys: low <= c < high.
+def _capped(scores, scale, softcap):
+    """Of a row of 64, in place."""
+    for c in range(KEYS):
+        scores[c] = softcap * np.tanh(scores[c] * scale / softcap)
 
-    state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives
-    exp(score - max), times the value's scale if it has one, in the element type.
-    """
-    for c in range(KEYS):
-        scores[c] *= scale
-    if softcap > 0:
-        for c in range(KEYS):
-            scores[c] = softcap * np.tanh(scores[c] / softcap)
-    for c in range(KEYS):
-        scores[c] = scores[c] if low <= c < high else NEG_INF
-    top = largest64(scores.ctypes.data)
-    if top != top:
-        top = np.float32(0.0)  # what stays is NaN, whatever it is measured by
-    top = top if top > state[0] else state[0]
-    if top == NEG_INF:
-        for c in range(KEYS):
-            store(weights, c, np.float32(0.0))
-        return
-    for c in range(KEYS):
-        scores[c] = exp_not_positive(scores[c] - top)
-    total = sum_f32(scores.ctypes.data, KEYS)
-    scale_by(v_kind, scores, v_scales)
-    for c in range(KEYS):
-        store(weights, c, scores[c])
-    if top > state[0]:
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _raise(top, total, state, acc):
+    """A row is measured by a higher score from now on. state: [max, sum]; acc: its output so far; total: its latest sum."""
+    if state[0] != NEG_INF:
         shrink = exp_not_positive(state[0] - top)
         state[1] *= shrink
         for d in range(acc.size):
             acc[d] *= shrink
-        state[0] = top
+    state[0] = top
     state[1] += total
 
 
@@ -166,7 +149,7 @@ def paged_attention(arguments, thread, team):
     v_bytes = whole_lines(size * (scratch_size(v_kind, BLOCKS_PER_TILE * v_codes) if unread < 0 else BLOCKS_PER_TILE * v_codes))
     acc_bytes, row_bytes, state_bytes = 4 * most_rows * padded, whole_lines(size * most_rows * dim), whole_lines(8 * most_rows)
     sum_bytes = 2 * (acc_bytes + state_bytes)
-    memory = scratch(k_bytes + v_bytes + sum_bytes + row_bytes + (4 + size) * MAX_ROWS * KEYS + 8 * KEYS + 256)
+    memory = scratch(k_bytes + v_bytes + sum_bytes + row_bytes + (4 + size) * MAX_ROWS * KEYS + 8 * KEYS + 16 * most_rows + 256)
     k_scratch = memory.ctypes.data
     v_scratch = k_scratch + k_bytes
     acc_at = v_scratch + v_bytes
@@ -180,10 +163,12 @@ def paged_attention(arguments, thread, team):
     all_acc, state = floats_at(acc_at, (most_rows, padded)), floats_at(state_at, (most_rows, 2))
     totals, total_state = floats_at(totals_at, (most_rows, padded)), floats_at(total_state_at, (most_rows, 2))
     rows = carray(typed_pointer(rows_at, tag), (most_rows, dim))
-    scores, weights = floats_at(scores_at, (MAX_ROWS, KEYS)), carray(typed_pointer(weights_at, tag), (MAX_ROWS, KEYS))
+    scores = floats_at(scores_at, (MAX_ROWS, KEYS))
     k_scales, v_scales = floats_at(rest, (KEYS,)), floats_at(rest + 4 * KEYS, (KEYS,))
-    keys = carray(typed_pointer(rest + 8 * KEYS + 64, np.int64(0)), (BLOCKS_PER_TILE,))
-    values_at, page_bits = rest + 8 * KEYS + 128, 3 if pair == 2 else 4  # a block's pairs of keys, or keys
+    found_at, keys_at, bounds_at = rest + 8 * KEYS, rest + 8 * KEYS + 64, rest + 8 * KEYS + 192
+    found, bounds = floats_at(found_at, (MAX_ROWS, 2)), carray(typed_pointer(bounds_at, np.int64(0)), (most_rows, 2))
+    keys = carray(typed_pointer(keys_at, np.int64(0)), (BLOCKS_PER_TILE,))
+    values_at, page_bits = keys_at + 64, 3 if pair == 2 else 4  # a block's pairs of keys, or keys
     values = carray(typed_pointer(values_at, np.int64(0)), (BLOCKS_PER_TILE,))
     for task in share(num_tiles * kv_heads * splits, thread, team):
         kv_head = task // splits // num_tiles
@@ -202,6 +187,9 @@ def paged_attention(arguments, thread, team):
             for d in range(dim):  # a whole row would bring numba's messages about shapes, which take seconds to compile
                 rows[r, d] = query[d]
             total_state[r, 0], total_state[r, 1] = NEG_INF, np.float32(0.0)
+            position = first_position + r // group
+            bounds[r, 0] = position - window + 1 if window > 0 else 0
+            bounds[r, 1] = position + 1 if both_ways == 0 else min(length, position + window) if window > 0 else length
         last_tile = -(-min(end, end_part * SPLIT) // KEYS)
         for tile in range(max(begin, first_part * SPLIT) // KEYS, last_tile):
             if tile * KEYS % SPLIT == 0 or tile * KEYS <= begin:
@@ -238,13 +226,16 @@ def paged_attention(arguments, thread, team):
                 )  # fmt: skip
                 for i in range(some):
                     scale_by(k_kind, scores[i], k_scales)
-                    position = first_position + (r + i) // group
-                    low = position - window + 1 - base if window > 0 else 0
-                    high = (position + 1 if both_ways == 0 else min(length, position + window) if window > 0 else length) - base
-                    _softmax_row(
-                        v_kind, scores[i], low, high, np.float32(scale), np.float32(softcap),
-                        v_scales, state[r + i], acc[r + i], weights[i],
-                    )  # fmt: skip
+                    if softcap > 0:
+                        _capped(scores[i], np.float32(scale), np.float32(softcap))
+                risen = softmax64(
+                    tag, v_kind, some, scores_at, bounds_at + 16 * r, base, np.float32(1.0 if softcap > 0 else scale),
+                    state_at + 8 * r, rest + 4 * KEYS, weights_at, found_at,
+                )  # fmt: skip
+                if risen != 0:
+                    for i in range(some):
+                        if risen >> i & 1 != 0:
+                            _raise(found[i, 0], found[i, 1], state[r + i], acc[r + i])
                 o, step, steps, d = acc_at + r * padded * 4, padded * 4, blocks << page_bits, max(unread, 0)
                 while d + TILE_COLUMNS <= padded:
                     paged64(tag, some, weights_at, KEYS * size, values_at, page_bits, d * 4, step, steps, o + d * 4, step)

@@ -35,6 +35,7 @@ from nanovllm_cli.kernels.simd_ir import (
     NEON,
     VF,
     VI,
+    BFloatVector,
     ask_for,
     at_address,
     fma,
@@ -53,19 +54,6 @@ _MultiplyAdd = Callable[[ir.IRBuilder, Any, Any, Any], Any]
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
-class _BFloatVector(ir.Type):  # type: ignore[misc]
-    """<32 x bfloat>, which llvmlite has no class for."""
-
-    def _to_string(self) -> str:
-        return "<32 x bfloat>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloatVector)
-
-    def __hash__(self) -> int:
-        return hash("<32 x bfloat>")
-
-
 HAS_BF16_DOT = host_has("avx512bf16")
 WIDE = host_has("avx512f")
 """32 registers of 16 floats; elsewhere 16 of 8, or 32 of 4."""
@@ -80,7 +68,7 @@ WIDENED_STEPS = 128
 
 def _pair_dot(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     """acc + w.low * x.low + w.high * x.high for 16 pairs of bf16, by the processor's own instruction."""
-    pairs = _BFloatVector()
+    pairs = BFloatVector(2 * LANES)
     dot = known_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VF, VF, pairs, pairs)
     return builder.call(dot, [acc, builder.bitcast(w, pairs), builder.bitcast(x, pairs)])
 

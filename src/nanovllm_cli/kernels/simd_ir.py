@@ -38,6 +38,22 @@ VI, VF = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 
 
+class BFloatVector(ir.Type):  # type: ignore[misc]
+    """<count x bfloat>, which llvmlite has no class for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def _to_string(self) -> str:
+        return f"<{self.count} x bfloat>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatVector) and self.count == other.count
+
+    def __hash__(self) -> int:
+        return hash(self._to_string())
+
+
 def known_function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
     known = builder.module.globals.get(name)
     return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)

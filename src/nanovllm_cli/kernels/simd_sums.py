@@ -1,4 +1,4 @@
-"""Sums in an order that is written down, and the largest of numbers, as LLVM vectors.
+"""Sums in an order that is written down, as LLVM vectors.
 
 Where a compiler may reorder additions, it does so differently each time it sees the code: a kernel that was just compiled and the
 same one from numba's cache then give other bits.
@@ -17,7 +17,7 @@ from nanovllm_cli.kernels.simd import by_type
 from nanovllm_cli.kernels.simd_ir import F32, I16, I32, I64, LANES, VF, VI, at_address, known_function, multiple
 
 
-def _halved(b: ir.IRBuilder, vector: Any, joined: Callable[[Any, Any], Any]) -> Any:
+def halved(b: ir.IRBuilder, vector: Any, joined: Callable[[Any, Any], Any]) -> Any:
     """A vector's numbers as one: its halves joined, and again, until one is left."""
     width = LANES
     while width > 1:
@@ -26,6 +26,11 @@ def _halved(b: ir.IRBuilder, vector: Any, joined: Callable[[Any, Any], Any]) -> 
                   for first in (0, width)]  # fmt: skip
         vector = joined(*halves)
     return b.extract_element(vector, I32(0))
+
+
+def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """Of two, or of each pair. One instruction: x where one is NaN."""
+    return b.select(b.fcmp_ordered(">", y, x), y, x)
 
 
 def _make(size: int, squares: bool) -> Any:
@@ -66,7 +71,7 @@ def _make(size: int, squares: bool) -> Any:
         total = b.phi(VF)
         total.add_incoming(zeros, entry)
         total.add_incoming(more, loop)
-        whole = _halved(b, total, b.fadd)
+        whole = halved(b, total, b.fadd)
         b.cbranch(b.icmp_signed("<", vectors, count), rest, end)
 
         b.position_at_end(rest)
@@ -94,23 +99,6 @@ def _make(size: int, squares: bool) -> Any:
 _of_bf16, _of_f32 = _make(2, True), _make(4, True)
 sum_f32 = _make(4, False)
 """sum_f32(address, count): the same without squares, of fp32."""
-
-
-@intrinsic
-def largest64(typing: Any, address):  # type: ignore[no-untyped-def]
-    """largest64(address): of 64 fp32 numbers; where some are NaN, NaN or the largest of some of the others."""
-
-    def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:  # one instruction; one that minds NaN takes several
-        return b.select(b.fcmp_ordered(">", y, x), y, x)
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        first, second, third, fourth = (
-            b.load(at_address(b, args[0], I64(4 * LANES * i), VF), align=4) for i in range(64 // LANES)
-        )
-        top = larger(b, larger(b, first, second), larger(b, third, fourth))
-        return _halved(b, top, lambda x, y: larger(b, x, y))
-
-    return types.float32(types.int64), code
 
 
 @by_type()
