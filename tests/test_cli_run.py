@@ -240,7 +240,7 @@ def test_without_a_model_the_last_runs_is_continued(tmp_path: Path) -> None:
     assert nanovllm(tmp_path, "run", "-q", "base", "say one").out == "one\n"
     assert nanovllm(tmp_path, "run", "-q", "--continue", "-n", "3").out == "one\n"
     assert nanovllm(tmp_path, "run", "-q", "--continue", "-p", " two", stdin="").out == "oneoneone two\n"
-    assert nanovllm(tmp_path, "run", "-q", "--continue", "and three").out == "oneoneone twooneone twoand three\n"
+    assert nanovllm(tmp_path, "run", "-q", "--continue", "and three").out == "oneoneone twooneoneone twoand three\n"
     (tmp_path / "a b").mkdir()
     assert nanovllm(tmp_path, "run", "-q", "--continue", "a b", "more").code != 0, "a path with a blank is a model"
     assert nanovllm(tmp_path, "run", "-q", "tiny", "--continue").code == 2, "a model that is named is taken"
