@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
+from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.images.sizes import most_rows
@@ -318,6 +320,35 @@ def test_several_processes_see_the_same(tmp_path: Path) -> None:
     finally:
         divided.close()
     assert [output.outputs[0].token_ids for (output,) in together] == [alone.outputs[0].token_ids] * 2
+
+
+def test_ctrl_c_waits_for_a_layer_that_several_processes_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them can leave a step in its midst."""
+    _, worker, vision, token = opened("qwen3-vl", tmp_path)
+    prompt = prompt_with(vision, parts_of(vision), token)
+    (alone,) = run(engine_for(worker), [(prompt, greedy(8))])
+    divided = worker_for(tmp_path, dtype="float32", tensor_parallel_size=2)
+    layer, before = Tower._layer, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(self: Tower, name: str, *args: Any) -> None:
+        monkeypatch.setattr(Tower, "_layer", layer)
+        signal.raise_signal(signal.SIGINT)
+        layer(self, name, *args)
+
+    monkeypatch.setattr(Tower, "_layer", interrupted)
+    engine = engine_for(divided, token_work=1)
+    engine.add("it", prompt, greedy(8))
+    try:
+        engine.step()  # what is in front of the image
+        with pytest.raises(KeyboardInterrupt), held():
+            engine.step()
+        while engine.has_unfinished():
+            (output,) = engine.step() or [None]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        divided.close()
+    assert output is not None
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 def test_what_no_tower_can_be_leaves_a_model_that_reads_texts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,7 +217,7 @@ class Worker(LoadedModel):
         if plan.look is None:
             return self.runner.run(plan)
         assert self.sight is not None
-        with let_in():
+        with let_in() if self._ranks is None else nullcontext():  # the others can't leave a step in its midst
             left = self.sight.look(plan.look)
         return self.runner.run(plan)._replace(stages_left=left)
 
