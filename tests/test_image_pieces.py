@@ -197,6 +197,8 @@ def test_what_no_tower_here_can_be_is_told(config: dict[str, Any], images: dict[
     (SMOLVLM, {"max_image_size": {"longest_edge": 364}}),
     (SMOLVLM, {"size": {"longest_edge": 100}}),
     (SMOLVLM, {"size": {"longest_edge": 1 << 20}}),
+    (SMOLVLM, {"size": {"longest_edge": (1 << 14) + 1}}),
+    (LFM2_VL, {"tile_size": 4096, "max_tiles": 17}),
     (SMOLVLM, {"size": {"longest_edge": -5}}),
     (LFM2_VL | {"vision_config": {"model_type": "siglip2_vision_model", "num_patches": 250}}, {}),
     (LFM2_VL, {"tile_size": 500}),

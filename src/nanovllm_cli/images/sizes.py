@@ -66,7 +66,7 @@ def most_rows_of_all(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind == "grid":
+    elif rule.kind == "grid" and rule.most_tiles >= max(2, rule.least_tiles):
         pieces = rule.most_tiles
     return most_rows(spec) + pieces * (rule.tile // spec.tower.cell) ** 2
 

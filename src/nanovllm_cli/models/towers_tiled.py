@@ -75,7 +75,7 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     longest = images.section("size").integer("longest_edge", 4 * tile)
     if tile != side:
         raise CheckpointError(f"{images.where}: the tower reads pieces of {side} x {side} pixels, not {tile} x {tile}", BROKEN)
-    if not tile <= longest <= tile * math.isqrt(MOST_TILES):
+    if not tile <= longest <= min(MAX_SIDE, tile * math.isqrt(MOST_TILES)):
         raise CheckpointError(f"{images.where}: images {longest} pixels long in pieces of {tile} are not believed", BROKEN)
     most = 0 if images.flag("do_image_splitting", True) else 1
     rule = SizeRule("tiles", tower.cell, longest_side=longest, resample=resample_of(images, 1), tile=tile, most_tiles=most)
@@ -122,7 +122,8 @@ def _grid(tower: TowerSpec, images: ConfigReader) -> SizeRule:
     tile = images.integer("tile_size", 512)
     least, most = images.integer("min_tiles", 2), images.integer("max_tiles", 10)
     fewest, more = images.integer("min_image_tokens", 64) * tower.cell**2, images.integer("max_image_tokens", 256) * tower.cell**2
-    if tile > MAX_SIDE or tile % tower.cell or not least <= most <= MOST_TILES or not fewest <= more <= MAX_PIXELS:
+    are_few = least <= most <= MOST_TILES and most * tile**2 <= MAX_PIXELS
+    if tile % tower.cell or not are_few or not fewest <= more <= MAX_PIXELS:
         raise CheckpointError(
             f"{images.where}: {least} to {most} pieces of {tile} x {tile} pixels, or {fewest} to {more} pixels in one, "
             f"don't divide into tokens of {tower.cell} x {tower.cell}", BROKEN,
