@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from engines import engine_for, greedy, run
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.outputs import RequestOutput
-from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.plan import Look, Plan, StepOutput
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.sight import MOST_BEGUN, Sight
-from nanovllm_cli.models.tower import Tower, next_stage, tower_shapes
+from nanovllm_cli.engine.stepper import Stepper
+from nanovllm_cli.models.tower import Stages, Tower, next_stage, tower_shapes
 from nanovllm_cli.vision_spec import Image, PlacedImage, TokenIds, TowerSpec
 from test_vision import MODELS, an_image, opened, prompt_with
 
@@ -245,6 +247,88 @@ def test_a_layer_that_fails_ends_the_request_that_wants_it_alone(model: Model, m
     assert again.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize(("finished", "copies"), [([7], []), ([], [(1, 2)]), ([], [])])
+def test_where_nobody_but_a_look_is_in_a_step_that_fails_the_rest_of_it_is_done(
+    finished: list[int], copies: list[tuple[int, int]]
+) -> None:
+    """Nobody else would forget who has finished, or copy the state that another sequence is going on from."""
+    done: list[Plan] = []
+
+    class Fails:
+        def execute(self, plan: Plan) -> StepOutput:
+            if plan.look is not None:
+                raise ValueError("broken")
+            done.append(plan)
+            return StepOutput([], {})
+
+    fails: Any = Fails()
+    look = Look(3, Image.of(4, 4, bytes(48)), 1)
+    output, failures = Stepper(fails, fails, None)._execute(Plan([], [], finished, [], copies, look))
+    assert output == StepOutput([], {})
+    assert failures == {3: "an internal error (ValueError)"}
+    assert done == ([Plan([], [], finished, [], copies)] if finished or copies else [])
+
+
+def test_a_state_that_is_found_is_copied_though_another_ones_image_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model("qwen3.5", tmp_path)
+    begins, image, bad = model.prompt(128), model.image(), model.image()
+    found = TokenIds([*begins, *model.prompt(image), 9, 9], [model.vision.placed(image, 128)])
+    price = -(-model.vision.tower.layer_work(image) // 150)
+    expected = ids(*run(engine_for(model.worker), [(found, greedy(8))]))
+    engine = engine_for(model.worker, token_work=price, max_num_batched_tokens=256)
+    run(engine, [([*begins, 5], greedy(1))])
+    run(engine, [(model.prompt(30), greedy(1)) for _ in range(4)])  # whose states are in the place of its own
+    model.forget()
+    stages, tries = Tower.stages, []
+
+    def fails(self: Tower, given: Image) -> Stages:
+        """Behind a layer, so that a step with the next one is the first of the other request, and when it is tried alone."""
+        if given == bad:
+            tries.append(1)
+            if len(tries) == 1:
+                yield
+            raise ValueError("broken")
+        return (yield from stages(self, given))
+
+    monkeypatch.setattr(Tower, "stages", fails)
+    engine.add("bad", model.prompt(bad, 2), greedy(2))
+    engine.add("good", found, greedy(8))
+    last = drained(engine)
+    assert last["bad"].outputs[0].finish_reason == "error"
+    assert last["good"].metrics.num_cached_tokens == 128
+    assert model.plans[1].look is not None
+    assert (model.plans[1].scheduled, len(model.plans[1].state_copies)) == ([], 1)
+    assert ids(last["good"]) == expected
+
+
+def test_an_image_behind_the_end_of_a_chunk_takes_no_room(tmp_path: Path) -> None:
+    """A prompt of a model with states is cut where they are copied."""
+    model = Model("qwen3.5", tmp_path)
+    image = model.image()
+    price = -(-model.vision.tower.layer_work(image) // 50)
+    engine = engine_for(model.worker, token_work=price, max_num_batched_tokens=400)
+    run(engine, [(model.prompt(140, image, 2), greedy(1)), (model.prompt(300), greedy(1))])
+    first = model.plans[0]
+    assert [len(share.token_ids) for share in first.scheduled] == [128, 128]
+    assert (first.look, sum(len(share.token_ids) for share in first.scheduled)) == (None, 256)
+
+
+def test_what_is_begun_is_never_more_than_memory_was_left_for(model: Model) -> None:
+    """Two images that wait, with one that is computed at once, would be three."""
+    model.forget()
+    waiting = [model.image() for _ in range(MOST_BEGUN)]
+    with torch.inference_mode():
+        for image in waiting:
+            assert model.sight.look(Look(1, image, 1)) == model.layers - 1
+        held: list[int] = []
+        model.sight.told = lambda: held.append(len(model.sight._begun))
+        assert model.sight.look(Look(1, model.image(), model.layers)) == 0
+    assert max(held) == MOST_BEGUN - 1
+    assert list(model.sight._begun) == [waiting[-1].digest]
+
+
 def test_what_ctrl_c_breaks_off_is_computed_from_the_beginning(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     model.forget()
     prompt = model.prompt(3, model.image(), 2)
@@ -303,6 +387,22 @@ def test_a_chunk_ends_before_an_image_that_is_not_ready() -> None:
     assert looking.room(sequence(10), 3, 30) == (3, 15)  # needs none
     assert looking.room(sequence(10), 3, 3) == (0, 0)  # somebody else looks
     assert looked() == 1
+
+
+def test_images_among_some_tokens_are_found_by_halving() -> None:
+    """Against a look at each. A prompt may have hundreds of pieces, and every token that is drawn asks."""
+    rng, images, start = random.Random(1), [], 0
+    for _ in range(40):
+        start += rng.choice([0, 0, 1, 9])
+        images.append(PlacedImage(Image.of(1, 1, bytes(3)), start, rng.randint(1, 3), rng.randint(1, 4), has_grid=True))
+        start = images[-1].end
+    request = Request("it", tuple(range(start + 9)), greedy(1), start + 10, (), 0.0, images=tuple(images))
+    for begin in range(start + 9):
+        assert request.shift(begin) == sum(each.extent - each.num_tokens for each in images if each.end <= begin)
+        for end in range(begin + 1, start + 9, 7):
+            among = range(begin, end)
+            expected = [image for image in images if any(place in among for place in range(image.start, image.end))]
+            assert list(request.images_within(begin, end)) == expected
 
 
 def test_who_is_preempted_looks_again_as_what_was_made_may_be_gone() -> None:

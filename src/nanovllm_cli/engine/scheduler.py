@@ -269,12 +269,12 @@ class Scheduler:
             limit = len(sequence.token_ids)
         if not decodes:
             budget, limit = limit, min(limit, len(sequence.token_ids) - sequence.num_computed)
+            limit = self._blocks.states.chunk(sequence, limit)
             if sequence.request.images:
                 limit, taken = self._looking.room(sequence, limit, budget)
                 self._budget -= taken
             if not limit:
                 return False
-            limit = self._blocks.states.chunk(sequence, limit)
             limit = sequence.request.uncut(sequence.num_computed, limit)
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed

@@ -6,7 +6,7 @@ them. Texts, stop rules and log-probabilities of an answer live in `answer.py`.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,10 +76,13 @@ class Request:
 
     def images_within(self, start: int, end: int) -> tuple[PlacedImage, ...]:
         """Those that some of the tokens from `start` to before `end` stand for."""
-        return tuple([each for each in self.images if each.start < end and each.end > start])
+        first = bisect_right(self.images, start, key=lambda each: each.end)
+        return self.images[first : bisect_left(self.images, end, lo=first, key=lambda each: each.start)]
 
     def shift(self, place: int) -> int:
         """See `Scheduled`, of the token at `place`, or the beginning of the image that it stands for."""
+        if not self.images or not self.images[0].has_grid:  # as all of a model's images have, or none
+            return 0
         return sum([each.extent - each.num_tokens for each in self.images if each.end <= place])
 
     def uncut(self, start: int, num_tokens: int) -> int:

@@ -101,15 +101,19 @@ class Sight:
 
     def _rows_after(self, image: Image, num_stages: int) -> TowerRows | None:
         """None where some are left then. What is broken off begins anew."""
-        made = self._kept.pop(image.digest, None)
+        made = self._kept.get(image.digest)
+        if made is not None:
+            self._kept.move_to_end(image.digest)
+            return made
+        begun = self._begun.pop(image.digest, None)
+        if begun is None:
+            begun = _Begun(self.tower().stages(image), self.spec.tower.num_layers)
+        while len(self._begun) >= MOST_BEGUN:
+            self._begun.popitem(last=False)
+        made = self._computed(image, begun, num_stages)
         if made is None:
-            begun = self._begun.pop(image.digest, None) or _Begun(self.tower().stages(image), self.spec.tower.num_layers)
-            made = self._computed(image, begun, num_stages)
-            if made is None:
-                self._begun[image.digest] = begun
-                if len(self._begun) > MOST_BEGUN:
-                    self._begun.popitem(last=False)
-                return None
+            self._begun[image.digest] = begun
+            return None
         self._kept[image.digest] = made
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > KEPT_BYTES:
             self._kept.popitem(last=False)

@@ -92,13 +92,16 @@ class Stepper:
             raise  # nobody's request is to blame, and none can go on
         except Exception as error:
             concerned = [share.seq_id for share in plan.scheduled] + ([] if plan.look is None else [plan.look.seq_id])
-            if len(concerned) == 1:
+            if not concerned:
+                raise
+            has_more = plan.look is not None and (plan.finished or plan.state_copies)  # which others need, whoever fails
+            if len(concerned) == 1 and not has_more:
                 (seq_id,) = concerned
                 logger.exception("sequence %d failed", seq_id)
                 return StepOutput([], {}), {seq_id: _message(error)}
             logger.warning("a step of %d sequences failed; looking for the one to blame", len(concerned))
         if plan.look is not None:
-            look, failures = self._execute(Plan([], [], plan.finished, [], look=plan.look))
+            look, failures = self._execute(Plan([], [], [], [], look=plan.look))
             rest, failed = self._execute(plan._replace(look=None))
             return rest._replace(stages_left=look.stages_left), failed | failures
         drawn, prompt_logprobs, failures = [], {}, {}
