@@ -173,6 +173,7 @@ def test_an_image_that_is_not_to_be_cut_is_one_piece() -> None:
     assert fitted(once, 100, 300) == ((64, 64), None, (86, 256))
     assert fitted(replace(GRID, most_tiles=0), 3000, 4000).pieces is None
     assert most_rows_of_all(seeing(once)) == 16
+    assert most_rows_of_all(seeing(replace(GRID, most_tiles=1))) == most_rows(seeing(replace(GRID, most_tiles=1)))
 
 
 @pytest.mark.parametrize(("config", "images"), [

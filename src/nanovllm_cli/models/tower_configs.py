@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
@@ -77,6 +77,23 @@ def activation_of(
             f"{vision.where}: activation {said[:80]!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
         )
     return ACTIVATIONS[said]
+
+
+def siglip_shape(config: ConfigReader, vision: ConfigReader, hidden: int = 768, heads: int = 12) -> dict[str, Any]:
+    """Fields of a TowerSpec, of all that SigLIP's towers have in common. hidden, heads: where a config does not say."""
+    hidden = vision.integer("hidden_size", hidden)
+    return {
+        "hidden_size": hidden,
+        "num_layers": depth_of(vision, "num_hidden_layers", 12),
+        "num_heads": heads_of(vision, "num_attention_heads", hidden, heads, parts=2),
+        "intermediate_size": vision.integer("intermediate_size", 3072),
+        "out_size": text_width(config),
+        "activation": activation_of(vision, "gelu_pytorch_tanh"),
+        "norm": "layer",
+        "eps": vision.number("layer_norm_eps", 1e-6),
+        "patch_bias": True,
+        "post_norm": True,
+    }
 
 
 def theta_of(vision: ConfigReader, usual: float = 1e4) -> float:

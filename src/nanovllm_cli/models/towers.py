@@ -29,6 +29,7 @@ from nanovllm_cli.models.tower_configs import (
     heads_of,
     layers_of,
     resample_of,
+    siglip_shape,
     square,
     text_width,
     theta_of,
@@ -155,30 +156,20 @@ def _qwen(
 
 def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     vision = vision_section(config, "siglip_vision_model")
-    hidden = vision.integer("hidden_size", 768)
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
     cells = math.isqrt(square(config, config.integer("mm_tokens_per_image", 256), "mm_tokens_per_image"))
     if side > MAX_SIDE or side % (patch * cells):
         raise CheckpointError(
             f"{vision.where}: images of {side} x {side} pixels in patches of {patch} don't make {cells} x {cells} tokens", BROKEN
         )
-    eps = vision.number("layer_norm_eps", 1e-6)
+    shape = siglip_shape(config, vision)
     tower = TowerSpec(
         patch_size=patch,
         merge=side // patch // cells,
-        hidden_size=hidden,
-        num_layers=depth_of(vision, "num_hidden_layers", 12),
-        num_heads=heads_of(vision, "num_attention_heads", hidden, 12, parts=2),
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        out_size=text_width(config),
-        activation=activation_of(vision, "gelu_pytorch_tanh"),
-        norm="layer",
-        eps=eps,
         projector="pooled",
-        projector_eps=eps,
-        patch_bias=True,
+        projector_eps=shape["eps"],
         positions=(side // patch) ** 2,
-        post_norm=True,
+        **shape,
     )
     size = images.section("size")
     made = {size.integer(key, side) for key in ("height", "width")}

@@ -14,13 +14,10 @@ from nanovllm_cli.models.tower_configs import (
     MAX_PIXELS,
     MAX_SIDE,
     SIGLIP_NAMES,
-    activation_of,
     colours_of,
-    depth_of,
-    heads_of,
     resample_of,
+    siglip_shape,
     square,
-    text_width,
     vision_section,
     weights_and_biases,
 )
@@ -47,8 +44,7 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         raise UnsupportedError(
             f"{vision.where}: a tower of the kind {said[:40]!r} is not supported", f"known: {', '.join(_IDEFICS3_KINDS)}"
         )
-    hidden, side, patch = vision.integer("hidden_size", 1152), vision.integer("image_size", 224), vision.integer("patch_size", 32)
-    merge = config.integer("scale_factor", 2)
+    side, patch, merge = vision.integer("image_size", 224), vision.integer("patch_size", 32), config.integer("scale_factor", 2)
     if side > MAX_SIDE or side % (patch * merge):
         raise CheckpointError(
             f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
@@ -57,19 +53,10 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     tower = TowerSpec(
         patch_size=patch,
         merge=merge,
-        hidden_size=hidden,
-        num_layers=depth_of(vision, "num_hidden_layers", 12),
-        num_heads=heads_of(vision, "num_attention_heads", hidden, 16, parts=2),
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        out_size=text_width(config),
-        activation=activation_of(vision, "gelu_pytorch_tanh"),
-        norm="layer",
-        eps=vision.number("layer_norm_eps", 1e-6),
         projector="joined",
         projector_eps=0.0,
-        patch_bias=True,
         positions=(side // patch) ** 2,
-        post_norm=True,
+        **siglip_shape(config, vision, 1152, 16),
     )
     tile = images.section("max_image_size").integer("longest_edge", side)
     longest = images.section("size").integer("longest_edge", 4 * tile)
@@ -85,26 +72,16 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 def lfm2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """Of config.json, and of the image processor's settings."""
     vision = vision_section(config, "siglip2_vision_model")
-    hidden = vision.integer("hidden_size", 768)
     has_norm = config.flag("projector_use_layernorm", True)
     tower = TowerSpec(
         patch_size=vision.integer("patch_size", 16),
         merge=config.integer("downsample_factor", 2),
-        hidden_size=hidden,
-        num_layers=depth_of(vision, "num_hidden_layers", 12),
-        num_heads=heads_of(vision, "num_attention_heads", hidden, 12, parts=2),
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        out_size=text_width(config),
-        activation=activation_of(vision, "gelu_pytorch_tanh"),
-        norm="layer",
-        eps=vision.number("layer_norm_eps", 1e-6),
         projector="joined",
         projector_eps=1e-5 if has_norm else 0.0,
         projector_size=config.integer("projector_hidden_size", 2560),
-        patch_bias=True,
         positions=square(vision, vision.integer("num_patches", 256), "num_patches"),
         smooth=True,
-        post_norm=True,
+        **siglip_shape(config, vision),
     )
     for key, only in (("projector_hidden_act", "gelu"), ("projector_bias", True), ("vision_feature_layer", -1)):
         if (said := config.values.get(key, only)) != only:
