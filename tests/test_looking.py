@@ -389,6 +389,19 @@ def test_a_chunk_ends_before_an_image_that_is_not_ready() -> None:
     assert looked() == 1
 
 
+def test_of_images_that_are_alike_the_first_takes_room() -> None:
+    image, other = Image.of(32, 32, bytes(3 * 32 * 32)), Image.of(32, 32, bytes([1]) * 3 * 32 * 32)
+    looking = Looking(TOWER, -(-TOWER.layer_work(image) // 5))
+
+    def room(*images: Image) -> tuple[int, int]:
+        placed = tuple([PlacedImage(each, 16 * place, 4, 4) for place, each in enumerate(images)])
+        request = Request("it", tuple(range(60)), greedy(1), 61, (), 0.0, images=placed)
+        return looking.room(Sequence(1, request, 0, 0, list(range(60))), 50, 80)
+
+    assert room(image, image, image) == (50, 15)
+    assert room(image, other, image) == (50, 30)
+
+
 def test_images_among_some_tokens_are_found_by_halving() -> None:
     """Against a look at each. A prompt may have hundreds of pieces, and every token that is drawn asks."""
     rng, images, start = random.Random(1), [], 0

@@ -33,16 +33,18 @@ class Looking:
         take. In front of the first image for which there is no room it ends; if nobody else looks at one in this step, stages of
         that are computed. One at least, where the sequence would do nothing else: so everybody's turn comes to an end."""
         request, start, taken = sequence.request, sequence.num_computed, 0
+        ready: set[bytes] = set()  # in this step: pieces of a page are alike where they are blank
         for placed in request.images_within(start, start + limit):
             image, before = placed.image, max(0, placed.start - start)
             if before >= limit:
                 break
             assert self._tower is not None
-            left = request.stages_left.get(image.digest, self._tower.num_layers)
+            left = 0 if image.digest in ready else request.stages_left.get(image.digest, self._tower.num_layers)
             price = -(-self._tower.layer_work(image) // self._token_work)
             room = budget - taken - before
             if left * price < max(room, 1):
                 taken += left * price
+                ready.add(image.digest)
                 limit = min(limit, budget - taken)
                 continue
             stages = min(left, max(0, room) // price or int(before == 0))
