@@ -306,6 +306,8 @@ def test_numbers_are_taken_as_clients_send_them() -> None:
     asked = asked_for(CHAT, chat(options=options), default_params=SamplingParams(max_tokens=5))
     assert (asked.params.max_tokens, asked.params.top_k, asked.params.seed, asked.most_tokens) == (None, 40, None, 2048)
     assert asked_for(CHAT, chat(options={"num_predict": -2})).params.max_tokens is None
+    assert asked_for(CHAT, chat(options={"num_predict": 0})).params.max_tokens is None
+    assert asked_for(CHAT, chat(options={"top_k": 40.7})).params.top_k == 40
     assert asked_for(CHAT, chat(options={"stop": "x", "seed": -5})).params.seed == 2**64 - 5
     assert asked_for(GENERATE, prompt(raw=True, options={"num_ctx": 64})).most_tokens == 64
     assert asked_for(CHAT, chat(options={"num_ctx": 0, "mirostat": 0, "tfs_z": 1.0})).most_tokens is None
@@ -315,7 +317,7 @@ def test_numbers_are_taken_as_clients_send_them() -> None:
     ("options", "named"),
     [
         ({"temperature": -1}, "options.temperature"), ({"temperature": "hot"}, "options.temperature"),
-        ({"top_k": 1.5}, "options.top_k"), ({"top_p": 2}, "options.top_p"), ({"num_predict": 0}, "options.num_predict"),
+        ({"top_k": -2.5}, "options.top_k"), ({"top_p": 2}, "options.top_p"), ({"num_predict": "7"}, "options.num_predict"),
         ({"num_predict": -3}, "options.num_predict"), ({"num_ctx": -1}, "options.num_ctx"), ({"stop": 5}, "options.stop"),
         ({"stop": [""]}, "options.stop"), ({"repeat_penalty": 0}, "options.repeat_penalty"), ({"seed": 2**64}, "options.seed"),
         ({"mirostat": 2}, "options.mirostat"), ({"tfs_z": 0.5}, "options.tfs_z"), ("hot", "options"), ([], "options"),

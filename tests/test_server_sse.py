@@ -207,6 +207,24 @@ def test_a_silent_stream_of_lines_pings_within_its_next_line() -> None:
     asyncio.run(scenario())
 
 
+def test_a_sign_of_life_that_comes_due_behind_the_end_is_not_sent() -> None:
+    """It would be no HTTP, and cost the client its connection. On a busy machine one in ten did."""
+
+    async def main() -> None:
+        client, stream = Client(), EventStream(Source().frames(), ping_seconds=0.001)
+        await stream._send(client.send, b"all")
+        await stream._send(client.send, b"", more=False)
+        await stream._send(client.send, EVENTS.ping)
+        watch = asyncio.create_task(stream._watch_clock(client.send))
+        await asyncio.sleep(0.02)
+        assert not watch.done(), "it waits to be ended"
+        watch.cancel()
+        assert client.is_complete
+        assert client.body == b"all"
+
+    asyncio.run(main())
+
+
 def test_a_client_that_takes_nothing_is_dropped() -> None:
     async def scenario() -> None:
         client, source = Client(), Source(b"data: 1\n\n", b"data: 2\n\n")

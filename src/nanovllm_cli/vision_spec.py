@@ -261,6 +261,12 @@ class VisionSpec:
             size = replace(size, most_tiles=min(rule.most_tiles, tiles))
         return replace(self, size=size)
 
+    @property
+    def least_tokens(self) -> int:
+        """Of an image, however small."""
+        side = {"square": self.size.longest_side, "tiles": self.size.tile}.get(self.size.kind, self.tower.cell)
+        return (side // self.tower.cell) ** 2
+
     def num_tokens(self, picture: Picture) -> int:
         """That stand for it, beside what is around them."""
         return sum(self.placed(image, 0).num_tokens for image in picture.images)

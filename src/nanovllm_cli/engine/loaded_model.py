@@ -106,6 +106,8 @@ class LoadedModel:
             )
             if sight is not None and self._group is not None:
                 sight.tower()
+            if sight is not None and sight.spec.least_tokens > config.image_max_tokens:
+                progress.note(f"an image has {sight.spec.least_tokens} tokens at least: --image-max-tokens makes it no smaller")
             return sight
         except (CheckpointError, UnsupportedError) as error:
             if config.mmproj is not None:

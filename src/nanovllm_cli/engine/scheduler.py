@@ -68,8 +68,7 @@ class Scheduler:
         self._blocks = blocks
         self._strategy = strategy
         self._clock = clock
-        self._looking = looking
-        self._arrivals = itertools.count()
+        self._looking, self._arrivals = looking, itertools.count()
         self.running: list[Sequence] = []
         self.waiting = Line()
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
@@ -206,6 +205,7 @@ class Scheduler:
 
     def rewind(self) -> None:
         """Forgets planned steps that were broken off: everybody starts again from the tokens that they have."""
+        self._looking.take()
         while self._steps:
             self._unpin(self._steps.popleft())
         for sequence in list(self.running):

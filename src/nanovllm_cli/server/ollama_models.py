@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -46,16 +45,13 @@ def served_name(models: Models, name: str) -> str:
 
 
 async def about_all(models: Models, names: Iterable[str]) -> list[ModelAbout]:
-    """Those whose files can be read."""
-    found = await asyncio.gather(*map(models.about, names), return_exceptions=True)
+    """Those whose files can be read. One after another: a tokenizer takes a quarter of a second."""
     told = []
-    for each in found:
-        if isinstance(each, ApiError):
-            logger.warning("a model is not listed: %s", each.message)
-        elif isinstance(each, BaseException):
-            raise each
-        else:
-            told.append(each)
+    for name in names:
+        try:
+            told.append(await models.about(name))
+        except ApiError as error:
+            logger.warning("a model is not listed: %s", error.message)
     return told
 
 

@@ -132,6 +132,8 @@ async def _without_prompt(context: ServerContext, body: AnsweredRequest, request
     """Nothing to answer: the model is loaded, or unloaded where it shall be kept for no time."""
     name = served_name(context.models, body.model)
     if unloads(body.keep_alive):
+        if context.settings.key_file is not None or len(context.settings.api_keys) > 1:
+            raise ApiError(403, "keep_alive: several keys share these models, and no one of them unloads any", param="keep_alive")
         await context.models.put_to_sleep(name)
         return JsonResponse(nothing_said(body.model, "unload", chats=chats))
 

@@ -7,6 +7,7 @@ cannot be done is 400 by name. Fields that nobody knows are let by, as Ollama do
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, Required
 
@@ -42,10 +43,8 @@ Think = Annotated[
     bool | Literal["low", "medium", "high", "max"] | None, explained("true, false, 'low', 'medium', 'high' or 'max'")
 ]
 Format = Annotated[Literal["", "json"] | JsonObject | None, explained("'json', or a JSON schema")]
-TokenLimit = Annotated[
-    Annotated[int, Field(ge=-2, le=-1)] | Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None,
-    explained("a number of tokens, more than 0, or -1 until the context is full"),
-]
+TokenLimit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
+"""Up to 0: until the context is full."""
 
 
 def unloads(keep_alive: float | str | None) -> bool:
@@ -58,7 +57,7 @@ class OllamaOptions(StrictModel):
     there is room for: one that is more than is served (or 0) asks for nothing, and only a prompt that doesn't fit is refused."""
 
     num_ctx: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
-    num_predict: TokenLimit = None
+    num_predict: TokenLimit | None = None
     temperature: float | None = bounded("temperature")
     top_k: int | None = bounded("top_k")
     top_p: float | None = bounded("top_p")
@@ -89,8 +88,8 @@ class OllamaOptions(StrictModel):
     @field_validator("num_ctx", "num_predict", "top_k", "repeat_last_n", "seed", mode="before")
     @classmethod
     def _whole(cls, value: Any) -> Any:
-        """Ollama takes 8192.0 for a whole number, and clients send it."""
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        """Ollama takes 8192.0 for a whole number, and clients send it; of 40.7 it cuts the rest."""
+        return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
     def sampling(self, defaults: SamplingParams, num_logprobs: int | None) -> SamplingParams:
         """What is said of how to draw, over a model's defaults: one answer, log-probabilities only where they were asked for."""
@@ -109,7 +108,7 @@ class OllamaOptions(StrictModel):
             "stop": self.stop,
         }
         said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if limit is not None and limit < 0:
+        if limit is not None and limit <= 0:
             said["max_tokens"] = None
         if self.seed is not None:
             said["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
@@ -95,7 +96,7 @@ class EventStream(Response):
         self._frames = frames
         self._error_frames = error_frames
         self._ping_seconds, self._write_seconds = ping_seconds, write_seconds
-        self._begun = False
+        self._begun = self._ended = False
         self._sending = False
         self._since = time.monotonic()  # when sending last began or ended
         self._turn = asyncio.Lock()
@@ -128,6 +129,9 @@ class EventStream(Response):
 
     async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
         async with self._turn:
+            if self._ended:  # a sign of life that came due meanwhile
+                return
+            self._ended = not more
             self._sending, self._since = True, time.monotonic()
             if not self._begun:
                 self._begun = True
@@ -138,7 +142,7 @@ class EventStream(Response):
     async def _watch_clock(self, send: Send) -> None:
         """Pings. Ends where a frame is not taken for too long."""
         while True:
-            limit = self._write_seconds if self._sending else self._ping_seconds
+            limit = self._write_seconds if self._sending else math.inf if self._ended else self._ping_seconds
             left = self._since + limit - time.monotonic()
             if left > 0:
                 await asyncio.sleep(min(left, self._write_seconds))
