@@ -92,7 +92,8 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {"divided among steps": [], "in one step": []}
         for number in range(args.rounds):
             for way, each in found.items():
-                each.append(measure(llm, args.height, args.width, number, divided=way == "divided among steps"))
+                seed = 2 * number + (way == "in one step")  # another image each time: none is found again
+                each.append(measure(llm, args.height, args.width, seed, divided=way == "divided among steps"))
                 llm.sight._kept.clear()
                 print(way, each[-1], flush=True)
     results = {way: {name: round(statistics.median(each[name] for each in rounds), 2) for name in rounds[0]}
