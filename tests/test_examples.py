@@ -32,7 +32,7 @@ SHORT = {
     "PREDICT": "8", "NUM_SAMPLES": "1", "VERIFY_TOKENS": "32", "REPETITIONS": "1", "NO_WARMUP": "1", "ROOFLINE": "off",
     "WARMUP": "0", "CTX_SIZE": "1024", "NUM_PROMPTS": "2", "INPUT_LEN": "16", "OUTPUT_LEN": "8",
 }  # fmt: skip
-SEEING = ("qwen3-vl:4b", "gemma3:4b")
+SEEING = ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m")
 GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
     r"^(brew |python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
