@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from live_server import LiveServer, live_server
+from node_client import told_by
 from seeing import png, seeing_model
 
 ollama = pytest.importorskip("ollama", reason="the ollama package is not installed")
@@ -232,22 +230,7 @@ const { Ollama } = require("ollama");
 
 
 def test_the_package_for_node(server: LiveServer, tmp_path: Path) -> None:
-    """TEST_NANOVLLM_NODE_MODULES: a folder into which `npm install ollama` has put it."""
-    modules = os.environ.get("TEST_NANOVLLM_NODE_MODULES")
-    if modules is None or shutil.which("node") is None or not (Path(modules) / "ollama").is_dir():
-        pytest.skip("needs node, and TEST_NANOVLLM_NODE_MODULES: a node_modules folder with ollama in it")
-    script = tmp_path / "client.js"
-    script.write_text(NODE)
-    ran = subprocess.run(
-        ["node", str(script), server.url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "NODE_PATH": modules},
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
+    told = told_by(NODE, "ollama", server.url, tmp_path)
     assert told["whole"] == told["streamed"] != ""
     assert (told["models"], told["size"] > 8) == (["tiny"], True)
     assert "not found" in told["refused"]

@@ -6,9 +6,6 @@ import asyncio
 import base64
 import json
 import math
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from live_server import LiveServer, live_server
+from node_client import told_by
 
 ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 16, "temperature": 0}
 WEATHER = {
@@ -241,22 +239,7 @@ const ask = { model: "tiny", messages: [{ role: "user", content: "Tell me a stor
 
 
 def test_the_package_for_node(server: LiveServer, tmp_path: Path) -> None:
-    """TEST_NANOVLLM_NODE_MODULES: a folder into which `npm install openai` has put it."""
-    modules = os.environ.get("TEST_NANOVLLM_NODE_MODULES")
-    if modules is None or shutil.which("node") is None:
-        pytest.skip("needs node, and TEST_NANOVLLM_NODE_MODULES: a node_modules folder with openai in it")
-    script = tmp_path / "client.js"
-    script.write_text(NODE)
-    ran = subprocess.run(
-        ["node", str(script), server.base_url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "NODE_PATH": modules},
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
+    told = told_by(NODE, "openai", server.base_url, tmp_path)
     assert told["whole"] == told["streamed"] != ""
     assert told["models"] == ["tiny"]
     assert told["refused"] == "BadRequestError"

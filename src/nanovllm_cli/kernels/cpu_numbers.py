@@ -27,6 +27,8 @@ from nanovllm_cli.kernels.simd import (
 # no `ninf`: masked scores are -inf, and a NaN must come out as one.
 FAST = {"contract", "nsz"}
 LOG2_E = np.float32(1.4426950408889634)
+EXP2 = tuple(map(np.float32, (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)))
+"""2**f is near their sum, f to the power of 6 times the first, and so on: its Taylor series."""
 
 
 @njit(nogil=True, error_model="numpy")
@@ -104,19 +106,19 @@ def store(array, i, value):
 def exp_not_positive(x):
     """e**x for x <= 0, relative error about 2e-7; 0 below -87; NaN stays NaN. Straight-line code that LLVM vectorises.
 
-    2**t = 2**n * 2**f with n the nearest integer and f in [-0.5, 0.5]; the polynomial is the Taylor series of 2**f.
+    2**t = 2**n * 2**f with n the nearest integer and f in [-0.5, 0.5].
     """
     t = np.float32(x) * LOG2_E
     t = np.float32(-127.0) if t < np.float32(-127.0) else t
     n = np.int32(t + np.float32(127.5))
     f = t - np.float32(n - np.int32(127))
-    p = np.float32(1.5403530e-4)
-    p = p * f + np.float32(1.3333558e-3)
-    p = p * f + np.float32(9.6181291e-3)
-    p = p * f + np.float32(5.5504109e-2)
-    p = p * f + np.float32(2.4022651e-1)
-    p = p * f + np.float32(6.9314718e-1)
-    p = p * f + np.float32(1.0)
+    p = EXP2[0]
+    p = p * f + EXP2[1]
+    p = p * f + EXP2[2]
+    p = p * f + EXP2[3]
+    p = p * f + EXP2[4]
+    p = p * f + EXP2[5]
+    p = p * f + EXP2[6]
     return p * float_of(n << np.int32(23))
 
 

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.cpu_numbers import EXP2, LOG2_E
 from nanovllm_cli.kernels.simd import by_type
 from nanovllm_cli.kernels.simd_ir import (
     F32,
@@ -31,8 +32,6 @@ from nanovllm_cli.kernels.simd_ir import (
 from nanovllm_cli.kernels.simd_sums import halved, larger
 
 _COUNT = 64
-_POLYNOMIAL = 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
-_LOG2_E = 1.4426950408889634
 _SCALES, _BF16 = host_has("avx512f"), BFloatVector(LANES)
 _LEEWAY = 5.0
 """How far scores may lie above what they are measured by. Their weights then are at most e^5, and no less exact; while what was
@@ -46,7 +45,7 @@ def _each(value: float) -> Any:
 def _exp(b: ir.IRBuilder, x: Any) -> Any:
     """As cpu_numbers.exp_not_positive, which has room for some more than 0, with one rounding in each of its steps."""
     least = _each(-150.0 if _SCALES else -127.0)
-    t = b.fmul(x, _each(_LOG2_E))
+    t = b.fmul(x, _each(float(LOG2_E)))
     t = b.select(b.fcmp_ordered("<", t, least), least, t)
     if _SCALES:
         whole = b.call(known_function(b, "llvm.roundeven.v16f32", VF, VF), [t])
@@ -54,9 +53,9 @@ def _exp(b: ir.IRBuilder, x: Any) -> Any:
         n = b.fptosi(b.fadd(t, _each(127.5)), VI)
         whole = b.sitofp(b.sub(n, ir.Constant(VI, [127] * LANES)), VF)
     f = b.fsub(t, whole)
-    p = _each(_POLYNOMIAL[0])
-    for factor in _POLYNOMIAL[1:]:
-        p = fma(b, p, f, _each(factor))
+    p = _each(float(EXP2[0]))
+    for factor in EXP2[1:]:
+        p = fma(b, p, f, _each(float(factor)))
     if _SCALES:
         scale = known_function(b, "llvm.x86.avx512.mask.scalef.ps.512", VF, VF, VF, VF, I16, I32)
         return b.call(scale, [p, whole, p, I16(-1), I32(4)])
