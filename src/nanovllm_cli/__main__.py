@@ -8,9 +8,11 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where i
     with contextlib.suppress(ValueError):  # imported by another thread than the main one
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a word until `signals.install`
 
+from nanovllm_cli.collector import come_seldom
 from nanovllm_cli.errors import UnsupportedError
 
 try:
+    come_seldom()
     import nanovllm_cli.system  # noqa: F401
 except UnsupportedError as refusal:  # before what would fail over modules that Windows' Python lacks
     hint = f"\nhint: {refusal.hint}" if refusal.hint else ""

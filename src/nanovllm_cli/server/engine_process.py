@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import signal
 
+from nanovllm_cli.collector import come_seldom, keep_loaded
+
 if __name__ == "__main__":  # before the imports, which take seconds
+    come_seldom()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal, or systemd, tells every process; the server lets answers finish
 
@@ -19,7 +22,6 @@ import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
-from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import LostProcessError, NanovllmError
