@@ -21,7 +21,7 @@ except IndexError:  # of its argument
 
 @pytest.mark.parametrize("begins", BEGINNINGS)
 def test_it_seldom_comes_while_modules_load(begins: str) -> None:
-    """By default it comes some 550 times, 4 of them through everything, which is a fifth of a command's time."""
+    """By default it comes some 550 times, 4 of them through everything, which is a sixth of a command's time."""
     counts = "import gc, nanovllm_cli.llm; print(*(each['collections'] for each in gc.get_stats()))"
     code = f"{BEGINNINGS[begins]}\n{counts}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
