@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from nanovllm_cli.engine.sampling_state import SequenceState
@@ -16,6 +17,7 @@ Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 LOWEST = float(np.finfo(np.float32).min)
+_weight = njit(lambda gap: cpu_sampling_rows.weight(gap))
 
 
 class NearTie(Exception):
@@ -98,7 +100,7 @@ def _fair_order(distances: list[float], logits: list[float]) -> None:
 def exact_weights(gaps: Floats32) -> Ints:
     """floor(2**40 * e**gap) with the kernels' own exponential, which a test holds against float64's."""
     values, places = np.unique(gaps, return_inverse=True)
-    return np.array([cpu_sampling_rows.weight(value) for value in values], dtype=np.int64)[places]
+    return np.array([_weight(value) for value in values], dtype=np.int64)[places]
 
 
 def exact_draw(logits: Floats32, params: SamplingParams, uniform: float, exclude_top: bool) -> int:

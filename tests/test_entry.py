@@ -22,7 +22,7 @@ from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 import forked
-from nanovllm_cli.kernels import cpu, entry, gates, simd, simd_compact, simd_int
+from nanovllm_cli.kernels import cpu, cpu_sampling_rows, entry, gates, simd, simd_compact, simd_int
 from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -332,3 +332,9 @@ def test_no_two_compiled_functions_of_a_module_have_one_name() -> None:
         names = [value.py_func.__qualname__ for value in {id(value): value for value in made}.values()]
         assert names
         assert len(set(names)) == len(names), names
+
+
+def test_what_only_kernels_call_says_so_to_python() -> None:
+    """Numba's own answer would be a jump to address 0, which ends the process."""
+    with pytest.raises(TypeError, match="weight can be called by compiled functions alone"):
+        cpu_sampling_rows.weight(1.0)

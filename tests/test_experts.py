@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numba
 import numpy as np
 import pytest
 import torch
@@ -255,7 +256,8 @@ def test_pairs_are_sorted_by_experts_and_those_with_many_come_last(tokens: int, 
     rows = [generator.choice(num_experts, num_chosen, replace=False, p=weights / weights.sum()) for _ in range(tokens)]
     taken = np.concatenate([np.sort(row) for row in rows]).astype(np.int64)
     begins, order, used, ends = (np.full(n, 9) for n in (num_experts + 1, len(taken), num_experts, tokens + 1))
-    num_parts = cpu_experts._sort_pairs(taken, begins, order, used, ends)
+    sort = numba.njit(lambda *arrays: cpu_experts._sort_pairs(*arrays))
+    num_parts = sort(taken, begins, order, used, ends)
     counts = np.bincount(taken, minlength=num_experts)
     assert np.diff(begins).tolist() == counts.tolist()
     assert order.tolist() == np.argsort(taken, kind="stable").tolist()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numba.core.runtime import _nrt_python
 
-from nanovllm_cli.kernels import cpu, cpu_experts
+from nanovllm_cli.kernels import cpu, cpu_experts, cpu_numbers
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format_names import parse_format
@@ -43,9 +43,8 @@ def arrays_made(call: Callable[[], object]) -> int:
 
 def test_arrays_are_counted() -> None:
     """Otherwise nothing below could fail."""
-    from nanovllm_cli.kernels.cpu_numbers import scratch
-
-    assert arrays_made(lambda: scratch(5)) == 1
+    one = numba.njit(lambda: cpu_numbers.scratch(5))
+    assert arrays_made(one) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])

@@ -13,11 +13,12 @@ int64, of each 64 outputs where their part of up begins, in steps of 32 bits alo
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from nanovllm_cli.kernels.cpu_matmul import ROWS_PER_TASK, put_row
 from nanovllm_cli.kernels.cpu_numbers import dot64, floats_at, keep, load, paged16, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, WIDENED_STEPS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import LANES
 
@@ -29,7 +30,7 @@ ONE_PAGE = 62
 """Steps of a page, by a power of two: a down lies in one."""
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _run_of(scales, module, row, end):
     """The first rows from `row` on that take of a module, before `end`: where they begin, and how many there are, MAX_ROWS at
     most. scales [rows, modules]; without modules all do."""
@@ -120,7 +121,7 @@ def up(arguments, thread, team):
     keep(memory)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _find_runs(table, taken, start, many, runs, changes):
     """Of some rows behind `start`: (side, first row, how many) of each run, and which rows take any. Returns how many runs."""
     count = 0
@@ -137,7 +138,7 @@ def _find_runs(table, taken, start, many, runs, changes):
     return count
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _take_row(line, first, sums):
     """A row's numbers from column `first` on, as many as there are of a tile's."""
     source = line[first : min(line.size, first + TILE_COLUMNS)]

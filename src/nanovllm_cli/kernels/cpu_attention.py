@@ -26,7 +26,7 @@ all rows of the work's tile.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
 from nanovllm_cli.kernels.cpu_numbers import (
@@ -42,6 +42,7 @@ from nanovllm_cli.kernels.cpu_numbers import (
     whole_lines,
 )
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import LANES
 from nanovllm_cli.kernels.simd_softmax import softmax64
@@ -54,14 +55,14 @@ SPLIT = 512
 NEG_INF = np.float32(-np.inf)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _capped(scores, scale, softcap):
     """Of a row of 64, in place."""
     for c in range(KEYS):
         scores[c] = softcap * np.tanh(scores[c] * scale / softcap)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _raise(top, total, state, acc):
     """A row is measured by a higher score from now on. state: [max, sum]; acc: its output so far; total: its latest sum."""
     if state[0] != NEG_INF:
@@ -73,7 +74,7 @@ def _raise(top, total, state, acc):
     state[1] += total
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _fold(total, total_state, part, state):
     """A part's sums into the row's. state: [max, sum] of each. Without fast math: two kernels do it, to the same bits."""
     top, other = total_state[0], state[0]
@@ -91,7 +92,7 @@ def _fold(total, total_state, part, state):
     total_state[0], total_state[1] = highest, total_state[1] * mine + state[1] * theirs
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _finish(total, state, sinks, head, target):
     """A row's sums to its result."""
     weight = state[1]
@@ -102,7 +103,7 @@ def _finish(total, state, sinks, head, target):
         store(target, d, total[d] * inverse)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _parts(first_position, count, length, window, both_ways):
     """First and last part, first and last key, of what a tile's tokens see: the last ones are not seen any more."""
     end = first_position + count
@@ -112,7 +113,7 @@ def _parts(first_position, count, length, window, both_ways):
     return begin // SPLIT, (end - 1) // SPLIT + 1, begin, end
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _fetch(blocks, count, size):
     """Ask for whole blocks ahead of their use: they lie anywhere, which hides them from the processor's own prefetcher."""
     for b in range(count):

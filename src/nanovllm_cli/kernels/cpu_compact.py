@@ -15,6 +15,7 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_matmul import put_row
 from nanovllm_cli.kernels.cpu_numbers import floats_at, keep, scratch
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import ASKING_PASSES, MAX_ROWS, TILE_COLUMNS, dot64_bf16_ahead, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_compact import (
     DIRECT_ROWS,
@@ -88,7 +89,7 @@ def compact_rows(arguments, thread, team):
         too_many[own] = 1 if used > most else 0
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _choose(counts, table, code_of):
     """The most common exponents, the lowest first among equals, into a table; code_of: their places, 16 for those without."""
     for e in range(256):
@@ -176,7 +177,7 @@ def compact_matmul(arguments, thread, team):
     keep(memory)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _by_panels(x, num_rows, x_stride, record, steps, listed, sums, panel):
     most = SMALL_PANEL_STEPS if num_rows <= SMALL_PANEL_ROWS else LARGE_PANEL_STEPS
     words = carray(typed_pointer(panel, np.uint32(0)), (most * TILE_COLUMNS,))
@@ -193,7 +194,7 @@ def _by_panels(x, num_rows, x_stride, record, steps, listed, sums, panel):
         _add_products(x + 4 * first, num_rows, x_stride, panel, some, sums, first, ahead)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _add_products(x, num_rows, x_stride, w, steps, sums, accumulate, ahead):
     """ahead: address of what will come from memory next, three lines for a step, or 0. Asked for evenly: a processor has a few
     dozen requests under way, and waits with more."""

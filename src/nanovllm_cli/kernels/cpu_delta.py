@@ -12,6 +12,7 @@ from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store, whole_lines
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_delta import (
     COLUMNS,
@@ -36,7 +37,7 @@ def _silu(x):
     return x * (np.float32(1.0) if not x < np.float32(0.0) else e) / (np.float32(1.0) + e)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
     """out [count] = silu of the convolution of these channels; rows [width, …]: their inputs, those of the token before the last
     `width - 1` first, as a ring that begins at `first`."""
@@ -59,7 +60,7 @@ def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
         out[i] = _silu(out[i])
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _gather(line, firsts, sizes, row):
     """row = a token's inputs of q, k and v, of one head each."""
     offset = 0
@@ -69,7 +70,7 @@ def _gather(line, firsts, sizes, row):
         offset += sizes[part]
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _scatter(row, firsts, sizes, with_keys, line):
     """The way back; q and k only by one of those that share them."""
     offset = 0
@@ -80,14 +81,14 @@ def _scatter(row, firsts, sizes, with_keys, line):
         offset += sizes[part]
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _divide_by_length(x, factor):
     inverse = factor / np.sqrt(sum_of_squares(np.float32(0), x.ctypes.data, x.size) + LENGTH_EPS)
     for i in range(x.size):
         x[i] = x[i] * inverse
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _mix(taps, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, product):
     """q, k and v of a token, by the inputs of it and those before it. Returns k . q. product [key_dim]: scratch."""
     _convolve(taps, bias, has_bias, ring, oldest, sizes[0], firsts[0], 0, q)
@@ -101,7 +102,7 @@ def _mix(taps, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, prod
     return sum_f32(product.ctypes.data, q.size)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _finish(found, gains, eps, z, first_z, line, first):
     """line[first …] = norm(found) * silu(z)."""
     total = sum_of_squares(np.float32(0), found.ctypes.data, found.size)
@@ -110,7 +111,7 @@ def _finish(found, gains, eps, z, first_z, line, first):
         store(line, first + i, found[i] * inverse * gains[i] * _silu(load(z, first_z + i)))
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _finish_mamba(found, v, skip, z, first_z, line, first):
     """line[first …] = (found + skip * v) * silu(z)."""
     for i in range(found.size):
@@ -122,7 +123,7 @@ def _softplus(x):
     return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _step(source, target, stride, rows, count, k, q, v, out, kept, taken, beta, alike):
     """See `simd_delta.delta_step`, of any number of columns and rows."""
     key, query, value, found = floats_at(k, (rows,)), floats_at(q, (rows,)), floats_at(v, (count,)), floats_at(out, (count,))
@@ -139,7 +140,7 @@ def _step(source, target, stride, rows, count, k, q, v, out, kept, taken, beta, 
             floats_at(target + i * stride + 4 * j, (1,))[0] = kept * number + key[i] * change
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _mamba_columns(source, target, stride, rows, count, here, kept, step, past):
     """Mamba-2's rule over COLUMNS of a state and some tokens. here: addresses of k, q, v and out, bytes from token to token."""
     k, q, v, out, key_bytes, value_bytes = here
@@ -163,7 +164,7 @@ def _mamba_columns(source, target, stride, rows, count, here, kept, step, past):
         source = target
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _place_of(stamps, reaches, head, position):
     """Of a state's two places that from which a step goes on whose first token is at `position`: the later of those that are not
     behind it, if its guesses reach that far. -1 where none does."""

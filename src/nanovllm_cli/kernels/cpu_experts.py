@@ -4,17 +4,18 @@ recorded step comes to run those that its token takes."""
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import clear_team, fields, kernel, run_kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 MOST_TOGETHER = 2
 """Parts a thread that all threads compute together, the last ones: else some have nothing to do until the others are done."""
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _score(logit, largest, total, by_sigmoid):
     """logit's sigmoid, or share of a softmax."""
     if by_sigmoid == 0:
@@ -23,7 +24,7 @@ def _score(logit, largest, total, by_sigmoid):
     return (np.float32(1.0) if logit >= 0 else e) / (np.float32(1.0) + e)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _rank(row, bias, by_sigmoid, ranks):
     """ranks = scores of a row + bias; returns what `_score` needs besides."""
     largest, total = np.float32(-np.inf), np.float32(0.0)
@@ -37,13 +38,13 @@ def _rank(row, bias, by_sigmoid, ranks):
     return largest, total
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _above(one, other):
     """A NaN is larger than any number."""
     return one > other or (np.isnan(one) and not np.isnan(other))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _keep_groups(ranks, sums, taken, best):
     """ranks become minus infinity in all groups but those whose `best` (1 or 2) largest have the largest sums. sums: scratch, of
     each group."""
@@ -65,7 +66,7 @@ def _keep_groups(ranks, sums, taken, best):
                 ranks[e] = np.float32(-np.inf)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _weigh(row, places, largest, total, by_sigmoid, norm_topk, scale, part):
     """part[c] = the score of places[c], with norm_topk over the sum of these, times scale."""
     whole = np.float32(0.0)
@@ -186,7 +187,7 @@ def take_parts(arguments, thread, team):
     keep(whole)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _sort_pairs(taken, begins, order, used, ends):
     """order: pairs by the expert they have taken, of which begins[e] to begins[e + 1] - 1 are e's. used: the experts that have
     some, those with the most at the end, where all threads are of use. ends [tokens + 1]: scratch. Returns how many experts these

@@ -12,6 +12,7 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
 
@@ -185,7 +186,7 @@ def gated_activation(arguments, thread, team):
                 store(target, i, _gelu(load(gate, i)) * load(up, i))
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FAST)
+@inner(fastmath=FAST)
 def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, norm_offset, norm_last, cos, sin, rotary, interleaved):
     """One head: buffer = rope(rms_norm(source) * (norm_offset + weight)), or with norm_last the norm of what rope makes of it,
     whose root mean square is the same. Dimensions past `rotary` are not rotated."""

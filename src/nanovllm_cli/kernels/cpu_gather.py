@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 HEAD_BYTES = 1 << 14
@@ -79,14 +80,14 @@ def _copy(typing: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), code
 
 
-@njit
+@inner
 def _area(control, rank, met):
     """Where a process writes when all have met so often."""
     words = carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))
     return words[_SHARED] + HEAD_BYTES + (2 * rank + met % 2) * words[_AREA]
 
 
-@njit
+@inner
 def _meet(control):
     """Wait until all have come here, or somebody is lost."""
     words = carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))
@@ -101,7 +102,7 @@ def _meet(control):
     words[_MET] = met
 
 
-@njit
+@inner
 def _take_row(control, met, pieces, num_pieces, row, own, out):
     """A row of the whole, at out: of each process the row that is this one in its area, of this process the one at own."""
     rank = _word(control, _RANK)
@@ -112,7 +113,7 @@ def _take_row(control, met, pieces, num_pieces, row, own, out):
         _copy(out + place, source + first, count)
 
 
-@njit
+@inner
 def _word(control, which):
     return carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))[which]
 

@@ -15,6 +15,7 @@ from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import (
     BF16,
     CHUNK,
@@ -122,13 +123,13 @@ def _largest(values):
     return float_of(most)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def record_bytes(width, step_bytes, group, scale, low):
     """See `record_kinds.RecordLayout.record_bytes`."""
     return codes_at(width, group, scale, low) + width // STEP * step_bytes
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def records_of(width, step_bytes, group, scale, low):
     """Of a tile: its columns with those that fill up the last step, how many records they are, and bytes: of a record but the
     last, of all."""
@@ -139,7 +140,7 @@ def records_of(width, step_bytes, group, scale, low):
     return padded, num_chunks, full, tile_bytes
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def codes_at(width, group, scale, low):
     """See `record_kinds.RecordLayout.codes_at`."""
     groups = (width + group - 1) // group
@@ -150,7 +151,7 @@ def codes_at(width, group, scale, low):
     return TILE * (supers + scales + groups * low_bytes)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors):
     """scales, lows: fp32 [groups * 64]; factors: scratch fp32 [64].
 
@@ -209,7 +210,7 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
             lows[i] = np.float32(zeros[i])
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
     """A record's codes, as they lie at `codes`, to u8 at `panel`: [width / 4][64 columns][4]. What lies at `ahead` is asked for
     meanwhile. unpacker, table: as in `integer_matmul`."""
@@ -219,7 +220,7 @@ def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
         unpack_codes(step_bytes // UNIT_BYTES, codes, width // STEP, panel, ahead, table)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _largest_code(bits, table):
     if table == 0:
         return (1 << bits) - 1

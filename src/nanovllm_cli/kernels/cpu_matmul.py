@@ -8,10 +8,11 @@ hundreds (the multipliers' speed). Work is split over blocks of 64 outputs, and 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from nanovllm_cli.kernels.cpu_numbers import dot64, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, typed_pointer
 
 ROWS_PER_TASK = 96
@@ -78,7 +79,7 @@ def matmul(arguments, thread, team):
     keep(memory)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def put_row(sums, line, first, added, has_bias):
     """A tile's fp32 sums, plus bias, into an output row from column `first` on."""
     width = min(TILE_COLUMNS, line.size - first)

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import (
     by_type,
     dot64_bf16,
@@ -31,7 +32,7 @@ EXP2 = tuple(map(np.float32, (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.550410
 """2**f is near their sum, f to the power of 6 times the first, and so on: its Taylor series."""
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def scratch(num_bytes):
     """u8 [num_bytes] from the beginning of a cache line on: a vector that lies in two lines takes twice the time.
 
@@ -44,7 +45,7 @@ def scratch(num_bytes):
     return memory[skip : skip + num_bytes]
 
 
-@njit(nogil=True)
+@inner
 def keep(memory):
     """Scratch is in use until here."""
     memory[:1] = 0

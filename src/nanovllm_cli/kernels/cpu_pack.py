@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import CHUNK, TILE
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -14,7 +15,7 @@ def _make_plane(plane):
     """place(source, planes, column, bits, row, shift): one plane of one column. source: u32, four codes each, eight to a step."""
     per_row, mask = 8 // plane, np.uint32(((1 << plane) - 1) * 0x01010101)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     def place(source, planes, column, bits, row, shift):
         for step in range(source.size // 8):
             for line in range(plane):
@@ -76,7 +77,7 @@ def pack_records(arguments, thread, team):
                     _plane1(source, planes, column, bits, row, shift)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _put(record, values, num_values, size, rows, first, count):
     """values u8 [rows, num_values, size], of rows[0] … rows[1] the `count` from `first` on, to record as [count, 64, size] from
     column rows[2] on; what is beyond their end (padding) stays. Addresses. Where the next part begins."""

@@ -10,18 +10,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of
+from nanovllm_cli.kernels.inner import inner
 
 BLOCK = 64
 """Logits of which the largest is noted."""
 NEG_INF = np.float32(-np.inf)
-
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Of functions that only compiled ones call: what Python would need of them takes a third of the time to compile."""
-
 
 @intrinsic
 def _num_bits(typing: Any, word: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from nanovllm_cli.kernels.cpu_sampling_allowed import inner
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 TOKEN, SCALE, MINUS, THEN_MINUS, EDIT = range(5)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.cpu_numbers import float_of
@@ -28,12 +28,12 @@ from nanovllm_cli.kernels.cpu_sampling_allowed import (
     copy_allowed,
     deviation,
     gather_allowed,
-    inner,
     num_allowed,
     of_order,
     ordered,
 )
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 TEMPERATURE, MIN_P_GAP, TOP_N_SIGMA, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTINGS = range(9)
@@ -64,7 +64,7 @@ def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), code
 
 
-@njit(error_model="numpy")
+@inner
 def weight(gap):
     """floor(2**40 * e**gap) for gap <= 0, with numpy's float32 exponential bit for bit where numpy has FMA.
 

@@ -20,6 +20,7 @@ from numba import carray, njit, types
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, records_of, unpack_panel, unpack_scales
 from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, by_type, typed_pointer
 from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
@@ -60,7 +61,7 @@ def _upper(value):
 def _filler(fill, kind):
     """One unit of codes, with the kind known to the compiler: a branch inside would keep it from using vectors."""
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     def of_one_kind(codes, table, taken, scales, lows, target):
         fill(codes, kind, table, taken, scales, lows, target)
 

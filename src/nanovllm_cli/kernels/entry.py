@@ -42,7 +42,7 @@ from typing import Any, ClassVar
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import caching, cgutils
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
@@ -50,6 +50,7 @@ from numba.extending import intrinsic
 
 from nanovllm_cli import system
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 TAG_TYPES = {"H": types.uint16, "f": types.float32, "b": types.int8, "B": types.uint8}
@@ -294,7 +295,7 @@ def _next_piece(typing: Any, counter: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@njit
+@inner
 def share(count, thread, team):
     """The tasks, of `count`, that this thread finds to do, one by one.
 
@@ -316,7 +317,7 @@ def share(count, thread, team):
             piece = _next_piece(team + (1 + owner) * _LINE)
 
 
-@njit
+@inner
 def clear_team(team, threads):
     """A team (see `share`) of so many threads at an address, of which nobody has taken anything."""
     carray(typed_pointer(team, np.int64(0)), (1,))[0] = threads

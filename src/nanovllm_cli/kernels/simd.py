@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd_ir import (
     F32,
     I64,
@@ -213,7 +214,7 @@ def _make_columns(name: str, rows: int, products: _Products, fetches: bool) -> A
     tile = _make_tile(rows, vectors, products, fetches, False)
     asked = 64 * _lines_asked(vectors)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(f"{name}_{rows}")
     def columns(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         if vectors == 4:
@@ -235,7 +236,7 @@ def _make_paged_columns(name: str, rows: int, num_vectors: int, products: _Produ
     vectors = min(num_vectors, _VECTORS_OF_ROWS[rows])
     tile, width, step_bytes = _make_tile(rows, vectors, products, False, True), 4 * LANES * num_vectors, 4 * LANES * vectors
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(f"{name}_{rows}")
     def columns(x, xs, table, page_bits, begin, w3, step, steps, out, os, add, ahead):
         for first in range(0, width, step_bytes):
@@ -248,7 +249,7 @@ def _make_dot(name: str, make_columns: Callable[[int], Any]) -> Any:
     """One compiled function for 1 to MAX_ROWS rows."""
     t1, t2, t3, t4, t5, t6 = (make_columns(rows) for rows in range(1, MAX_ROWS + 1))
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(name)
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         if rows == 6:
@@ -280,7 +281,7 @@ def _room_for_widened(typing: Any) -> Any:
     return types.int64(), code
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _widen(rows, x, xs, steps, target):
     """Pairs of bf16 of some rows as fp32, 2 * WIDENED_STEPS of them a row."""
     for r in range(rows):
@@ -296,7 +297,7 @@ def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any
         return _make_dot(name, lambda rows: _make_columns(name, rows, products, fetches))
     widened = _make_dot(f"{name}_widened", lambda rows: _make_columns(f"{name}_widened", rows, products, fetches))
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(name)
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         memory = _room_for_widened()
@@ -313,17 +314,17 @@ def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any
 
 def _make_paged_dot(name: str, vectors: int, products: _Products) -> Any:
     """The dot over 16 or 64 columns of a weight in pages, of WIDENED_STEPS steps at most, added to `out`: see `_make_tile`."""
-    inner = _make_dot(f"{name}_onto", lambda rows: _make_paged_columns(f"{name}_onto", rows, vectors, products))
+    onto = _make_dot(f"{name}_onto", lambda rows: _make_paged_columns(f"{name}_onto", rows, vectors, products))
     widens = products is _WIDENED
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(name)
     def dot(rows, x, xs, table, page_bits, begin, step, steps, out, os):
         if widens:
             memory = _room_for_widened()
             _widen(rows, x, xs, steps, memory)
             x, xs = memory, 8 * WIDENED_STEPS
-        inner(rows, x, xs, table, page_bits, begin, 0, step, steps, out, os, 1, 0)
+        onto(rows, x, xs, table, page_bits, begin, 0, step, steps, out, os, 1, 0)
 
     return dot
 

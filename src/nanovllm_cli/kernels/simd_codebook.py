@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.entry import compile_once
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
 from nanovllm_cli.kernels.simd import VECTORS, by_type, named, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
@@ -89,7 +90,7 @@ def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
     return compile_once(unpack_points, _SIGNATURE, error_model="numpy")
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def places_in_step(index_bits, length, signs):
     """Of a step: rows of indices, one for `length` codes along k; rows of their low bytes, and high bits of each; where high bits
     and signs begin; bytes."""

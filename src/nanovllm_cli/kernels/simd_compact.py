@@ -19,9 +19,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import TILE_COLUMNS, VECTORS, WIDE, pair_multiply_add
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
@@ -212,7 +213,7 @@ def _make_few() -> Any:
     made = [_make_rows(rows) for rows in range(1, FEW_ROWS + 1)]
     t1, t2, t3, t4 = made + made[-1:] * (4 - FEW_ROWS)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     def few(rows, x, xs, codes, table, steps, listed, out):
         if rows == 1:
             t1(x, xs, codes, table, steps, listed, out)

@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, WIDE, named
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
@@ -171,7 +172,7 @@ def _make_rows(rows: int, with_low: bool, small: bool) -> Any:
     tile = _make_tile(rows, vectors, with_low, small)
     parts, step = VECTORS // vectors, 64 * vectors
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(f"columns_{rows}{'_low' if with_low else ''}{'_small' if small else ''}")
     def columns(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, ahead_step):
         for part in range(parts):
@@ -189,7 +190,7 @@ def _make_dot(with_low: bool, small: bool) -> Any:
     made = [_make_rows(rows, with_low, small) for rows in range(1, TILE_ROWS + 1)]
     c1, c2, c3, c4, c5, c6 = made + made[-1:] * (MAX_ROWS - TILE_ROWS)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named(f"dot_panel{'_low' if with_low else ''}{'_small' if small else ''}")
     def dot(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if rows == 6:
@@ -216,7 +217,7 @@ def _make_choice(with_low: bool) -> Any:
     else:
         of_small = _make_dot(with_low, True)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named("dot_codes_low" if with_low else "dot_codes")
     def dot(small, rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if small:
@@ -356,7 +357,7 @@ def _make_one_row(with_low: bool) -> Any:
     p2, p3, p6 = (_make_row(planes, True, with_low) for planes in ((2,), (2, 1), (4, 2)))
     t4 = r4 if with_low else _make_row((4,), False, False, has_table=True)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     @named("one_row_low" if with_low else "one_row")
     def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add, table):
         many = group_units // STEP_UNITS

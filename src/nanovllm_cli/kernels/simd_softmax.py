@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.cpu_numbers import EXP2, LOG2_E
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import by_type
 from nanovllm_cli.kernels.simd_ir import (
     F32,
@@ -152,7 +153,7 @@ _TOGETHER = 3 if _SCALES else 1
 def _make_rows(size: int, has_factors: bool) -> Any:
     one, several = _make(size, has_factors, 1), _make(size, has_factors, _TOGETHER)
 
-    @njit(nogil=True, error_model="numpy")
+    @inner
     def rows_of_type(rows, scores, bounds, base, scale, states, factors, weights, found):
         row, risen = 0, np.int64(0)
         while row + _TOGETHER <= rows:

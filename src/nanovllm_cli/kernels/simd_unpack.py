@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import TILE
 from nanovllm_cli.kernels.simd import VECTORS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
@@ -78,7 +79,7 @@ _u4_by_table = _make_unpack((4,), has_table=True)
 _u5, _u6, _u7 = _make_unpack((4, 1)), _make_unpack((4, 2)), _make_unpack((4, 2, 1))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def unpack_codes(bits, source, steps, target, ahead, table):
     """Planes of 2 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile. table: 0,
     or of codes of 4 bits the address of 16 bytes that they stand for."""
@@ -155,7 +156,7 @@ def _halves_vectors(typing: Any, source, count, factor, target):  # type: ignore
     return types.void(types.int64, types.int64, types.float32, types.int64), code
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _halves_numbers(source, count, factor, target):
     """The same by whole numbers: finite ones, subnormal ones too, exactly."""
     bits = carray(typed_pointer(source, np.uint16(0)), (count,))

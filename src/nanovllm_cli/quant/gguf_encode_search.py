@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 BLOCK = 256
@@ -31,7 +32,7 @@ ONE = np.float32(1)  # numba makes float64 of a float32 and a whole number
 BYTE = np.uint8(0)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def to_half(value, exponent):
     """value, rounded so that value * 2**exponent is a number of float16, or one that would be if its exponents had no end."""
     if value == 0:
@@ -40,7 +41,7 @@ def to_half(value, exponent):
     return math.ldexp(np.rint(math.ldexp(value, -scale)), scale)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def normalise(x, importance, xs, ws):
     """xs, ws [256]: x * 2**-exponent, largest magnitude in [0.5, 1); importance, 1e-6 to 1. Returns the exponent."""
     largest, heaviest = np.float32(0), np.float32(0)
@@ -54,7 +55,7 @@ def normalise(x, importance, xs, ws):
     return exponent
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def copy(source, target):
     """Numba takes seconds to compile an assignment to a slice."""
     for i in range(source.size):
@@ -64,7 +65,7 @@ def copy(source, target):
 # ---- affine ----
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def affine_alone(x, w, cuts, most, lanes):
     """Step 1 for x [group]: the best scale and minimum."""
     low, high = np.float32(0), x[0]
@@ -100,7 +101,7 @@ def affine_alone(x, w, cuts, most, lanes):
     return scale, minimum
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def affine_groups(x, w, group, most, most_sub, d, dmin, scales, minima, lanes, codes, sub, sub_min):
     """Step 2: codes [256], sub and sub_min [G] for d and dmin, near the wished scales and minima [G]. Returns the error."""
     total = 0.0
@@ -128,7 +129,7 @@ def affine_groups(x, w, group, most, most_sub, d, dmin, scales, minima, lanes, c
     return total
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def wish(value, unit, most):
     """The first of four whole numbers around value / unit, all of them within 0 … most."""
     if unit <= 0:
@@ -136,7 +137,7 @@ def wish(value, unit, most):
     return np.int32(min(max(np.floor(value / unit) - 1, np.float32(0)), np.float32(most - 3)))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def affine_fit(x, w, group, codes, sub, sub_min):
     """Step 3: d and dmin of least squares, given everything else."""
     uu, uv, vv, xu, xv = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -211,7 +212,7 @@ def affine(arguments, thread, team):
 # ---- symmetric ----
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def symmetric_alone(x, w, cuts, half, lanes):
     """Step 1 for x [group]: the best scale, of either sign."""
     largest = np.float32(0)
@@ -237,7 +238,7 @@ def symmetric_alone(x, w, cuts, half, lanes):
     return scale
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def symmetric_groups(x, w, group, half, half_sub, d, scales, lanes, codes, sub):
     """Step 2: codes [256] and sub [G] for d, near the wished scales [G]. Returns the error."""
     total = 0.0
@@ -264,7 +265,7 @@ def symmetric_groups(x, w, group, half, half_sub, d, scales, lanes, codes, sub):
     return total
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def symmetric_fit(x, w, group, half, codes, sub):
     """Step 3: d of least squares, given everything else."""
     uu, xu = 0.0, 0.0
