@@ -185,3 +185,25 @@ def awq(group: int) -> Maker:
 
 def awq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": True, "version": "gemm"}
+
+
+def nvfp4(kind: str) -> Maker:
+    """kind: "modelopt" or "compressed"."""
+
+    def make(rows: int, columns: int, random: np.random.Generator) -> Made:
+        codes = random.integers(0, 16, (rows, columns))
+        scales = random.integers(0x48, 0x7F, (rows, columns // 16), dtype=np.uint8)  # 4 to 448
+        factor, names = np.float32(random.uniform(0.5, 1.5) / 8192), ("weight", "weight_scale_2", "input_scale")
+        if kind == "compressed":
+            factor, names = 1 / factor, ("weight_packed", "weight_global_scale", "input_global_scale")
+        tensors = {
+            names[0]: torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)),
+            "weight_scale": torch.from_numpy(scales).view(torch.float8_e4m3fn),
+            names[1]: torch.tensor([factor]) if kind == "compressed" else torch.tensor(factor),
+            names[2]: torch.tensor([3.0]),
+        }
+        numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        values = np.concatenate([numbers, -numbers])[codes] * np.repeat(e4m3(scales), 16, 1)
+        return tensors, values / float(factor) if kind == "compressed" else values * float(factor)
+
+    return make

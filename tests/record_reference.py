@@ -50,7 +50,7 @@ def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:
         codes,
         scales,
         whole("lows", LOW_DTYPES.get(layout.low, torch.uint8)),
-        whole("supers", torch.float16),
+        whole("supers", torch.float32 if layout.scale == kinds.UE4M3 else torch.float16),
         whole("super_lows", torch.float16),
         signs,
     )
@@ -80,7 +80,7 @@ def dequantize(layout: RecordLayout, rows: RecordRows) -> torch.Tensor:
         scale = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 128)
     elif layout.scale == kinds.UE4M3:
         exponent, fraction = scales.int() >> 3, (scales & 7).float()
-        scale = torch.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * torch.exp2(exponent - 10.0)) / 2**layout.unit
+        scale = torch.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * torch.exp2(exponent - 10.0))
     else:
         scale = scales.float()
     if rows.supers is not None:
@@ -121,7 +121,7 @@ def _record(layout: RecordLayout, tile: np.ndarray, chunk: int) -> _Record:
         begin, at = at, at + int(np.prod(shape))
         return tile[begin:at].reshape(shape)
 
-    supers = take(layout.has_supers, 1, TILE, 2)
+    supers = take(layout.has_supers, 1, TILE, 4 if layout.scale == kinds.UE4M3 else 2)
     super_lows = take(layout.has_super_lows, 1, TILE, 2)
     scales = take(True, -(-width // layout.scale_span), TILE, SCALE_DTYPES[layout.scale].itemsize)
     lows = take(layout.low in LOW_DTYPES, groups, TILE, LOW_DTYPES.get(layout.low, torch.uint8).itemsize)

@@ -17,7 +17,7 @@ from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.cpu_values import CpuValues
 from nanovllm_cli.quant.format import Blocks, Integer
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
-from nanovllm_cli.quant.rows import BlockRows, IntegerRows
+from nanovllm_cli.quant.rows import BlockRows, IntegerRows, take_rows
 from record_reference import dequantize
 from test_cpu_records import CODEBOOKS, KINDS, codebook_layout, random_rows
 
@@ -243,6 +243,27 @@ def test_every_block_type(name: str) -> None:
     assert error(storage.matmul(x, None, torch.float32), rounded(x, BLOCKS[name].group) @ values.double().T) < 1e-6
     ids = torch.arange(n)
     assert torch.equal(storage.rows(ids, None), values.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_nvfp4_have_factors(dtype: torch.dtype) -> None:
+    """As small as of a weight of 1e-3, and beyond what a scale of 16 bits holds."""
+    n = 70
+    data, factors = block_bytes("NVFP4", n, 5), torch.logspace(-12, 2, n)
+    values = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType.NVFP4)).double() * factors.double()[:, None]
+    exact, rounding = CpuValues(Blocks("NVFP4"), n, 320, dtype, rounds=False), CpuInteger(Blocks("NVFP4"), n, 320, dtype)
+    for storage in (exact, rounding):
+        storage.load_rows(40, take_rows(BlockRows(data, factors), slice(40, n)))
+        storage.load_rows(0, take_rows(BlockRows(data, factors), slice(0, 40)))
+    x = randn(7, 320, dtype=dtype)
+    for found, wanted in (
+        (exact.matmul(x, None, torch.float32), x.double() @ values.T),
+        (rounding.matmul(x, None, torch.float32), rounded(x, 16) @ values.T),
+    ):
+        assert ((found.double() - wanted).abs() / wanted.abs().amax(0)).max() < 2e-6
+    assert torch.allclose(exact.rows(torch.arange(n), None).double(), values, rtol=2**-8, atol=0)
+    assert torch.equal(exact.rows(torch.arange(n), None), rounding.rows(torch.arange(n), None))
+    assert torch.allclose(Blocks("NVFP4").dequantize(BlockRows(data, factors)).double(), values, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))

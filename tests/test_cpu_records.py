@@ -98,7 +98,7 @@ def random_rows(layout: RecordLayout, seed: int = 0) -> RecordRows:
         codes,
         scales,
         lows,
-        floats((n, supers), torch.float16) if layout.has_supers else None,
+        floats((n, supers), torch.float32 if layout.scale == UE4M3 else torch.float16) if layout.has_supers else None,
         floats((n, supers), torch.float16) if layout.has_super_lows else None,
         signs,
     )

@@ -18,6 +18,7 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.quant import block_layout
 from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.rows import BlockRows
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
@@ -101,5 +102,5 @@ def test_blocks_are_packed_for_the_device(name: str) -> None:
     with fake_cuda():
         for source in (rows, rows.to(CUDA)) if name not in block_layout.LOOKED_UP else (rows,):
             weight = block_layout.empty(name, 48, 512, CUDA)
-            block_layout.pack_rows(weight, 16, source)
+            block_layout.pack_rows(weight, 16, BlockRows(source))
             assert weight.data.device == CUDA

@@ -15,6 +15,7 @@ from nanovllm_cli.kernels.block_records import PackedBlocks
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.quant import block_layout
 from nanovllm_cli.quant.gguf_blocks import BLOCKS, decompose
+from nanovllm_cli.quant.rows import BlockRows
 from test_cpu_integer import rounded
 from test_gguf_blocks import any_bytes, expected
 from test_kernel_gemv import normed
@@ -23,7 +24,7 @@ pytestmark = needs_emulation
 BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 # Groups of 16 and 32, offsets, each kind of scale and low; planes and tables are test_kernel_block_unpack.py's matter.
-SEVERAL = ("Q5_1", "Q8_0", "Q2_K", "Q6_K", "MXFP4")
+SEVERAL = ("Q5_1", "Q8_0", "Q2_K", "Q6_K", "MXFP4", "NVFP4")
 # rows, outputs, width of Q4_K: fused and not, one record and many, tails of tiles, more tiles than blocks
 SHAPES = [
     (1, 1, 256), (2, 17, 512), (1, 700, 256), (3, 33, 1024), (4, 16, 2304), (8, 40, 512), (19, 35, 256),
@@ -42,9 +43,10 @@ def weights(name: str, outputs: int, width: int, seed: int = 0) -> tuple[PackedB
             blocks[:, place] = blocks[:, place] % 8 + 120
         else:
             blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x28  # f16 with exponents of 2^-5 to 2^-4
-    weight = block_layout.empty(name, outputs, width, CPU)
-    block_layout.pack_rows(weight, 0, data)
-    return weight, torch.from_numpy(expected(name, data.numpy())).double()
+    weight, values = block_layout.empty(name, outputs, width, CPU), torch.from_numpy(expected(name, data.numpy())).double()
+    factors = torch.linspace(0.5, 1.5, outputs) * 2**-8 if name == "NVFP4" else None
+    block_layout.pack_rows(weight, 0, BlockRows(data, factors))
+    return weight, values if factors is None else values * factors.double()[:, None]
 
 
 def product(x: torch.Tensor, values: torch.Tensor, group: int) -> torch.Tensor:

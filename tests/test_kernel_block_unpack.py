@@ -16,12 +16,13 @@ from nanovllm_cli.quant import block_layout
 from nanovllm_cli.quant.cpu_integer import layout_of
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
+from nanovllm_cli.quant.rows import BlockRows
 from test_gguf_blocks import any_bytes, expected
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 # One of each plane, scale, low and table; the other types differ from these by a number.
-SEVERAL = ("Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ2_XXS")
+SEVERAL = ("Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "NVFP4", "IQ2_XXS")
 
 
 def some_blocks(name: str, rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +35,7 @@ def some_blocks(name: str, rows: int, width: int, seed: int = 0) -> tuple[torch.
 
 def packed(name: str, data: torch.Tensor, width: int) -> PackedBlocks:
     weight = block_layout.empty(name, data.shape[0], width, CPU)
-    block_layout.pack_rows(weight, 0, data)
+    block_layout.pack_rows(weight, 0, BlockRows(data))
     return weight
 
 
@@ -86,13 +87,13 @@ def test_rows_may_come_in_any_pieces(name: str) -> None:
     data, _ = some_blocks(name, 53, 512)
     pieces = block_layout.empty(name, 53, 512, CPU)
     for first, last in [(20, 33), (0, 3), (33, 53), (3, 16), (16, 20)]:
-        block_layout.pack_rows(pieces, first, data[first:last])
+        block_layout.pack_rows(pieces, first, BlockRows(data[first:last]))
     assert torch.equal(pieces.data, packed(name, data, 512).data)
 
 
 @pytest.mark.parametrize("name", list(records.KINDS))
 def test_a_weight_takes_little_more_than_its_file(name: str) -> None:
-    """NVFP4 takes 11 % more, and types with codebooks up to twice as much: their points become codes."""
+    """Types with codebooks take up to twice as much: their points become codes."""
     weight = block_layout.empty(name, 64, 4096, CPU)
     assert weight.data.nbytes <= 1.05 * Blocks(name).row_bytes(4096) * 64
 
@@ -108,7 +109,7 @@ def test_types_and_widths_without_kernels_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="260"):
         block_layout.empty("Q4_K", 16, 260, CPU)
     with pytest.raises(CheckpointError):
-        block_layout.pack_rows(block_layout.empty("Q8_0", 16, 64, CPU), 0, torch.zeros(16, 67, dtype=torch.uint8))
+        block_layout.pack_rows(block_layout.empty("Q8_0", 16, 64, CPU), 0, BlockRows(torch.zeros(16, 67, dtype=torch.uint8)))
 
 
 @needs_emulation

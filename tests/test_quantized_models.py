@@ -18,7 +18,7 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from quantized_checkpoints import Maker, Tensors, awq, awq_config, fp8, gptq, gptq_config, module, packed, write
+from quantized_checkpoints import Maker, Tensors, awq, awq_config, fp8, gptq, gptq_config, module, nvfp4, packed, write
 from test_models import whole_batch
 
 SIZES = {
@@ -31,6 +31,7 @@ PROMPTS = [[7, 200, 31], list(range(40, 77)), [5]]
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FP8_BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 FP8_STATIC = FP8 | {"activation_scheme": "static"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 CASES: dict[str, tuple[Any, Maker, dict[str, Any]]] = {
     "fp8 blocks, llama": (LlamaConfig(**SIZES), fp8("block", "weight_scale_inv"), FP8_BLOCKS),
@@ -52,6 +53,8 @@ CASES: dict[str, tuple[Any, Maker, dict[str, Any]]] = {
         Qwen3MoeConfig(**SIZES, **EXPERTS), gptq(4, 64, symmetric=False, order=True, version=2),
         gptq_config(4, 64, False, True, 2),
     ),
+    "nvfp4, llama": (LlamaConfig(**SIZES), nvfp4("modelopt"), NVFP4),
+    "nvfp4, experts": (Qwen3MoeConfig(**SIZES, **EXPERTS), nvfp4("modelopt"), NVFP4),
     "awq, experts": (Qwen3MoeConfig(**SIZES, **EXPERTS), awq(32), awq_config(32)),
 }  # fmt: skip
 

@@ -8,8 +8,8 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int F16 = 1, E8M0 = 3, SUB_U8 = 4, SUB_I8 = 5;          // SCALE
-constexpr int NO_LOW = 0, MIN = 2, SUB_MIN = 3, NIBBLE = 4;       // LOW
+constexpr int F16 = 1, E8M0 = 3, SUB_U8 = 4, SUB_I8 = 5, UE4M3 = 7;  // SCALE
+constexpr int NO_LOW = 0, MIN = 2, SUB_MIN = 3, NIBBLE = 4;         // LOW
 
 constexpr int TILE = 16, STEP = 64;
 constexpr bool HAS_SUPERS = SCALE >= SUB_U8, HAS_SUPER_LOWS = LOW >= SUB_MIN;
@@ -21,7 +21,8 @@ constexpr int HIGH_AT = STEPS * WARP_SIZE * LANE_BASE;
 constexpr int SCALES_AT = HIGH_AT + STEPS * WARP_SIZE * LANE_HIGH;
 constexpr int LOWS_AT = SCALES_AT + TILE * GROUPS * SCALE_BYTES;
 constexpr int SUPERS_AT = LOWS_AT + TILE * GROUPS * LOW_BYTES;
-constexpr int RECORD_BYTES = SUPERS_AT + TILE * 2 * (HAS_SUPERS + HAS_SUPER_LOWS);
+constexpr int SUPER_BYTES = SCALE == UE4M3 ? 4 : 2 * (HAS_SUPERS + HAS_SUPER_LOWS);
+constexpr int RECORD_BYTES = SUPERS_AT + TILE * SUPER_BYTES;
 static_assert(RECORD_BYTES % 16 == 0 && (GROUP == 16 || GROUP == 32), "whole loads; groups of half an mma or a whole one");
 
 // A lane's codes of a step, four a word: [32 columns][16 columns][row r, row r + 8], as two mma.m16n8k32 take them.
@@ -95,6 +96,10 @@ struct RowSupers {
   float scale = 1.0f, low = 1.0f;
 
   DEVICE RowSupers(const uint8_t* record, int row) {
+    if (SCALE == UE4M3) {  // whose scales are read as halves: 2^-8 of what they are
+      scale = reinterpret_cast<const float*>(record + SUPERS_AT)[row] * (256.0f / (1 << UNIT));
+      return;
+    }
     const half* supers = reinterpret_cast<const half*>(record + SUPERS_AT) + row;
     if (HAS_SUPERS) scale = to_float(supers[0]) * (1.0f / (1 << UNIT));
     if (HAS_SUPER_LOWS) low = -to_float(supers[TILE]);
@@ -118,6 +123,7 @@ struct RowScales {
       const uint32_t exponent = scales[0] >> group * 8 & 0xff;
       return __uint_as_float((max(exponent, 1u) - 1) << 23);
     }
+    if (SCALE == UE4M3) return supers.scale * __half2float(__ushort_as_half((unsigned short)((scales[0] >> group * 8 & 0x7f) << 7)));
     if (SCALE == SUB_I8) return supers.scale * (byte_at(scales, group) - (BYTE_BASE + 128.0f));  // from -128 on
     return times(supers.scale, LOW == NIBBLE ? nibble_at(scales, group * 8) : byte_at(scales, group));
   }

@@ -5,9 +5,9 @@ A weight [N, K] is cut into tiles of 16 rows (outputs) and records of 256 column
 filled up with zeros. Records lie along K, then along N, and one is read from its begin to its end:
 
     codes        bit planes, in steps of 64 columns
-    scales       [16, groups]: f16, e8m0, or a byte that an f16 of the row multiplies (a signed one as b + 128)
+    scales       [16, groups]: f16, e8m0, or a byte that an f16 of the row multiplies (a signed one as b + 128), ue4m3 an f32
     lows         [16, groups]: f16 that are added, or bytes; where there are any
-    supers       [16] f16, and [16] f16 for the lows; where there are any
+    supers       [16] f16 or f32, and [16] f16 for the lows; where there are any
 
 A step's codes are those that a warp multiplies by two mma.m16n8k32 (PTX ISA; the weight is their A): lane 4 r + c has rows r and
 r + 8, and of each 16 columns 4 c … 4 c + 3. A word is four such codes, and a lane has eight words: [32 columns][16 columns][row].
@@ -61,8 +61,7 @@ def record_bytes(layout: RecordLayout) -> int:
     columns = columns_of(layout)
     low = LOW_DTYPES[layout.low].itemsize if layout.low in LOW_DTYPES else 0
     a_row = columns // layout.group * (SCALE_DTYPES[layout.scale].itemsize + low)
-    supers = 2 * (layout.has_supers + layout.has_super_lows)
-    return TILE * (columns * layout.bits // 8 + a_row + supers)
+    return TILE * (columns * layout.bits // 8 + a_row + layout.super_bytes)
 
 
 def shape(layout: RecordLayout) -> tuple[int, int, int]:
@@ -78,7 +77,7 @@ def signed_table(layout: RecordLayout) -> list[int] | None:
 def constants(layout: RecordLayout) -> tuple[tuple[str, str | int], ...]:
     """What block_records.cuh is compiled with."""
     assert layout.group in (16, 32), layout
-    assert layout.scale in (kinds.F16, kinds.E8M0, kinds.SUB_U8, kinds.SUB_I8), layout
+    assert layout.scale in (kinds.F16, kinds.E8M0, kinds.SUB_U8, kinds.SUB_I8, kinds.UE4M3), layout
     table = signed_table(layout)
     # Eight bits are signed as they lie, and so are the numbers of a table.
     offset = 0 if table is not None or layout.bits == 8 else layout.offset
@@ -93,11 +92,11 @@ def constants(layout: RecordLayout) -> tuple[tuple[str, str | int], ...]:
 
 
 def _kind(
-    bits: int, group: int, scale: int, low: int = kinds.NO_LOW, offset: int = 0, table: tuple[int, ...] = ()
+    bits: int, group: int, scale: int, low: int = kinds.NO_LOW, offset: int = 0, table: tuple[int, ...] = (), unit: int = 0
 ) -> RecordLayout:
     """table: signed."""
     offset = -min(table) if table else offset
-    return RecordLayout(1, 256, bits, group, scale, low, offset, 0, tuple(value + offset for value in table) or None)
+    return RecordLayout(1, 256, bits, group, scale, low, offset, unit, tuple(value + offset for value in table) or None)
 
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -116,6 +115,7 @@ KINDS = {
     "IQ4_NL": _kind(4, 32, kinds.F16, table=_IQ4),
     "IQ4_XS": _kind(4, 32, kinds.SUB_I8, table=_IQ4),
     "MXFP4": _kind(4, 32, kinds.E8M0, table=_FP4),
+    "NVFP4": _kind(4, 16, kinds.UE4M3, table=_FP4, unit=1),
 }
 """Layouts of the common types, one row each: what the compile gate builds kernels of. What storages take comes from the types
 themselves (quant/block_layout.py), and is the same."""

@@ -144,11 +144,16 @@ def records_of(width, step_bytes, group, scale, low):
 def codes_at(width, group, scale, low):
     """See `record_kinds.RecordLayout.codes_at`."""
     groups = (width + group - 1) // group
-    supers = 2 * (int(SUB_U8 <= scale <= SUB_ODD) + int(low >= SUB_MIN))
     scale_bytes = 4 if scale == F32 else (2 if scale == F16 or scale == BF16 else 1)
     scales = (groups + 1) // 2 if scale == SUB_ODD else groups * scale_bytes
     low_bytes = 2 if low == MIN else (1 if low == ZERO or low == SUB_MIN else 0)
-    return TILE * (supers + scales + groups * low_bytes)
+    return TILE * (super_bytes(scale, low) + scales + groups * low_bytes)
+
+
+@inner
+def super_bytes(scale, low):
+    """See `record_kinds.RecordLayout.super_bytes`."""
+    return (4 if scale == UE4M3 else 2 * int(SUB_U8 <= scale <= SUB_ODD)) + 2 * int(low >= SUB_MIN)
 
 
 @inner
@@ -159,7 +164,7 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
     it is)."""
     count = (width + group - 1) // group * TILE
     supers, super_lows = record, record + 2 * TILE
-    at = record + 2 * TILE * (int(SUB_U8 <= scale <= SUB_ODD) + int(low >= SUB_MIN))
+    at = record + TILE * super_bytes(scale, low)
     if scale == F16:
         unpack_halves(at, count, np.float32(1.0), scales.ctypes.data)
         at += 2 * count
@@ -181,9 +186,11 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
             scales[i] = float_of(word)
         at += count
     elif scale == UE4M3:
-        small, to_unit = carray(typed_pointer(at, np.uint8(0)), (count,)), float_of(np.int32((247 - unit) << 23))
-        for i in range(count):
-            scales[i] = float_of(np.uint32(small[i]) << np.uint32(20)) * to_unit
+        small, floats = carray(typed_pointer(at, np.uint8(0)), (count,)), carray(typed_pointer(supers, np.float32(0)), (TILE,))
+        to_unit = float_of(np.int32((247 - unit) << 23))
+        for g in range(count // TILE):
+            for i in range(TILE):
+                scales[g * TILE + i] = float_of(np.uint32(small[g * TILE + i]) << np.uint32(20)) * to_unit * floats[i]
         at += count
     else:
         groups, half_to_unit = count // TILE, float_of(np.int32((127 - unit) << 23))

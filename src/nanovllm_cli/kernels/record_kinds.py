@@ -17,7 +17,8 @@ STEP = 32
 F32, F16, BF16, E8M0, SUB_U8, SUB_I8, SUB_ODD, UE4M3 = range(8)
 """Kinds of scale. SUB_*: whole numbers that an f16 a record multiplies (GGUF's super-blocks); SUB_ODD: 1, 3, … 31, of which two
 groups share a byte, the first in the lower half. E8M0: 2**(byte - 128), half of what the byte says elsewhere, for codes that are
-twice the value (fp4's are 0.5 apart). UE4M3: an 8-bit float of seven bits, four of exponent and three of fraction."""
+twice the value (fp4's are 0.5 apart). UE4M3: an 8-bit float of seven bits, four of exponent and three of fraction, times
+an f32 a row that every record has (NVFP4's)."""
 NO_LOW, ZERO, MIN, SUB_MIN, NIBBLE = range(5)
 """Kinds of what is taken off. ZERO: u8 codes; MIN: f16, added; SUB_MIN: u8 times an f16 a record; NIBBLE: the same, in the upper
 half of the scale's byte."""
@@ -74,7 +75,7 @@ class Codebook:
 class RecordLayout:
     """A packed [num_rows, width] weight: scale * (table[code] - offset) - low. scale, low: kinds as above.
 
-    bits: of a code; 0 with a codebook. unit: supers and UE4M3 scales are divided by 2**unit. table: 16 bytes, what codes of up to
+    bits: of a code; 0 with a codebook. unit: supers are divided by 2**unit. table: 16 bytes, what codes of up to
     4 bits stand for; None: for themselves.
     """
 
@@ -114,11 +115,16 @@ class RecordLayout:
 
     @property
     def has_supers(self) -> bool:
-        return self.scale in (SUB_U8, SUB_I8, SUB_ODD)
+        return self.scale in (SUB_U8, SUB_I8, SUB_ODD, UE4M3)
 
     @property
     def has_super_lows(self) -> bool:
         return self.low in (SUB_MIN, NIBBLE)
+
+    @property
+    def super_bytes(self) -> int:
+        """Of a row in a record."""
+        return (4 if self.scale == UE4M3 else 2 * self.has_supers) + 2 * self.has_super_lows
 
     @property
     def scale_span(self) -> int:
@@ -136,10 +142,9 @@ class RecordLayout:
     def codes_at(self, width: int) -> int:
         """Bytes before the codes in a record of `width` codes along k."""
         groups = -(-width // self.group)
-        supers = 2 * (self.has_supers + self.has_super_lows)
         scales = -(-width // self.scale_span) * SCALE_DTYPES[self.scale].itemsize
         low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
-        return TILE * (supers + scales + groups * low)
+        return TILE * (self.super_bytes + scales + groups * low)
 
     def record_bytes(self, width: int) -> int:
         """Bytes of a record of `width` codes along k."""

@@ -17,8 +17,8 @@ from nanovllm_cli.quant.rows import BlockRows
 
 TYPES = tuple(name for name, kind in BLOCKS.items() if kind.group in (16, 32))
 """Those that have kernels: all but the ternary ones, whose scales cover 256 columns."""
-LOOKED_UP = tuple(name for name in TYPES if name.startswith(("IQ1", "IQ2", "IQ3", "NVFP4")))
-"""Whose points or scales come from tables on the host."""
+LOOKED_UP = tuple(name for name in TYPES if name.startswith(("IQ1", "IQ2", "IQ3")))
+"""Whose points come from tables on the host."""
 
 
 def empty(type_name: str, num_rows: int, width: int, device: torch.device) -> PackedBlocks:
@@ -31,12 +31,13 @@ def empty(type_name: str, num_rows: int, width: int, device: torch.device) -> Pa
     return PackedBlocks(type_name, layout, torch.zeros(records.shape(layout), dtype=torch.uint8, device=device))
 
 
-def pack_rows(weight: PackedBlocks, first_row: int, rows: torch.Tensor) -> None:
-    """Blocks as in a file, uint8 [n, bytes of a row] on any device, become rows first_row …, which nobody has set before. Packed
+def pack_rows(weight: PackedBlocks, first_row: int, rows: BlockRows) -> None:
+    """Rows of the weight's type on any device become rows first_row …, which nobody has set before. Packed
     where the weight is, if they can be: a model of 8B takes a GPU a second, and 16 cores half a minute (est.)."""
     layout = weight.layout
-    rows = rows.cpu() if weight.type in LOOKED_UP else rows.to(weight.data.device)
-    packed = pack(layout, record_rows(Blocks(weight.type), BlockRows(rows), layout), first_row % TILE)
+    where = torch.device("cpu") if weight.type in LOOKED_UP else weight.data.device
+    data, factors = rows.data.to(where), None if rows.factors is None else rows.factors.to(where)
+    packed = pack(layout, record_rows(Blocks(weight.type), BlockRows(data, factors), layout), first_row % TILE)
     first = first_row // TILE
     weight.data[first : first + packed.shape[0]] |= packed.to(weight.data.device)
 

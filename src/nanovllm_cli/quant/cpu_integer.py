@@ -94,23 +94,22 @@ def layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout
     if kind.table is not None:
         offset = -min(kind.table)
         table = tuple(value + offset for value in kind.table)
-    unit = round(1 / kind.unit).bit_length() - 1
+    unit = 1 if kind.d_values == gguf_blocks.UE4M3 else round(1 / kind.unit).bit_length() - 1
     if kind.sub is not None:
         scale = kinds.SUB_U8 if kind.sub == torch.uint8 else kinds.SUB_I8
     else:
-        scale = kinds.E8M0 if kind.d_values == gguf_blocks.E8M0 else kinds.F16
+        of_bytes = kinds.UE4M3 if kind.d_values == gguf_blocks.UE4M3 else kinds.E8M0
+        scale = kinds.F16 if kind.d_values is None else of_bytes
     return RecordLayout(num_rows, width, kind.code_bits, kind.group, scale, low, offset, unit, table)
 
 
 def compact_layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout:
-    """The same, but as small as the file where codes for each number, or scales of 16 bits, are more than 1.1 of it: points of
-    codebooks, and scales of 4 and 8 bits. A CPU looks them up while it unpacks a record."""
+    """The same, but as small as the file where codes for each number are more than 1.1 of it: points of codebooks, and scales of
+    4 bits. A CPU looks them up while it unpacks a record."""
     layout = layout_of(form, num_rows, width)
     if isinstance(form, Integer):
         return layout
     kind = gguf_blocks.block_type(form.type)
-    if kind.d_values == gguf_blocks.UE4M3:
-        return replace(layout, scale=kinds.UE4M3, unit=1)
     known = _codebook(kind, layout.table)
     if known is None:
         return layout
@@ -149,8 +148,9 @@ def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayou
     if layout.codebook is not None:
         return _point_rows(form.type, rows.data)
     parts = gguf_blocks.decompose(form.type, rows.data)
-    if parts.kind.d_values == gguf_blocks.UE4M3 and layout.scale == kinds.F16:
-        return RecordRows(parts.codes, parts.scales().half())
+    if layout.scale == kinds.UE4M3:
+        factors = torch.ones(len(parts.d), device=parts.d.device) if rows.factors is None else rows.factors
+        return RecordRows(parts.codes, parts.d, None, factors.unsqueeze(1).expand(-1, layout.num_chunks))
     if parts.sub is None:
         return RecordRows(parts.codes, parts.d, None if parts.dmin is None else -parts.dmin)
     if layout.low == kinds.NIBBLE:

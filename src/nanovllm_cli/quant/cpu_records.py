@@ -6,8 +6,8 @@
 A weight [N, K] is cut into tiles of 64 rows (columns of the output) and chunks of 256 along k (the last one shorter: K rounded up
 to 32). A tile's chunks lie behind each other, tiles behind each other. A (tile, chunk) is one record:
 
-    supers   [64] f16, [64] f16            one a column: of sub scales, of sub mins; where there are any
-    scales   [groups, 64]                  f32, f16, bf16, e8m0 (a power of two), ue4m3, or u8 / i8 times the super; odd numbers
+    supers   [64] f16, [64] f16            one a column: of sub scales (f32 of ue4m3), of sub mins; where there are any
+    scales   [groups, 64]                  f32, f16, bf16, e8m0 (a power of two), or ue4m3 / u8 / i8 times the super; odd numbers
                                            times the super: [groups / 2, 64], a byte for two groups
     lows     [groups, 64]                  u8 zero points, f16 mins (added), u8 times the second super; where there are any
     codes    [k / 32, bits, 64, 4] bytes   32 k's of 64 columns, as bit planes
@@ -48,9 +48,9 @@ class RecordRows:
     """Rows in plain arrays: what a record is packed from. G groups, S = ceil(K / 256).
 
     codes u8 [n, K]; scales [n, G] in the layout's type; lows [n, G] (None where the layout has none or nibbles);
-    supers, super_lows f16 [n, S] or None. kinds.NIBBLE: a scale's byte is sub scale | sub min << 4; kinds.SUB_ODD: [n, G / 2],
-    two nibbles of (scale - 1) / 2. With a codebook codes are indices i16 [n, K / length], and signs u8 [n, K / 8] have a bit a
-    code, lowest first, or 1 a point; None for those without.
+    supers (of kinds.UE4M3: f32), super_lows f16 [n, S] or None. kinds.NIBBLE: a scale's byte is sub scale | sub min << 4;
+    kinds.SUB_ODD: [n, G / 2], two nibbles of (scale - 1) / 2. With a codebook codes are indices i16 [n, K / length], and signs u8
+    [n, K / 8] have a bit a code, lowest first, or 1 a point; None for those without.
     """
 
     codes: torch.Tensor

@@ -42,7 +42,7 @@ class CudaBlocks(CudaStorage):
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         quantized = self._form.quantize(rows.cpu()) if isinstance(rows, torch.Tensor) else rows
         assert isinstance(quantized, BlockRows), "rows of this format"
-        block_layout.pack_rows(self._weight, first_row, quantized.data)
+        block_layout.pack_rows(self._weight, first_row, quantized)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return block_unpack.block_rows(self._launcher, self._weight, ids, self._dtype, table)

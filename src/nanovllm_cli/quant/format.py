@@ -262,7 +262,7 @@ class Blocks:
 
     def dequantize(self, rows: QuantizedRows) -> torch.Tensor:
         assert isinstance(rows, BlockRows)
-        return dequantize(self.type, rows.data)
+        return dequantize(self.type, rows.data, rows.factors)
 
 
 def _kept(scales: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

@@ -149,12 +149,13 @@ def _as_rows(kind: BlockType, data: torch.Tensor, part: torch.Tensor) -> torch.T
     return part.contiguous().view(n, row_bytes // kind.block_bytes * part.shape[1])
 
 
-def dequantize(type_name: str, data: torch.Tensor) -> torch.Tensor:
-    """Of uint8 [n, bytes a row], float32 [n, K]. Errors as of `decompose`."""
+def dequantize(type_name: str, data: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """Of uint8 [n, bytes a row], float32 [n, K]. factors: see `BlockRows`. Errors as of `decompose`."""
     parts = decompose(type_name, data)
     n, width = parts.codes.shape
     weights = parts.values().view(n, width // parts.group, parts.group)
-    weights *= parts.scales().unsqueeze(-1)
+    scales = parts.scales() if factors is None else parts.scales() * factors.unsqueeze(-1)
+    weights *= scales.unsqueeze(-1)
     minima = parts.minima()
     if minima is not None:
         weights -= minima.unsqueeze(-1)

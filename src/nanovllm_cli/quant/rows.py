@@ -41,9 +41,11 @@ class Nf4Rows(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """GGUF blocks as in a file: data uint8 [n, bytes of a row]."""
+    """GGUF blocks as in a file: data uint8 [n, bytes of a row]. factors: float32 [n], by which rows of NVFP4 are multiplied, or
+    None for ones."""
 
     data: torch.Tensor
+    factors: torch.Tensor | None = None
 
 
 QuantizedRows = IntegerRows | Fp8Rows | Nf4Rows | BlockRows
@@ -61,7 +63,7 @@ def take_rows(rows: torch.Tensor | QuantizedRows, which: slice) -> torch.Tensor 
     if isinstance(rows, torch.Tensor):
         return rows[which]
     if isinstance(rows, BlockRows):
-        return BlockRows(rows.data[which])
+        return BlockRows(rows.data[which], None if rows.factors is None else rows.factors[which])
     taken = rows._replace(codes=rows.codes[which], scales=rows.scales[which])
     if isinstance(taken, IntegerRows) and taken.zeros is not None:
         taken = taken._replace(zeros=taken.zeros[which])

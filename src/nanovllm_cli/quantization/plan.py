@@ -25,6 +25,7 @@ from nanovllm_cli.weights.convert_stacked import stack_name
 from nanovllm_cli.weights.convert_tensors import quantized_already
 from nanovllm_cli.weights.stacked import holds_several, stack_of, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
+from nanovllm_cli.weights.weight_reader import refuse_factors
 
 KEEP = "keep"
 ATTENTION = ("attention_gate", "q", "k", "v", "qkv", "o")
@@ -257,6 +258,8 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
     """All matrices that the model multiplies with or looks up, in its order. A tied head counts where it is to differ."""
     checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
     there = names_of(checkpoint)
+    if choices.requantize:
+        refuse_factors(checkpoint)
     called = _names_in_output(original, kind)
     more = ("per_layer_gate", "per_layer_out") if spec.per_layer_width else ()
     names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in (*_parts(block, kind), *more)]

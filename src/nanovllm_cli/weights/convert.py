@@ -80,7 +80,7 @@ from nanovllm_cli.weights.tensor_names import (
     names_of,
     that_guess,
 )
-from nanovllm_cli.weights.weight_reader import PlainReader
+from nanovllm_cli.weights.weight_reader import PlainReader, refuse_factors
 from nanovllm_cli.weights.writer import (
     SHARD_BYTES,
     OutputFile,
@@ -169,6 +169,8 @@ def plan(
     Raises UnsupportedError for what the format cannot say, CheckpointError for what contradicts itself.
     """
     source = taken_apart(source, target)
+    if target == "hf" or outtype != "auto":
+        refuse_factors(source)
     if source.format == "hf" and target == "hf":
         result = _folder_to_folder(source, outtype)
     elif source.format == "hf":

@@ -19,6 +19,7 @@ from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
 from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_awq, read_gptq
+from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
@@ -32,6 +33,7 @@ FAMILIES: dict[str, ReadFamily] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
 KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale")

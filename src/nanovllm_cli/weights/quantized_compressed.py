@@ -6,6 +6,7 @@
                                         the lowest number; weight_scale [N, G]; weight_zero_point int32 [N * bits / 32, G];
                                         weight_shape [2]; weight_g_idx [K], the group of each column
     mxfp4-pack-quantized                see quantized_mxfp4.py
+    nvfp4-pack-quantized                see quantized_nvfp4.py
 
 Source: compressed-tensors' compressors. What a tensor is called says how it is packed, config_groups what it means
 (quantized_schemes.py). weight = (code - zero point) * scale.
@@ -25,7 +26,10 @@ from nanovllm_cli.quant.rows import IntegerRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_fp8 import fp8_weight, is_fp8
 from nanovllm_cli.weights.quantized_gptq import BITS, checked_group, group_order, rounded_activations
+from nanovllm_cli.weights.quantized_mxfp4 import BLOCK as MXFP4_GROUP
 from nanovllm_cli.weights.quantized_mxfp4 import packed_weight
+from nanovllm_cli.weights.quantized_nvfp4 import GROUP as NVFP4_GROUP
+from nanovllm_cli.weights.quantized_nvfp4 import nvfp4_weight
 from nanovllm_cli.weights.quantized_schemes import Scheme, Schemes
 from nanovllm_cli.weights.quantized_weight import (
     FLOATS,
@@ -41,10 +45,11 @@ from nanovllm_cli.weights.quantized_weight import (
 
 SUFFIXES = (
     "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
-    "weight_global_scale",
+    "weight_global_scale", "input_global_scale",
 )  # fmt: skip
 FORMATS = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense",
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 
 
@@ -140,9 +145,12 @@ def _weight(module: Module, scheme: Scheme) -> QuantizedWeight:
         if not module.has("weight_packed"):
             return _fp8(module, scheme)
         part = module.part("weight_packed", ("U8", "I32"))
-        if (scheme.bits, scheme.group) != (4, 32) or module.has("weight_global_scale"):
+        kind = (scheme.bits, scheme.group, module.has("weight_global_scale"))
+        if kind == (4, NVFP4_GROUP, True):
+            return nvfp4_weight(module, "weight_packed", "weight_global_scale", "input_global_scale", divides=True)
+        if kind != (4, MXFP4_GROUP, False):
             raise part.unsupported(
-                f"holds floats of {scheme.bits} bits in groups of {scheme.group}", "known: MXFP4, FP8"
+                f"holds floats of {scheme.bits} bits in groups of {scheme.group}", "known: MXFP4, NVFP4, FP8"
             )
         return packed_weight(module)
     return (

@@ -29,7 +29,7 @@ Activation = Literal["none", "int8", "dynamic", "static"]
 @dataclass(frozen=True)
 class Scheme:
     """group: columns that share a scale, with the strategy "group". ordered: weight_g_idx says which columns those are.
-    activation: int8 of integers, dynamic and static of FP8."""
+    activation: int8 of integers, dynamic and static of FP8; inputs of 4-bit floats are kept, whatever they may be rounded to."""
 
     kind: Kind
     bits: int
@@ -113,6 +113,8 @@ def _scheme(section: ConfigReader) -> Scheme:
     bits = weights.integer("num_bits", 8)
     group = weights.integer("group_size", 0, least=-1)
     strategy = weights.text("strategy", {0: "tensor", -1: "channel"}.get(group, "group")).lower()
+    if (kind, bits, strategy) == ("float", 4, "tensor_group"):  # the tensors show whether there is a scale for all of them
+        strategy = "group"
     if strategy not in STRATEGIES:
         raise UnsupportedError(f"{weights.where}: the strategy {strategy[:40]!r}", f"known: {', '.join(STRATEGIES)}")
     if strategy == "group" and group < 1:
@@ -128,7 +130,7 @@ def _scheme(section: ConfigReader) -> Scheme:
         group if strategy == "group" else 0,
         weights.flag("symmetric", True),
         weights.values.get("actorder") in ("group", "dynamic", True),
-        _activation(section, kind),
+        "none" if (kind, bits) == ("float", 4) else _activation(section, kind),
     )
 
 

@@ -248,6 +248,11 @@ def stack_of(checkpoint: Checkpoint, name: str) -> str:
     return checkpoint.parts[name].stack if isinstance(checkpoint, _Unstacked) and name in checkpoint.parts else name
 
 
+def expert_of(checkpoint: Checkpoint, name: str) -> int | None:
+    """Which of a stack `name` is; None where it is none of one."""
+    return checkpoint.parts[name].expert if isinstance(checkpoint, _Unstacked) and name in checkpoint.parts else None
+
+
 class _Unstacked(CheckpointView):
     """`parts` by their names."""
 

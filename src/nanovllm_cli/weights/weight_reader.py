@@ -18,7 +18,9 @@ from nanovllm_cli.quant.gguf_blocks import BLOCKS, decompose
 from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+from nanovllm_cli.weights.stacked import expert_of, stack_of
 
+_LARGEST_FACTOR = torch.finfo(torch.float32).max / (6 * 448)
 SLICE_BYTES = 16 << 20
 ROWS_TOGETHER = 128
 """Slices begin at multiples of it, so that blocks of rows that share a scale are never cut."""
@@ -71,7 +73,14 @@ class PlainReader:
 
 
 class GGUFReader(PlainReader):
-    """A WeightReader that hands on the blocks of a GGUF file as they are."""
+    """A WeightReader that hands on the blocks of a GGUF file as they are. Those of NVFP4 may have a number beside them that
+    multiplies all of a weight (`ffn_up.scale`, one an expert of a stack), and one for inputs, which are kept finer here."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._factors = factors_beside(checkpoint)
+        beside = set(self._factors.values())
+        self._names = self._names - beside - {name.removesuffix("scale") + "input_scale" for name in beside}
 
     def format(self, name: str) -> Format | None:
         info = self.checkpoint.info(name)
@@ -89,8 +98,48 @@ class GGUFReader(PlainReader):
             lows = parts.minima()
             if not (parts.scales().isfinite().all() and (lows is None or lows.isfinite().all())):
                 raise not_finite(self.checkpoint, name)
-            yield BlockRows(rows), first
+            yield BlockRows(rows, self._factors_of(name, len(rows))), first
             self.checkpoint.release(name)
+
+    def _factors_of(self, name: str, num_rows: int) -> torch.Tensor | None:
+        if name not in self._factors:
+            return None
+        beside, expert = self._factors[name], expert_of(self.checkpoint, name)
+        found, stack = self.checkpoint.tensor(beside).float(), self.checkpoint.info(stack_of(self.checkpoint, name))
+        if found.shape != ((1,) if expert is None else stack.shape[:1]):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {beside!r} has the shape {list(found.shape)}, which is not one number a matrix",
+                DOWNLOAD_AGAIN,
+            )
+        factor = found[expert or 0]
+        if not 0 < float(factor) < _LARGEST_FACTOR:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {beside!r} has {float(factor):.1e}, by which nothing can be multiplied",
+                DOWNLOAD_AGAIN,
+            )
+        return factor.repeat(num_rows)
+
+
+def factors_beside(checkpoint: Checkpoint) -> dict[str, str]:
+    """Weights of a GGUF file that have numbers beside them: a weight's name -> that tensor's. Gemma 4 multiplies what its experts
+    give by such numbers itself, which is the same."""
+    names, found = set(checkpoint.names()), {}
+    own = ".ffn_down_exps." if checkpoint.config.get("general.architecture") == "gemma4" else None
+    for name in names:
+        if name.endswith(".weight") and checkpoint.info(name).dtype_name == "NVFP4":
+            stem = stack_of(checkpoint, name).removesuffix("weight")
+            if f"{stem}scale" in names and not (own and stem.endswith(own)):
+                found[name] = f"{stem}scale"
+    return found
+
+
+def refuse_factors(checkpoint: Checkpoint) -> None:
+    """UnsupportedError where blocks alone do not say what weights are."""
+    for name in sorted(factors_beside(checkpoint)) if checkpoint.format == "gguf" else ():
+        raise UnsupportedError(
+            f"{checkpoint.path}: tensor {name!r} is NVFP4 with a number beside it, which runs here, and can be copied",
+            "take the original model for another type",
+        )
 
 
 def row_slices(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
