@@ -215,3 +215,52 @@ BAD: dict[str, tuple[Tensors, dict[str, Any], type[NanovllmError], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_is_refused(case: str, tmp_path: Path) -> None:
     check_refused(tmp_path, *BAD[case])
+
+
+# ---- AutoRound, which packs as either of the others does ----
+
+AUTO_ROUND = {
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32, "sym": True,
+    "data_type": "int", "iters": 200, "autoround_version": "0.14.2",
+    "extra_config": {f"{NAME[:-7]}.q_norm": {"bits": 16, "data_type": "float"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_auto_round(symmetric: bool, method: str, tmp_path: Path) -> None:
+    tensors, expected = gptq(4, 32, symmetric)(64, 64, random())
+    del tensors["g_idx"]
+    reader = assert_reads(tmp_path, tensors, AUTO_ROUND | {"sym": symmetric, "quant_method": method}, expected)
+    assert reader.format(WEIGHT) == Integer(4, 32, not symmetric, "int8", False, "float16")
+
+
+def test_auto_round_packed_as_awq(tmp_path: Path) -> None:
+    tensors, expected = awq(32)(64, 64, random())
+    assert_reads(tmp_path, tensors, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, expected)
+
+
+def test_a_module_of_auto_round_may_have_bits_of_its_own(tmp_path: Path) -> None:
+    tensors, expected = gptq(8, 16, symmetric=False)(64, 64, random())
+    own = {"extra_config": {NAME: {"bits": 8, "group_size": 16, "sym": False}}}
+    reader = assert_reads(tmp_path, tensors, AUTO_ROUND | own, expected)
+    assert reader.format(WEIGHT) == Integer(8, 16, True, "none", False, "float16")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"packing_format": "auto_round:llm_compressor"}, "'auto_round:llm_compressor'"),
+        ({"data_type": "mx_fp"}, "as 'mx_fp'"),
+        ({"bits": 5}, "of 5 bits"),
+    ],
+)
+def test_what_else_auto_round_writes_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tensors, _ = gptq(4, 32)(64, 64, random())
+    check_refused(tmp_path, tensors, AUTO_ROUND | config, UnsupportedError, words)
+
+
+@pytest.mark.parametrize("own", [3, {NAME: 4}, {NAME: {"bits": "many"}}, {NAME: {"group_size": -2}}])
+def test_settings_of_auto_rounds_modules_are_checked(own: Any, tmp_path: Path) -> None:
+    tensors, _ = gptq(4, 32)(64, 64, random())
+    check_refused(tmp_path, tensors, AUTO_ROUND | {"extra_config": own}, CheckpointError, "extra_config")

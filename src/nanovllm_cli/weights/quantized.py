@@ -18,7 +18,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
 from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
-from nanovllm_cli.weights.quantized_gptq import read_awq, read_gptq
+from nanovllm_cli.weights.quantized_gptq import read_auto_round, read_awq, read_gptq
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
@@ -27,6 +27,7 @@ from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, 
 
 ReadFamily = Callable[[Checkpoint, ConfigReader], dict[str, QuantizedWeight]]
 FAMILIES: dict[str, ReadFamily] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
@@ -71,7 +72,7 @@ def _method(config: ConfigReader) -> str:
         return "bitsandbytes"
     if "quant_method" not in values and "config_groups" in values:
         return "compressed-tensors"
-    return config.text("quant_method").lower()
+    return config.text("quant_method").lower().removeprefix("intel/")  # as AutoRound once had it
 
 
 class QuantizedReader(PlainReader):

@@ -6,7 +6,8 @@
     AWQ, gemm    qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]: of eight neighbouring outputs in a word, nibbles hold
                  0, 2, 4, 6, 1, 3, 5, 7 in turn
 
-Sources: gptqmodel's and AutoAWQ's packing. A module is quantized if it has a qweight, so the config's lists are not needed.
+AutoRound stores either. Sources: gptqmodel's, AutoAWQ's and AutoRound's packing. A module is quantized if it has a qweight, so
+the config's lists are not needed.
 
 Activations are rounded to int8 where weights have less than eight bits, as for every integer format of so few bits: what that
 loses is small beside what the weights have lost. With eight bits it would not be, and they stay as they are.
@@ -108,9 +109,7 @@ def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantiz
         raise UnsupportedError(
             f"{config.where}: GPTQ weights in the layout {layout[:40]!r}", f"known: {', '.join(GPTQ_FORMATS)}"
         )
-    bits, group = config.integer("bits"), _group_size(config)
-    if bits not in BITS:
-        raise UnsupportedError(f"{config.where}: GPTQ weights of {bits} bits", f"known: {', '.join(map(str, BITS))}")
+    bits, group = _checked_bits(config), _group_size(config)
     if config.values.get("rotation"):
         raise UnsupportedError(
             f"{config.where}: rotated weights ({config.values['rotation']!r:.40})", "take a model without them"
@@ -127,6 +126,41 @@ def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantiz
             module, None if varies else bits, None if varies else group, symmetric and not varies, GPTQ_FORMATS[layout]
         )
     return weights
+
+
+def _checked_bits(config: ConfigReader) -> int:
+    bits = config.integer("bits")
+    if bits not in BITS:
+        raise UnsupportedError(f"{config.where}: GPTQ weights of {bits} bits", f"known: {', '.join(map(str, BITS))}")
+    return bits
+
+
+def read_auto_round(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:
+    """By the names of the weights. config: quantization_config."""
+    packing, kind = config.text("packing_format", "auto_round:auto_gptq").lower(), config.text("data_type", "int").lower()
+    layout = packing.removeprefix("auto_round:")
+    if layout not in ("auto_gptq", "auto_awq") or kind != "int":
+        known = "known: int, as auto_round:auto_gptq and auto_round:auto_awq"
+        raise UnsupportedError(f"{config.where}: AutoRound's weights as {kind[:40]!r} in the layout {packing[:40]!r}", known)
+    if layout == "auto_awq":
+        return read_awq(checkpoint, config)
+    bits, group, symmetric = _checked_bits(config), _group_size(config), config.flag("sym", True)
+    layers = config.section("extra_config")
+    # Modules with settings of their own: bits and groups follow from the tensors' shapes, and any may have zero points.
+    varies = any(_differs(layers.section(name), bits, group, symmetric) for name in layers.values)
+    weights: dict[str, QuantizedWeight] = {}
+    for module in modules(checkpoint, SUFFIXES):
+        weights[module.weight_name] = _gptq_weight(
+            module, None if varies else bits, None if varies else group, symmetric and not varies, GPTQ_FORMATS["gptq"]
+        )
+    return weights
+
+
+def _differs(layer: ConfigReader, bits: int, group: int, symmetric: bool) -> bool:
+    """Of 16 bits and more are those that are left alone."""
+    own = layer.integer("bits", bits)
+    same = (own, layer.integer("group_size", group, least=-1), layer.flag("sym", symmetric)) == (bits, group, symmetric)
+    return own < 16 and not same
 
 
 def _gptq_weight(module: Module, bits: int | None, group: int | None, symmetric: bool, zero_shift: int) -> GPTQWeight:
