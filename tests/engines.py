@@ -109,16 +109,16 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
     values = config.to_dict()  # whose own layers' values a Gemma 4 asks for by name
+    writer.add_feed_forward_length(config.intermediate_size if hasattr(config, "intermediate_size") else config.n_inner)
+    writer.add_head_count(config.num_attention_heads)
     heads, kinds = values.get("num_key_value_heads"), getattr(config, "layer_types", None) or []
-    heads = config.num_key_value_heads if heads is None else heads
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads) if heads is None else heads
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds] if config.model_type[:4] == "lfm2" else heads)
-    head_dim = values.get("head_dim") or config.head_dim
+    head_dim = values.get("head_dim") or getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
-    elif not hasattr(config, "layer_norm_epsilon"):
+    elif not any(hasattr(config, name) for name in ("layer_norm_epsilon", "norm_epsilon")):  # families of their own write these
         writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

@@ -43,6 +43,7 @@ def block(heads: int = 4, kv_heads: int = 2, order: str = "pre") -> Block:
     weights = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
     norms = ("attention_norm",) if order == "parallel" else ("attention_norm", "mlp_norm")
     weights |= {f"{name}.weight": torch.rand(HIDDEN, generator=generator) + 0.5 for name in norms}
+    weights |= {f"{name}.bias": torch.randn(HIDDEN, generator=generator) for name in norms}
     weights |= {f"{name}.bias": torch.randn(shapes[name][0], generator=generator) for name in ("v", "up")}
     seen = {"qkv": statistics(HIDDEN, generator), "o": statistics(q, generator)}
     seen |= {"gate_up": statistics(HIDDEN, generator), "down": statistics(INNER, generator)}
@@ -93,8 +94,8 @@ def test_what_reads_the_residual_stream_as_it_is_keeps_its_columns(monkeypatch: 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_every_product_through_a_fold_stays(order: str, offset: float, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products worked in float64: (offset + norm) * column for every reader of a norm; o after v, for the value head that each
-    query head reads; down after up."""
+    """Products worked in float64: (offset + norm) * column for every reader of a norm, and what its bias becomes there; o after
+    v, for the value head that each query head reads; down after up."""
     monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
     spec, weights, seen = block(4, kv_heads, order)
     after = scale_and_clip(weights, seen, spec, offset, formats(Integer(3, 32)))
@@ -104,6 +105,7 @@ def test_every_product_through_a_fold_stays(order: str, offset: float, kv_heads:
         mlp = n["attention_norm" if order == "parallel" else "mlp_norm"]
         found = {part: (offset + n["attention_norm"]) * n[part] for part in ("q", "k", "v")}
         found |= {part: (offset + mlp) * n[part] for part in ("gate", "up")}
+        found |= {f"{part} of a bias": n[part] @ n["attention_norm.bias"] for part in ("q", "k")}
         found["down"] = n["down"] @ np.column_stack([found["up"], n["up.bias"]])
         values = np.column_stack([found["v"], n["v.bias"]])
         for head in range(4):
@@ -194,7 +196,8 @@ def test_what_keeps_its_format_is_left_alone() -> None:
     assert all(torch.equal(untouched[name], weight) for name, weight in weights.items())
     after = scale_and_clip(weights, seen, spec, 0.0, formats(None) | {"q.weight": Integer(8)})
     changed = {name for name, weight in weights.items() if not torch.equal(after[name], weight)}
-    assert changed == {"q.weight", "k.weight", "v.weight", "attention_norm.weight"}, "k and v read the same norm"
+    norm = {"attention_norm.weight", "attention_norm.bias"}
+    assert changed == {"q.weight", "k.weight", "v.weight"} | norm, "k and v read the same norm"
     products = [each["k.weight"] * each["attention_norm.weight"] for each in (after, weights)]
     assert torch.allclose(*products)
 

@@ -19,12 +19,16 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     Olmo2Config,
     Qwen3Config,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from emulation.device import EmulatedDevice
@@ -137,6 +141,7 @@ def test_angles_that_depend_on_the_length_are_not_recorded(tmp_path: Path, caplo
     assert not caplog.records
 
 
+CLASSIC = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"hidden_size": 64}
 OTHERS: dict[str, Any] = {
     "gemma3": Gemma3TextConfig(
         **SHAPE | {"tie_word_embeddings": True}, sliding_window=10, query_pre_attn_scalar=20, final_logit_softcapping=8.0,
@@ -154,6 +159,10 @@ OTHERS: dict[str, Any] = {
     ),
     "exaone4": Exaone4Config(**SHAPE, sliding_window=10, layer_types=["sliding_attention", "full_attention"]),
     "smollm3": SmolLM3Config(**SHAPE | {"no_rope_layers": [0, 1]}),
+    "starcoder2": Starcoder2Config(**CLASSIC, sliding_window=10),
+    "stablelm": StableLmConfig(**CLASSIC, use_parallel_residual=True),
+    "pythia": GPTNeoXConfig(**{name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}),
+    "gpt2": GPT2Config(vocab_size=513, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=80),
     "arcee": ArceeConfig(**SHAPE | {"head_dim": 8, "mlp_bias": True}),
 }  # fmt: skip
 

@@ -38,6 +38,8 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -75,6 +77,8 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
     YoutuConfig,
 )
 
@@ -113,6 +117,10 @@ GRANITE_4_H = GRANITE_4 | {
 TWO_LAYERS = SMALL | {"num_hidden_layers": 2}
 WIDE_EXPERTS = TWO_LAYERS | {"head_dim": 8, "intermediate_size": 33}
 EXAONE_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 1}
+CLASSIC = {name: value for name, value in SMALL.items() if name != "head_dim"}
+WHOLE_HEADS = {name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}
+GPT2_SIZES = {"vocab_size": 513, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 200, "bos_token_id": 0,
+              "eos_token_id": 1}  # fmt: skip
 SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "hybrid_override_pattern": "M-M*-MM--*", "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 16,
@@ -223,6 +231,14 @@ CASES: dict[str, Any] = {
         **SMALL, layer_types=LFM2_LAYERS, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=34, num_dense_layers=0,
         norm_topk_prob=False, use_expert_bias=False, routed_scaling_factor=1.5,
     ),
+    "starcoder2": Starcoder2Config(**CLASSIC | {"tie_word_embeddings": True}, sliding_window=20, hidden_act="gelu_pytorch_tanh"),
+    "starcoder2, no window, untied": Starcoder2Config(**CLASSIC | {"num_key_value_heads": 6}, sliding_window=None),
+    "stablelm": StableLmConfig(**CLASSIC, use_qkv_bias=True, partial_rotary_factor=0.25),
+    "stablelm, side by side": StableLmConfig(**CLASSIC, use_parallel_residual=True, partial_rotary_factor=0.5),
+    "pythia": GPTNeoXConfig(**WHOLE_HEADS, rotary_pct=0.5),
+    "gpt-neox, one after the other": GPTNeoXConfig(**WHOLE_HEADS, use_parallel_residual=False),
+    "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
+    "gpt2, exact gelu, untied": GPT2Config(**GPT2_SIZES, activation_function="gelu", tie_word_embeddings=False),
     "command r": CohereConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}, logit_scale=0.25, attention_bias=True),
     "command r7b": Cohere2Config(
         **SMALL | {"head_dim": 8, "num_hidden_layers": 5, "tie_word_embeddings": True, "sliding_window": 20}, logit_scale=0.7,
@@ -486,7 +502,7 @@ COUNTED = [
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
-    "command r7b",
+    "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -495,7 +511,8 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "per_layer": "per layer", "embed": "embedding", "lm_head": "head", "attn": "attention",
+    names = {"norm": "norms", "ln_": "norms", "per_layer": "per layer", "embed_out": "head", "embed": "embedding",
+             "wte": "embedding", "wpe": "embedding", "attention": "attention", "lm_head": "head", "attn": "attention",
              "mixer.up": "mlp", "mixer.down": "mlp", "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", "conv": "conv",
@@ -671,6 +688,8 @@ DEFAULTS = {
     "AfmoeForCausalLM": AfmoeConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
+    "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
+    "Starcoder2ForCausalLM": Starcoder2Config,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
     "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,

@@ -102,6 +102,21 @@ def granite(writer: Writer, config: Any) -> None:
     writer.add_logit_scale(config.logits_scaling)
 
 
+def classic(writer: Writer, config: Any) -> None:
+    if config.model_type == "gpt2":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    if config.model_type == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+        if config.sliding_window is not None:
+            window(writer, config)
+    else:
+        writer.add_parallel_residual(config.use_parallel_residual)
+    theta(writer, config)
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(config.hidden_size // config.num_attention_heads * share))
+
+
 def half_rotated(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(config.head_dim // 2)
 
@@ -324,6 +339,12 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         delta,
     ),
     "seed-oss": ("seed_oss", SeedOssConfig(**SMALL), nothing),
+    "starcoder2": ("starcoder2", TEXTS["starcoder2"], classic),
+    "stablelm": ("stablelm", TEXTS["stablelm"], classic),
+    "stablelm, side by side": ("stablelm", TEXTS["stablelm, side by side"], classic),
+    "pythia": ("gptneox", TEXTS["pythia"], classic),
+    "gpt-neox, one after the other": ("gptneox", TEXTS["gpt-neox, one after the other"], classic),
+    "gpt2": ("gpt2", TEXTS["gpt2"], classic),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
 PAIRS = ("llama", "arcee", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "mistral3", "smollm3")
@@ -361,6 +382,11 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
             for part, rows in zip(("gate", "up"), np.split(numbers, 2), strict=True):
                 writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{part}.weight", rows)
             continue
+        if "query_key_value" in key:  # which a folder has head by head
+            heads = numbers.reshape(config.num_attention_heads, 3, -1, *numbers.shape[1:])
+            numbers = np.ascontiguousarray(heads.swapaxes(0, 1).reshape(numbers.shape))
+        if arch == "gpt2" and numbers.ndim == 2 and ".h." in key:
+            numbers = np.ascontiguousarray(numbers.T)
         key = key.replace("shared_mlp.output_linear", "mlp.down_proj")  # an MLP of its own there
         name = names.get_name(key, (".weight", ".bias"))
         if name is None:  # its files have experts, which is not what is looked at here

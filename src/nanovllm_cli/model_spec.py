@@ -103,12 +103,13 @@ class NormSpec:
     shifted: bool = False
 
 
-BlockOrder = Literal["pre", "sandwich", "post", "parallel", "original"]
+BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]
 _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
     "sandwich": ("attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
     "post": ("after_attention_norm", "after_mlp_norm"),
     "parallel": ("attention_norm",),
+    "beside": ("attention_norm", "mlp_norm"),
     "original": ("after_attention_norm", "after_mlp_norm"),
 }
 
@@ -121,6 +122,7 @@ class BlockSpec:
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     post      x += norm(mixer(x)); x += norm(mlp(x))                      (OLMo 2)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
+    beside    the same with a norm of each                                (GPT-NeoX)
     original  x = norm(x + mixer(x)); x = norm(x + mlp(x))                (Vaswani et al. 2017; BERT)
 
     Of "pre" it may have but one of both, None being the other (Nemotron-H). scaled: at its end x is multiplied with a number of
@@ -142,7 +144,8 @@ class BlockSpec:
     @property
     def has_halves(self) -> bool:
         """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
-        return None not in (self.mixer, self.mlp) and (self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms))
+        lacking = None in (self.mixer, self.mlp) or self.order == "beside"
+        return not lacking and (self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms))
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
@@ -159,9 +162,9 @@ class EntrySpec:
     """What is added to an embedding before the first layer reads it, and a norm of the sum: a row of a table of `positions` for
     the token's position, the first token's being `first_position`, and that of a table of `segments`, whose first row is for all
     but the second of two texts that are read together. 0: no such table.
-    norm: see `NormSpec`."""
+    norm: see `NormSpec`; None: the sum stays as it is, which a decoder's does."""
 
-    norm: NormSpec
+    norm: NormSpec | None
     positions: int = 0
     first_position: int = 0
     segments: int = 0
@@ -195,6 +198,10 @@ class ModelSpec:
     def in_order(self, order: BlockOrder) -> ModelSpec:
         """The same with all blocks in this order."""
         return replace(self, blocks=tuple(replace(block, order=order) for block in self.blocks))
+
+    def with_shifted_norms(self) -> ModelSpec:
+        """The same with layer norms that have a bias."""
+        return replace(self, norm=replace(self.norm, centered=True, shifted=True))
 
     def with_attention(self, **changes: Any) -> ModelSpec:
         """The same with these values in every AttentionSpec."""

@@ -34,15 +34,22 @@ class CpuOps:
         return CpuMixture(self._pool, experts, num_chosen, norm_topk, scoring)
 
     def add_rms_norm(
-        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
+        self,
+        x: Addend | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float,
+        centered: bool = False,
+        shift: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if x is None:
-            return norms.add_rms_norm(residual, None, weight, eps, offset, centered)
+            return norms.add_rms_norm(residual, None, weight, eps, offset, centered, shift)
         if isinstance(x.rows, Normed):
             assert not centered, "no model centers behind a norm of what joins"
             return norms.join_and_norm(x.rows, residual, x.factor, weight, eps, offset)
         assert x.factor == 1.0, "no model has a factor without a norm"
-        return norms.add_rms_norm(x.rows, residual, weight, eps, offset, centered)
+        return norms.add_rms_norm(x.rows, residual, weight, eps, offset, centered, shift)
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         if isinstance(x.rows, Normed):

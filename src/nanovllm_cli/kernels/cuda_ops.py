@@ -27,17 +27,24 @@ class CudaOps:
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
 
     def add_rms_norm(
-        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
+        self,
+        x: Addend | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float,
+        centered: bool = False,
+        shift: torch.Tensor | None = None,
     ) -> Hidden:
         if x is not None:
             if isinstance(x.rows, Normed):
                 assert not centered, "no model centers behind a norm of what joins"
                 return join_norm.join_and_norm(self.launcher, x.rows, residual, x.factor, weight, eps, offset)
             assert x.factor == 1.0, "no model has a factor without a norm"
-            return norm.add_rms_norm(self.launcher, x.rows, residual, weight, eps, offset, centered)
+            return norm.add_rms_norm(self.launcher, x.rows, residual, weight, eps, offset, centered, shift)
         if residual.shape[0] <= gemv.MAX_ROWS and not self.deterministic and not centered:
             return Normed(residual, weight, eps, offset)
-        return norm.add_rms_norm(self.launcher, residual, None, weight, eps, offset, centered)
+        return norm.add_rms_norm(self.launcher, residual, None, weight, eps, offset, centered, shift)
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         if isinstance(x.rows, Normed):

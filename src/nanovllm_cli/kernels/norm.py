@@ -18,16 +18,20 @@ def add_rms_norm(
     eps: float,
     offset: float,
     centered: bool = False,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.add_rms_norm`; residual [T, width] is changed in place. weight [G * width]: row i has the gains i modulo
     G."""
+    assert shift is None or centered
     tokens, width = x.shape
     check(x, launcher, x.dtype, tokens, width)
     check(weight, launcher, x.dtype, weight.shape[0] // width * width)
+    if shift is not None:
+        check(shift, launcher, x.dtype, width)
     if residual is not None:
         check(residual, launcher, x.dtype, tokens, width)
     out = torch.empty_like(x)
-    _launch(launcher, x, residual, (weight, None), out, (eps, offset), centered)
+    _launch(launcher, x, residual, (weight, shift), out, (eps, offset), centered)
     return out
 
 

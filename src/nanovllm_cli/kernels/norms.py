@@ -9,15 +9,22 @@ from nanovllm_cli.kernels.ops import Normed
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    centered: bool = False,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.add_rms_norm`; residual is changed in place. weight [G * width]: row i has the gains i modulo G."""
     tokens, width = x.shape
-    num_gains = weight.shape[0] // width
+    num_gains, shifts = weight.shape[0] // width, 0 if shift is None else cpu.address_of(shift, x.dtype, width)
     out = cpu.new_tensor((tokens, width), x.dtype)
     ints = (
         cpu.address_of(x, x.dtype, tokens, width), 0 if residual is None else cpu.address_of(residual, x.dtype, tokens, width),
-        cpu.address_of(weight, x.dtype, num_gains * width), 0, num_gains, out.data_ptr(), tokens, width, width, int(centered),
+        cpu.address_of(weight, x.dtype, num_gains * width), shifts, num_gains, out.data_ptr(), tokens, width, width,
+        int(centered),
     )  # fmt: skip
     cpu.launch(cpu_fused.add_rms_norm, 4 * tokens * width, cpu.tags_of(x.dtype), ints, (eps, offset))
     return out

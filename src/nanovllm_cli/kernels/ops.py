@@ -62,10 +62,17 @@ class Ops(Protocol):
     def device(self) -> torch.device: ...
 
     def add_rms_norm(
-        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
+        self,
+        x: Addend | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float,
+        centered: bool = False,
+        shift: torch.Tensor | None = None,
     ) -> Hidden:
         """x joins residual in place where there is one; then the norm of residual (see `reference.add_rms_norm`). centered: of
-        what it is without its mean; x is then no `Normed`."""
+        what it is without its mean, and with a shift [n] plus that; x is then no `Normed`."""
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         """The same without a norm behind it."""

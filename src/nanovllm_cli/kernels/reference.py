@@ -26,17 +26,24 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float, centered: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    centered: bool = False,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual += x in place, then residual / rms(residual) * (offset + weight). Without a residual, x itself is normalised.
-    Zhang and Sennrich 2019. centered: of what a row is without its mean (layer norm, Ba et al. 2016)."""
+    Zhang and Sennrich 2019. centered: of what a row is without its mean (layer norm, Ba et al. 2016), plus shift."""
     if residual is not None:
         residual.copy_((wide(residual) + wide(x)).to(x.dtype))
         x = residual
     rows = wide(x)
     if centered:
         rows = rows - rows.mean(-1, keepdim=True)
-    return (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.float())).to(x.dtype)
+    normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.float())
+    return (normed if shift is None else normed + shift.float()).to(x.dtype)
 
 
 def norm_sum(

@@ -1,13 +1,36 @@
-"""What joins an embedding before the first layer: learned positions, segments, a norm (BERT, Devlin et al. 2018)."""
+"""What joins an embedding before the first layer: learned positions (GPT-2), segments and a norm as well (BERT, Devlin et al.
+2018)."""
 
 from __future__ import annotations
 
 import torch
 
+from nanovllm_cli.layers.embedding import storage_slot
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import StreamNorm
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import EntrySpec
+
+
+def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions:
+    return Positions(spec, width, kit) if spec.norm is None else Entry(spec, width, kit)
+
+
+class Positions:
+    """embedding + position, in steps that can be recorded."""
+
+    def __init__(self, spec: EntrySpec, width: int, kit: Kit) -> None:
+        assert spec.norm is None
+        assert (spec.first_position, spec.segments) == (0, 0), "no decoder has these"
+        self.ops = kit.ops
+        self.weight = kit.undivided.weight({"positions": spec.positions}, width)
+
+    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+        """See `Entry`."""
+        return self.ops.add(rows, self.weight.rows(positions, None))
+
+    def slots(self) -> Slots:
+        return {"positions.weight": storage_slot(self.weight)}
 
 
 class Entry:
@@ -17,6 +40,7 @@ class Entry:
         self.first_position = spec.first_position
         self.positions = kit.zeros(spec.positions, width) if spec.positions else None
         self.segments = kit.zeros(spec.segments, width) if spec.segments else None
+        assert spec.norm is not None
         self.norm = StreamNorm(spec.norm, width, kit)
 
     def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""RMS norm, alone or together with the addition to the residual stream before it, and layer norm of the stream itself."""
+"""RMS norm or layer norm, alone or together with the addition to the residual stream before it, and layer norm of the stream
+itself."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from nanovllm_cli.model_spec import NormSpec
 
 
 class RMSNorm:
-    """out = residual' / rms(residual') * (offset + weight), residual' = residual + x, kept in `residual`. x may be None."""
+    """out = residual' / rms(residual') * (offset + weight), residual' = residual + x, kept in `residual`. x may be None. Centered
+    where the spec says so, and shifted."""
 
     def __init__(self, spec: NormSpec, width: int, kit: Kit) -> None:
         self.spec = spec
         self.ops = kit.ops
         self.weight = kit.zeros(width).fill_(1 - spec.offset)
+        self.bias = kit.zeros(width) if spec.shifted else None
 
     def __call__(self, x: Addend | None, residual: torch.Tensor) -> Hidden:
-        return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset, self.spec.centered)
+        spec = self.spec
+        return self.ops.add_rms_norm(x, residual, self.weight, spec.eps, spec.offset, spec.centered, self.bias)
 
     def before_joining(self, x: torch.Tensor, factor: float = 1.0) -> Addend:
         """The norm of x, which whoever reads the residual stream next has to take and to add."""
@@ -32,7 +36,7 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
 
     def slots(self) -> Slots:
-        return {"weight": table_slot(self.weight, self.spec.stored_offset)}
+        return {"weight": table_slot(self.weight, self.spec.stored_offset)} | _bias_slot(self.bias)
 
 
 class StreamNorm:
@@ -48,4 +52,8 @@ class StreamNorm:
         self.ops.norm_sum(x, stream, self.weight, self.bias, self.eps)
 
     def slots(self) -> Slots:
-        return {"weight": table_slot(self.weight)} | ({} if self.bias is None else {"bias": table_slot(self.bias)})
+        return {"weight": table_slot(self.weight)} | _bias_slot(self.bias)
+
+
+def _bias_slot(bias: torch.Tensor | None) -> Slots:
+    return {} if bias is None else {"bias": table_slot(bias)}

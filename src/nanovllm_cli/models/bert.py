@@ -16,6 +16,8 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family
 
 LONE = {"gelu": "lone_gelu", "gelu_new": "lone_gelu_tanh", "gelu_pytorch_tanh": "lone_gelu_tanh", "gelu_fast": "lone_gelu_tanh"}
+LONE_TANH = {"gelu_new": "lone_gelu_tanh", **LONE}
+"""The same where GGUF files mean the approximation."""
 _PARTS = {
     "q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value", "o": "attention.output.dense",
     "after_attention_norm": "attention.output.LayerNorm", "up": "intermediate.dense", "down": "output.dense",

@@ -15,7 +15,7 @@ from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta, Mamba
 from nanovllm_cli.layers.embedding import Embedding, Head
-from nanovllm_cli.layers.entry import Entry
+from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
@@ -50,8 +50,7 @@ class Block:
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.is_scaled, self.factor = spec.scaled, 1.0
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled), "no model has these elsewhere"
-        assert len(self.norms) > 1 or spec.order == "parallel" or self.scale == 1.0, "nor a factor of what is alone"
-        assert not (model.norm.shifted and self.norms), "nor a bias of a norm in front"
+        assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order != "beside"), "nor a factor of what is alone"
 
     def __call__(
         self,
@@ -72,7 +71,8 @@ class Block:
         if self.attention_norm is None:
             return self._behind(x, residual, inputs, cache)
         h = self.attention_norm(x, residual)
-        return Addend(self.ops.add(self.mixer(h, inputs, cache), _computed(self.mlp, h, inputs.batch.slots)))
+        read = h if self.mlp_norm is None else self.mlp_norm(None, residual)
+        return Addend(self.ops.add(self.mixer(h, inputs, cache), _computed(self.mlp, read, inputs.batch.slots)))
 
     def mixed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
         """The first half: all that the cache is to keep, and what has still to join the residual stream."""
@@ -200,7 +200,7 @@ class Decoder:
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
-        self.entry = Entry(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
+        self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
         self.ropes = {rope: Rope(rope, kit.ops) for rope in spec.ropes}
 

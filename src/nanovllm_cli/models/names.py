@@ -8,8 +8,8 @@ from nanovllm_cli.models.experts import GGUF_EXPERT_NAMES
 
 HF_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
-    "blocks.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
-    "blocks.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    **{f"blocks.{{i}}.attention_norm.{kind}": f"model.layers.{{i}}.input_layernorm.{kind}" for kind in ("weight", "bias")},
+    **{f"blocks.{{i}}.mlp_norm.{kind}": f"model.layers.{{i}}.post_attention_layernorm.{kind}" for kind in ("weight", "bias")},
     **{
         f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.self_attn.{part}_proj.{kind}"
         for part in "qkvo"
@@ -23,14 +23,14 @@ HF_NAMES = {
     },
     **{f"blocks.{{i}}.qkv.{kind}": f"model.layers.{{i}}.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.gate_up.{kind}": f"model.layers.{{i}}.mlp.gate_up_proj.{kind}" for kind in ("weight", "bias")},
-    "norm.weight": "model.norm.weight",
+    **{f"norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
     "head.weight": "lm_head.weight",
 }
 
 GGUF_NAMES = {
     "embedding.weight": "token_embd.weight",
-    "blocks.{i}.attention_norm.weight": "blk.{i}.attn_norm.weight",
-    "blocks.{i}.mlp_norm.weight": "blk.{i}.ffn_norm.weight",
+    **{f"blocks.{{i}}.attention_norm.{kind}": f"blk.{{i}}.attn_norm.{kind}" for kind in ("weight", "bias")},
+    **{f"blocks.{{i}}.mlp_norm.{kind}": f"blk.{{i}}.ffn_norm.{kind}" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.o.{kind}": f"blk.{{i}}.attn_output.{kind}" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.{part}_norm.weight": f"blk.{{i}}.attn_{part}_norm.weight" for part in "qk"},
@@ -42,7 +42,7 @@ GGUF_NAMES = {
     },
     **{f"blocks.{{i}}.qkv.{kind}": f"blk.{{i}}.attn_qkv.{kind}" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.gate_up.{kind}": f"blk.{{i}}.ffn_up.{kind}" for kind in ("weight", "bias")},
-    "norm.weight": "output_norm.weight",
+    **{f"norm.{kind}": f"output_norm.{kind}" for kind in ("weight", "bias")},
     "head.weight": "output.weight",
 }
 
@@ -74,5 +74,8 @@ MTP_GGUF_NAMES = {
 MTP_SHARED = re.compile(r"(?:model\.layers\.\d+\.|blk\.\d+\.nextn\.)(?:embed_tokens|shared_head[._]head)\.weight")
 """The model's embedding and head once more, which such a layer shares."""
 
-# Left by some exporters, and worth nothing to us: frequencies follow from the config.
-HF_IGNORED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+# Left by some exporters, and worth nothing to us: frequencies follow from the config, what tokens see from their order.
+HF_IGNORED = (
+    ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached",
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+)  # fmt: skip

@@ -33,6 +33,8 @@ from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
+from nanovllm_cli.models.gpt2 import GPT2
+from nanovllm_cli.models.gpt_neox import GPT_NEOX
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import (
     GRANITE,
@@ -54,6 +56,8 @@ from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
+from nanovllm_cli.models.stablelm import STABLELM
+from nanovllm_cli.models.starcoder2 import STARCODER2
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -95,6 +99,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "GPT2LMHeadModel": GPT2,
+    "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
@@ -125,6 +131,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ModernBertForMaskedLM": MODERNBERT,
     "RobertaForMaskedLM": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
+    "StableLmForCausalLM": STABLELM,
+    "Starcoder2ForCausalLM": STARCODER2,
     "YoutuForCausalLM": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {
@@ -199,6 +207,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "glm4": GLM4,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
+    "gpt2": GPT2,
+    "gptneox": GPT_NEOX,
     "granite": GRANITE,
     "granitehybrid": GRANITE_STATES,
     "granitemoe": GRANITE_MOE,
@@ -215,6 +225,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "phi3": PHI3,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
 }
 
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)

@@ -104,14 +104,15 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found = dict.fromkeys(CLASSES, 0)
     found["embedding"] = spec.vocab_size * hidden
     found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
-    found["norms"] = hidden
+    found["norms"] = hidden * (1 + spec.norm.shifted)
+    found["embedding"] += spec.entry.positions * hidden if spec.entry is not None and spec.entry.norm is None else 0
     for block in spec.blocks:
         mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer
         if isinstance(block.mixer, DeltaSpec):
             found["norms"] += block.mixer.values if block.mixer.mamba else block.mixer.value_dim
         found["mlp"] += mlp
-        found["norms"] += len(block.norms) * hidden
+        found["norms"] += len(block.norms) * hidden * (1 + spec.norm.shifted)
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:
             found["norms"] += 3 * hidden
             found["mlp"] += hidden  # the router's norm, which has a name of its own

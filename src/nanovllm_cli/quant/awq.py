@@ -98,7 +98,8 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         return [_Fold("attention_norm", ("q", *kept), "qkv"), *mlp]
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
     if spec.order == "parallel":
-        return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]
+        read = ("gate", "up") if isinstance(spec.mlp, MLPSpec) and spec.mlp.gated else ("up",)
+        return [_Fold("attention_norm", ("q", "k", "v", *read), "qkv"), inner, *mlp[1:]]
     if spec.order in ("post", "original"):  # what reads the residual stream as it is has nothing before it to take scales
         return [inner, *mlp[1:]]
     gate = ("attention_gate",) if mixer.gate_apart else ()
@@ -145,8 +146,8 @@ def _apply(weights: dict[str, torch.Tensor], fold: _Fold, scales: torch.Tensor, 
     scales, source = scales ** (1 / fold.power), f"{fold.source}.weight"
     if weights[source].dim() == 1:
         weights[source] = (weights[source] + norm_offset) / scales - norm_offset
-        return
-    weights[source][fold.rows] /= scales[:, None]
+    else:
+        weights[source][fold.rows] /= scales[:, None]
     if (bias := f"{fold.source}.bias") in weights:
         weights[bias][fold.rows] /= scales
 

@@ -84,7 +84,7 @@ class _Tensors:
 
 def _config(original: Original, plan: Plan) -> dict[str, Any]:
     names = names_of(original.checkpoint)
-    patterns = [names[slot] for part in PLAIN if (slot := f"blocks.{{i}}.{part}.weight") in names]
+    patterns = [names[slot] for slot in PLAIN if slot in names]
     kept = (pattern.format(i=i) for i in range(original.spec.num_layers) for pattern in patterns)
     there = set(original.checkpoint.names())
     formats: dict[str, Format | None] = {name.removesuffix(".weight"): None for name in kept if name in there}

@@ -10,7 +10,7 @@ import torch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.layers.entry import Entry
+from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.model_spec import EntrySpec, MoESpec
@@ -74,7 +74,7 @@ class Walk:
 
     def _entry_rows(self, entry: EntrySpec, platform: CpuPlatform, dtype: torch.dtype) -> EntryRows:
         spec = self._original.spec
-        layer = Entry(entry, spec.hidden_size, Kit(dtype, _dense(dtype), platform.ops, platform.backend(spec, dtype)))
+        layer = entry_of(entry, spec.hidden_size, Kit(dtype, _dense(dtype), platform.ops, platform.backend(spec, dtype)))
         for slot, target in layer.slots().items():
             target.load(torch.cat(list(self._original.rows(self._names[slot]))), 0)
 

@@ -110,7 +110,8 @@ def gguf_header(
     builder = HeaderBuilder(family.gguf_name or family.name)
     own = text_config(checkpoint.config)
     config = {**family.defaults, **own}
-    context_length = spec.max_position if spec.reads_both_ways else config.get("max_position_embeddings", 2048)
+    learned = spec.reads_both_ways or spec.entry is not None
+    context_length = spec.max_position if learned else config.get("max_position_embeddings", 2048)
     keys = _keys(spec, family, own)
     if predicts_further:
         keys |= {"nextn_predict_layers": 1}

@@ -143,11 +143,11 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden)}
     if spec.ends_normed:
-        shapes["norm.weight"] = (hidden,)
+        shapes |= _norm_shapes("norm", spec.norm, hidden)
     if (entry := spec.entry) is not None:
         tables = {"positions.weight": entry.positions, "segments.weight": entry.segments}
         shapes |= {name: (rows, hidden) for name, rows in tables.items() if rows}
-        shapes |= _norm_shapes("entry_norm", entry.norm, hidden)
+        shapes |= {} if entry.norm is None else _norm_shapes("entry_norm", entry.norm, hidden)
     if not spec.tied_head:
         shapes["head.weight"] = (spec.vocab_size, hidden)
     if spec.per_layer_width:

@@ -99,7 +99,8 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-PLAIN = ("router", "shared.gate_row", "delta_b", "delta_a", "kv_b", "k_b.{e}", "v_b.{e}")
+_PLAIN_PARTS = ("router", "shared.gate_row", "delta_b", "delta_a", "kv_b", "k_b.{e}", "v_b.{e}")
+PLAIN = ("positions.weight", *(f"blocks.{{i}}.{name}.weight" for name in _PLAIN_PARTS))
 """Weights that decide what becomes of others, and those that are taken apart by head."""
 
 
@@ -121,7 +122,7 @@ class WeightFormats:
         self._reader = reader
         self._names = names_of(checkpoint) if table is None else table
         self._taken_apart = self._names.get("join.weight")
-        plain = (re.escape(self._names.get(f"blocks.{{i}}.{name}.weight", "")) for name in PLAIN)
+        plain = [re.escape(self._names.get(name, "")) for name in PLAIN]
         self._plain = re.compile(re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(plain)))
         self._wanted = wanted
         self._outer = {self._names.get(f"{name}.weight") for name in OUTER}

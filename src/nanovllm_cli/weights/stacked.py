@@ -1,5 +1,8 @@
 """Checkpoints that hold several matrices in one tensor, as if each were a tensor of its own.
 
+    GPT-2       h.3.attn.c_attn.weight [K, 3 N], c_proj, c_fc   the same [3 N, K], turned over
+    GPT-NeoX    attention.query_key_value.weight [3 N, K]       the same, q, k and v of all heads behind each other; of each head
+                                                                they lie together; bias alike
     GGUF        blk.3.ffn_gate_exps.weight [E, N, K]            blk.3.ffn_gate_exps.5.weight [N, K]; biases [E, N] alike, and
                                                                 attn_k_b and attn_v_b of latent attention
     gpt-oss     mlp.experts.gate_up_proj_blocks [E, 2 N, …]     mlp.experts.5.gate_proj_blocks [N, …], its rows 0, 2, 4, …, and
@@ -148,6 +151,19 @@ def _a_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Co
     yield stack, _Part(stack, None, _ALL, lying=True)
 
 
+def _turned_over(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    if config.get("model_type") == "gpt2":
+        yield stack, _Part(stack, None, _ALL, turned=True)
+
+
+def _qkv_by_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    heads = config.get("num_attention_heads")
+    if type(heads) is int and 0 < heads <= MAX_PARTS and shape[0] % (3 * heads) == 0:
+        dim = shape[0] // heads // 3
+        starts = [(3 * head + part) * dim for part in range(3) for head in range(heads)]
+        yield stack, _Part(stack, None, tuple(start + i for start in starts for i in range(dim)))
+
+
 def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     """What belongs to a key head lies together; here it is dealt out."""
     place, what = found.groups()
@@ -198,6 +214,9 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"blk\.\d+\.ssm_norm\.weight"), 2, _as_a_vector),
     ],
     "hf": [
+        (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
+        (re.compile(r"(?:gpt_neox\.)?layers\.\d+\.attention\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
+         _qkv_by_head),
         (
             re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,

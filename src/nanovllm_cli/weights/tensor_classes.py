@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 _MARKS = (
-    ("norms", ("norm",)),
+    ("norms", ("norm", ".ln_", "ln_f.")),
+    ("head", ("embed_out",)),
     ("per layer", ("per_layer", "inp_gate")),
-    ("embedding", ("embed", "token_embd")),
+    ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
     ("head", ("lm_head", "output.weight")),
     ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_")),
-    ("attention", ("attn", "ssm", "mixer.")),
+    ("attention", ("attn", "ssm", "mixer.", "attention")),
     ("conv", ("conv",)),
     ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts")),
     ("per layer", (".proj.weight",)),

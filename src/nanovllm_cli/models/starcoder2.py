@@ -1,0 +1,46 @@
+"""StarCoder 2: layer norms, biases everywhere, MLPs without a gate, a window (Lozhkov et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.bert import LONE_TANH
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import ANOTHER, Family
+
+
+def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    biased = config.get("use_bias", True)
+    return {"layer_norm_eps": config.get("norm_epsilon", 1e-5), "attention_bias": biased, "mlp_bias": biased, **config}
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if not read.flag("mlp_bias", True):
+        raise UnsupportedError(f"{read.where}: a StarCoder 2 without biases", ANOTHER)
+    return spec.with_shifted_norms()
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    return spec.with_shifted_norms()
+
+
+STARCODER2 = Family(
+    "starcoder2",
+    layer_norm=True,
+    has_window=True,
+    ungated=LONE_TANH,
+    tied_by_default=True,
+    config=_usual_keys,
+    defaults={"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096},
+    hf_names={
+        f"blocks.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.mlp.{theirs}.{kind}"
+        for ours, theirs in {"up": "c_fc", "down": "c_proj"}.items()
+        for kind in ("weight", "bias")
+    },
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_activation="lone_gelu_tanh",
+)
