@@ -95,6 +95,7 @@ WRITTEN = {
     "mixtral, 2 of 4, window": "llama",
     "afmoe, 2 of 5 and shared": "afmoe",
     "granite swa, positions in some layers": "granite_swa",
+    "hunyuan moe, 3 of 5 and shared, another base": "hunyuan-moe",
 }
 
 
@@ -462,7 +463,7 @@ def test_types_are_those_of_llama_cpps_quantizer(case: str, tmp_path: Path) -> N
 
 PEER = [
     "glm4 moe, 2 of 5 and shared", "ernie 4.5, 2 of 5 and shared", "granite moe, 2 of 5", "granite 4 h",
-    "granite 4 h, 2 of 5 and shared",
+    "granite 4 h, 2 of 5 and shared", "hunyuan moe, 3 of 5 and shared, another base",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from transformers import (
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
@@ -413,6 +415,9 @@ CASES: dict[str, Any] = {
         **WIDE_EXPERTS | {"head_dim": 24}, num_local_experts=5, num_experts_per_tok=3,
         **rope("default", partial_rotary_factor=0.5),
     ),
+    "hunyuan moe, 3 of 5 and shared, another base": HunYuanMoEV1Config(
+        **WIDE_EXPERTS | {"tie_word_embeddings": True}, num_experts=5, moe_topk=3, **rope("dynamic", factor=1.0, alpha=50.0),
+    ),
     "olmoe, 3 of 5": OlmoeConfig(**WIDE_EXPERTS, num_experts=5, num_experts_per_tok=3),
     "flex olmo, 2 of 5, weights of those alone": FlexOlmoConfig(
         **WIDE_EXPERTS, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
@@ -692,6 +697,7 @@ DEFAULTS = {
     "Starcoder2ForCausalLM": Starcoder2Config,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
     "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
+    "HunYuanMoEV1ForCausalLM": lambda: HunYuanMoEV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
     "SeedOssForCausalLM": SeedOssConfig, "Lfm2ForCausalLM": Lfm2Config, "Lfm2MoeForCausalLM": Lfm2MoeConfig,
@@ -755,6 +761,19 @@ def test_positions_of_an_olmo3_described_the_old_way_are_stretched_where_there_i
     theta, before = whole.pop("rope_theta"), spec_from_hf(CASES["olmo3"].to_dict() | config, hf_family(config))
     assert spec_from_hf(config | {"rope_scaling": whole, "rope_theta": theta}, hf_family(config)) == before
     assert {(a.window, a.rope.scaling) for a in before.attentions if a.rope} == {(20, "none"), (None, "yarn")}
+
+
+def test_a_hunyuan_with_experts_is_described_layer_by_layer_where_it_is_published() -> None:
+    """As tencent/Hunyuan-A13B-Instruct has it. Two of what all tokens take are one of twice the size."""
+    config = CASES["hunyuan moe, 3 of 5 and shared, another base"].to_dict() | {"architectures": ["HunYuanMoEV1ForCausalLM"]}
+    listed = {"moe_topk": [3, 3], "moe_intermediate_size": [33, 33], "num_shared_expert": [2, 2], "use_mla": False}
+    plain, found = (spec_from_hf(config | more, hf_family(config)).mixture for more in ({}, listed))
+    assert plain is not None
+    assert found is not None
+    assert plain.shared is not None
+    assert found.shared is not None
+    assert (plain.shared.intermediate_size, found.shared.intermediate_size) == (33, 66)
+    assert replace(found, shared=None) == replace(plain, shared=None)
 
 
 def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
@@ -923,6 +942,20 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "solar open, 3 of 5 and shared", {"hidden_act": "relu2"}, UnsupportedError, "activation 'relu2' is not supported",
     ),
     "scores of a Solar": ("solar open, 3 of 5 and shared", {"scoring_func": "sqrtsoftplus"}, UnsupportedError, "'sqrtsoftplus'"),
+    "a Hunyuan of other sizes by layer": (
+        "hunyuan moe, 3 of 5 and shared, another base", {"moe_topk": [3, 2]}, UnsupportedError,
+        "a 'moe_topk' that is another in some layers",
+    ),
+    "keys of other layers in a Hunyuan": (
+        "hunyuan moe, 3 of 5 and shared, another base", {"use_cla": True}, UnsupportedError, "a Hunyuan whose 'use_cla' is true",
+    ),
+    "a Hunyuan with a layer without experts": (
+        "hunyuan moe, 3 of 5 and shared, another base", {"moe_layer_num_skipped": 1}, UnsupportedError, "layers without experts",
+    ),
+    "sizes that are no numbers": (
+        "hunyuan moe, 3 of 5 and shared, another base", {"moe_intermediate_size": [{}, {}]}, CheckpointError,
+        "'moe_intermediate_size' must be a whole number",
+    ),
     "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
 }  # fmt: skip
 

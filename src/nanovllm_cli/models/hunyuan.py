@@ -1,15 +1,19 @@
-"""Hunyuan (V1, dense): Llama, with norms of heads of q and k behind their rotation. Its "dynamic" scaling is another base, the
-same whatever the length (alpha: NTK-aware scaling, bloc97 2023).
+"""Hunyuan (V1): Llama, with norms of heads of q and k behind their rotation. Its "dynamic" scaling is another base, the same
+whatever the length (alpha: NTK-aware scaling, bloc97 2023). A13B has experts in all layers, and one more that every token takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import checked_rope, rope_section
 
 
@@ -34,6 +38,41 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _hunyuan(found if found == spec else replace(found, max_position=max_position))
 
 
+_BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+
+
+def _one_for_all(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What it lists of layers as one number for all; its experts are as large as "intermediate_size" says where nothing else is
+    said."""
+    found = dict(config)
+    for key in _BY_LAYER:
+        value = config.get(key)
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise UnsupportedError(f"config.json: a {key!r} that is another in some layers", ANOTHER)
+            found[key] = value[0]
+    if found.get("moe_intermediate_size") is None:
+        found["moe_intermediate_size"] = config.get("intermediate_size")
+    return found
+
+
+def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """What published configs say beside what transformers reads has to be as it is in all of them."""
+    usual = {"use_qk_norm": True, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "use_cla": False, "use_mla": False,
+             "group_limited_greedy": False, "position_embedding_xdrope": False}  # fmt: skip
+    for key, value in usual.items():
+        if read.flag(key, value) is not value:
+            raise UnsupportedError(f"{read.where}: a Hunyuan whose {key!r} is {str(not value).lower()}", ANOTHER)
+    if read.integer("moe_layer_num_skipped", 0, least=0) or read.number("routed_scaling_factor", 1.0) != 1.0:
+        raise UnsupportedError(f"{read.where}: a Hunyuan with layers without experts, or with weights of experts scaled", ANOTHER)
+    return _from_hf(spec, read)
+
+
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    shared = None if spec.mixture is None else spec.mixture.shared
+    return {} if shared is None else {"expert_shared_feed_forward_length": shared.intermediate_size}
+
+
 HUNYUAN_DENSE = Family(
     "hunyuan_v1_dense",
     gguf_name="hunyuan-dense",
@@ -44,3 +83,17 @@ HUNYUAN_DENSE = Family(
     hf=_from_hf,
     gguf=lambda spec, read, key: _hunyuan(spec),
 )  # fmt: skip
+HUNYUAN_MOE = replace(
+    HUNYUAN_DENSE,
+    name="hunyuan_v1_moe",
+    gguf_name="hunyuan-moe",
+    experts=ExpertKeys(("num_experts",), "moe_intermediate_size", True, taken="moe_topk", shared="num_shared_expert"),
+    config=_one_for_all,
+    defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1, "num_shared_expert": 1},
+    hf_names=HUNYUAN_DENSE.hf_names
+    | QWEN_NAMES
+    | {"blocks.{i}.router.weight": "model.layers.{i}.mlp.gate.wg.weight"}
+    | {f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_mlp.{part}_proj.weight" for part in MATRICES},
+    hf=_with_experts_from_hf,
+    gguf_keys=_keys,
+)

@@ -44,7 +44,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_STATES,
     GRANITE_SWA,
 )
-from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE
+from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
@@ -108,6 +108,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
+    "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Idefics3ForConditionalGeneration": LLAMA,
@@ -214,6 +215,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "granitemoe": GRANITE_MOE,
     "granite_swa": GRANITE_MOE_SWA,
     "hunyuan-dense": HUNYUAN_DENSE,
+    "hunyuan-moe": HUNYUAN_MOE,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
     "minimax-m2": MINIMAX_M2,

@@ -253,6 +253,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "HunYuanDenseV1", 32, 2048, 6144, 16, 4, 120818, tied=True, rms_norm_eps=1e-5, max_position_embeddings=262144,
         rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     ),
+    "hunyuan-80b-a13b": _config(
+        "HunYuanMoEV1", 32, 4096, 3072, 32, 8, 128167, tied=True, num_experts=64, moe_topk=8, moe_intermediate_size=3072,
+        num_shared_expert=1, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e4,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    ),
     "command-r-35b": _config(
         "Cohere", 40, 8192, 22528, 64, 64, 256000, tied=True, layer_norm_eps=1e-5, logit_scale=0.0625, rope_theta=8e6,
         max_position_embeddings=8192, model_max_length=131072,
