@@ -76,6 +76,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
@@ -404,6 +405,10 @@ CASES: dict[str, Any] = {
     "dots1, weights as they are, a window in the last layers": Dots1Config(
         **TWO_LAYERS, **LATENT_EXPERTS, sliding_window=20, max_window_layers=1,
     ),
+    "sarvam moe, 3 of 8 in two of four groups": SarvamMoEConfig(
+        **TWO_LAYERS | {"head_dim": 8}, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4, topk_group=2,
+        **rope("default", partial_rotary_factor=0.5),
+    ),
     "solar open, 3 of 5 and shared": SolarOpenConfig(
         **{name: value for name, value in TWO_LAYERS.items() if name != "intermediate_size"},
         **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"},
@@ -692,6 +697,7 @@ DEFAULTS = {
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
     "AfmoeForCausalLM": AfmoeConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
+    "SarvamMoEForCausalLM": SarvamMoEConfig,
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
     "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
     "Starcoder2ForCausalLM": Starcoder2Config,
@@ -774,6 +780,25 @@ def test_a_hunyuan_with_experts_is_described_layer_by_layer_where_it_is_publishe
     assert found.shared is not None
     assert (plain.shared.intermediate_size, found.shared.intermediate_size) == (33, 66)
     assert replace(found, shared=None) == replace(plain, shared=None)
+
+
+def as_ling(folder: Path) -> None:
+    """Makes a Sarvam's folder that of a Ling as it is published: inclusionAI/Ling-mini-2.0 has these keys."""
+    config = json.loads((folder / "config.json").read_text())
+    rotary = config.pop("rope_parameters")
+    renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"}
+    own = {"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "rope_theta": rotary["rope_theta"],
+           "rope_scaling": None, "partial_rotary_factor": rotary["partial_rotary_factor"], "score_function": "sigmoid",
+           "use_bias": False, "use_rmsnorm": True, "router_dtype": "fp32", "moe_router_enable_expert_bias": True,
+           "moe_shared_expert_intermediate_size": config["moe_intermediate_size"]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({renamed.get(key, key): value for key, value in config.items()} | own))
+
+
+def test_a_ling_as_it_is_published_is_built_like_a_sarvam(tmp_path: Path) -> None:
+    reference = random_model(CASES["sarvam moe, 3 of 8 in two of four groups"])
+    as_ling(save(reference, tmp_path))
+    check_what_it_writes(reference, tmp_path)
+    assert worker_for(tmp_path).spec.architecture == "bailing_moe2"
 
 
 def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
@@ -955,6 +980,16 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "sizes that are no numbers": (
         "hunyuan moe, 3 of 5 and shared, another base", {"moe_intermediate_size": [{}, {}]}, CheckpointError,
         "'moe_intermediate_size' must be a whole number",
+    ),
+    "scores of a Ling": (
+        "sarvam moe, 3 of 8 in two of four groups", {"score_function": "softmax"}, UnsupportedError, "weighed by 'softmax'",
+    ),
+    "biases of a Ling": (
+        "sarvam moe, 3 of 8 in two of four groups", {"use_qkv_bias": True}, UnsupportedError,
+        "a Ling whose 'attention_bias' is true",
+    ),
+    "a head that is normed": (
+        "sarvam moe, 3 of 8 in two of four groups", {"norm_head": True}, UnsupportedError, "a Ling whose 'norm_head' is true",
     ),
     "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
 }  # fmt: skip

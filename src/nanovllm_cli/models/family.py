@@ -45,7 +45,7 @@ class Family:
     they have gate and up of a layer's experts in one tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key
     heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model,
     where that is another. mtp_names: of what its folders have beside the block of a layer that predicts further tokens; empty
-    where none is known.
+    where none is known. mtp_gguf_names: of its files, where they are others than MTP_GGUF_NAMES.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Family:
     gguf_truncates: bool = True
     gguf_like: Callable[[ModelSpec], Family] | None = None
     mtp_names: Mapping[str, str] = field(default_factory=dict)
+    mtp_gguf_names: Mapping[str, str] = field(default_factory=dict)
 
     def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
         """Our names of slots, {i} for the layer -> those in its files."""

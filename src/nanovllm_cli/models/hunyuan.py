@@ -90,8 +90,7 @@ HUNYUAN_MOE = replace(
     experts=ExpertKeys(("num_experts",), "moe_intermediate_size", True, taken="moe_topk", shared="num_shared_expert"),
     config=_one_for_all,
     defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1, "num_shared_expert": 1},
-    hf_names=HUNYUAN_DENSE.hf_names
-    | QWEN_NAMES
+    hf_names={**QWEN_NAMES, **HUNYUAN_DENSE.hf_names}
     | {"blocks.{i}.router.weight": "model.layers.{i}.mlp.gate.wg.weight"}
     | {f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_mlp.{part}_proj.weight" for part in MATRICES},
     hf=_with_experts_from_hf,

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
+from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, ROBERTA
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
@@ -61,6 +62,7 @@ from nanovllm_cli.models.starcoder2 import STARCODER2
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
+    "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": MIXTRAL,
@@ -122,6 +124,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
     "Phi3ForCausalLM": PHI3,
+    "SarvamMoEForCausalLM": SARVAM_MOE,
     "SeedOssForCausalLM": SEED_OSS,
     "SolarOpenForCausalLM": SOLAR_OPEN,
     "SmolLM3ForCausalLM": SMOLLM3,
@@ -172,6 +175,8 @@ HF_CLASSIFIERS: dict[str, Family] = {
 """Models with a head for labels in place of tokens, as rerankers are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3}
 """Inside of models of several architectures, by "model_type"."""
+OF_ANOTHER_CLASS = {"sarvam_moe": SARVAM_MOE}
+"""By "model_type", what transformers has another model's class for, and saves as such a one."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "afmoe": AFMOE,
     "llama": LLAMA,
@@ -200,6 +205,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
     "gemma-embedding": GEMMA_EMBEDDING,
+    "bailingmoe2": BAILING_MOE2,
     "bert": BERT,
     "eurobert": EUROBERT,
     "llama-embed": LLAMA_BOTH_WAYS,
@@ -243,7 +249,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     others = HF_BODIES | HF_CLASSIFIERS
-    return TEXT_MODELS.get(str(kind)) or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
+    own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
+    return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:

@@ -99,6 +99,15 @@ def _latent(
     return _config(family, layers, hidden, inner, heads, heads, vocab, **own | more)
 
 
+def _ling(layers: int, hidden: int, inner: int, heads: int, expert: int) -> dict[str, Any]:
+    own = {
+        "head_dim": 128, "num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": expert,
+        "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.5, "rope_theta": 6e5, "max_position_embeddings": 32768, "score_function": "sigmoid",
+    }  # fmt: skip
+    return _config("BailingMoeV2", layers, hidden, inner, heads, 4, 157184, tied=False, **own)
+
+
 def _olmo(generation: int, layers: int, hidden: int, inner: int, heads: int, kv_heads: int) -> dict[str, Any]:
     own: dict[str, Any] = {"rope_theta": 5e5, "max_position_embeddings": 4096}
     if generation == 3:
@@ -258,6 +267,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         num_shared_expert=1, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e4,
         rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     ),
+    "ling-mini-2.0": _ling(20, 2048, 5120, 16, 512),
+    "ling-flash-2.0": _ling(32, 4096, 9216, 32, 1024),
     "command-r-35b": _config(
         "Cohere", 40, 8192, 22528, 64, 64, 256000, tied=True, layer_norm_eps=1e-5, logit_scale=0.0625, rope_theta=8e6,
         max_position_embeddings=8192, model_max_length=131072,

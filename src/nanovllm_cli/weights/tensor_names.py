@@ -86,7 +86,8 @@ def mtp_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 def mtp_gguf_names(family: Family, layer: int) -> dict[str, str]:
     """What a GGUF file calls them, of a layer of this number."""
-    return {ours: theirs.replace("{i}", str(layer)) for ours, theirs in (family.names("gguf") | dict(MTP_GGUF_NAMES)).items()}
+    every = family.names("gguf") | MTP_GGUF_NAMES | dict(family.mtp_gguf_names)
+    return {ours: theirs.replace("{i}", str(layer)) for ours, theirs in every.items()}
 
 
 def of_that_layer(table: Mapping[str, str], names: Iterable[str]) -> set[str]:
