@@ -97,6 +97,7 @@ WRITTEN = {
     "granite swa, positions in some layers": "granite_swa",
     "hunyuan moe, 3 of 5 and shared, another base": "hunyuan-moe",
     "sarvam moe, 3 of 8 in two of four groups": "bailingmoe2",
+    "apertus": "apertus",
 }
 
 
@@ -465,7 +466,7 @@ def test_types_are_those_of_llama_cpps_quantizer(case: str, tmp_path: Path) -> N
 PEER = [
     "glm4 moe, 2 of 5 and shared", "ernie 4.5, 2 of 5 and shared", "granite moe, 2 of 5", "granite 4 h",
     "granite 4 h, 2 of 5 and shared", "hunyuan moe, 3 of 5 and shared, another base",
-    "sarvam moe, 3 of 8 in two of four groups",
+    "sarvam moe, 3 of 8 in two of four groups", "apertus",
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     Cohere2Config,
     Exaone4Config,
@@ -164,6 +165,7 @@ OTHERS: dict[str, Any] = {
     "pythia": GPTNeoXConfig(**{name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}),
     "gpt2": GPT2Config(vocab_size=513, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=80),
     "arcee": ArceeConfig(**SHAPE | {"head_dim": 8, "mlp_bias": True}),
+    "apertus": ApertusConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}),
 }  # fmt: skip
 
 

@@ -127,6 +127,21 @@ def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factors", [(0.8, 1.3, 0.5, -1e-6), (3.0, 0.1, -0.25, -0.75), (0.5, 2.0, 0.5, 0.5)])
+def test_xielu_equals_reference(factors: tuple[float, float, float, float], dtype: torch.dtype) -> None:
+    """In more numbers than a task has; next to 0 to the digit, and a NaN stays one."""
+    x = randn(5, 1037, dtype=dtype) * 4
+    x[0, :6] = torch.tensor([-1e4, -1e-3, -1e-6, 0.0, 1e-6, 1e4], dtype=dtype)
+    expected = reference.xielu(x.double(), *factors)
+    assert gates.xielu(x, *factors) is x
+    assert error(x, expected.to(dtype)) < TOLERANCE[dtype]
+    if factors[3] < 0:  # else what is near 0 is so, too
+        assert x[0, 1:5].tolist() == pytest.approx(expected[0, 1:5].tolist(), rel=2e-7 if dtype == torch.float32 else 5e-3)
+    x[3, 5] = torch.nan
+    assert gates.xielu(x, *factors).isnan().nonzero().tolist() == [[3, 5]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_rows_are_normed_by_themselves(dtype: torch.dtype) -> None:
     x, weight = randn(7, 3 * 37, dtype=dtype), randn(3 * 37, dtype=dtype)
     found = norms.add_rms_norm(x.view(21, 37), None, weight, 1e-6, 0.5).view(7, 111)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AfmoeConfig,
+    ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -155,6 +156,10 @@ CASES: dict[str, Any] = {
     ),
     "arcee": ArceeConfig(**SMALL | {"head_dim": 8}, **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)),
     "arcee, biases, tied": ArceeConfig(**SMALL | {"head_dim": 8, "mlp_bias": True, "tie_word_embeddings": True}),
+    "apertus": ApertusConfig(
+        **SMALL | {"head_dim": 8},
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL),
+    ),
     "llama, linear": LlamaConfig(**SMALL, **rope("linear", factor=4.0)),
     "llama, dynamic": LlamaConfig(**SMALL | {"max_position_embeddings": ORIGINAL}, **rope("dynamic", factor=6.0)),
     "llama, llama3": LlamaConfig(
@@ -695,7 +700,7 @@ DEFAULTS = {
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
-    "AfmoeForCausalLM": AfmoeConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
+    "AfmoeForCausalLM": AfmoeConfig, "ApertusForCausalLM": ApertusConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
     "SarvamMoEForCausalLM": SarvamMoEConfig,
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,

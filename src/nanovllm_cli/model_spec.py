@@ -5,6 +5,7 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,14 +17,32 @@ Pooling = Literal["mean", "last", "cls"]
 
 
 @dataclass(frozen=True, slots=True)
+class XieluSpec:
+    """The numbers of an MLP's xIELU (Huang and Schlag 2024), as checkpoints have them: two are learned, and made positive."""
+
+    alpha_p: float
+    alpha_n: float
+    beta: float
+    eps: float
+
+    @property
+    def factors(self) -> tuple[float, float, float, float]:
+        """positive, negative, slope and edge, as `kernels.reference.xielu` has them."""
+        positive, negative = (math.log1p(math.exp(-abs(each))) + max(each, 0.0) for each in (self.alpha_p, self.alpha_n))
+        return positive, self.beta + negative, self.beta, self.eps
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
-    `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh: without a gate, down(act(up(x)))."""
+    `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, xielu: without a gate, down(act(up(x))). curve: of
+    xielu."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "xielu"] = "silu"
     bias: bool = False
     fused: bool = False
+    curve: XieluSpec | None = None
 
     @property
     def gated(self) -> bool:

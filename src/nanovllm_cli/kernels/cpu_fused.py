@@ -148,6 +148,31 @@ def activation(arguments, thread, team):
                 store(own, i, _gelu(load(own, i)))
 
 
+@njit(inline="always")
+def _expm1_less_x(x):
+    """exp(x) - 1 - x of an x that is not above 0: near 0 by its series, where all digits of that difference would be lost."""
+    small = max(x, np.float32(-0.5))
+    sum_ = np.float32(1 / 5040) + small * np.float32(1 / 40320)
+    sum_ = np.float32(1 / 24) + small * (np.float32(1 / 120) + small * (np.float32(1 / 720) + small * sum_))
+    series = small * small * (np.float32(1 / 2) + small * (np.float32(1 / 6) + small * sum_))
+    return series if x > np.float32(-0.5) else exp_not_positive(x) - np.float32(1.0) - x
+
+
+@kernel(fastmath=FAST)
+def xielu(arguments, thread, team):
+    """x [size] = xIELU of each number by itself; see `reference.xielu`."""
+    tag, x, size, positive, negative, slope, edge = fields(arguments)
+    numbers = carray(typed_pointer(x, tag), (size,))
+    for chunk in share(-(-size // CHUNK), thread, team):
+        own = numbers[CHUNK * chunk : min(size, CHUNK * (chunk + 1))]
+        for i in range(own.size):
+            value = load(own, i)
+            below = min(min(value, np.float32(edge)), np.float32(0.0))
+            curved = np.float32(negative) * (_expm1_less_x(below) + (below - value))
+            curved = np.float32(positive) * value * value if value > np.float32(0.0) else curved
+            store(own, i, curved + np.float32(slope) * value)
+
+
 @kernel(fastmath=FAST)
 def sigmoid_gate(arguments, thread, team):
     """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width], whose rows lie gate_stride numbers apart, or with

@@ -63,5 +63,8 @@ class CpuOps:
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gates.sigmoid_gate(x, gate)
 
+    def xielu(self, x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
+        return gates.xielu(x, positive, negative, slope, edge)
+
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return cpu.scale(x, factor, cap)

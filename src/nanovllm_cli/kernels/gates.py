@@ -24,6 +24,13 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
+    """See `reference.xielu`; x [T, n] is changed in place."""
+    ints = (cpu.address_of(x, x.dtype, *x.shape), x.numel())
+    cpu.launch(cpu_fused.xielu, 16 * x.numel(), cpu.tags_of(x.dtype), ints, (positive, negative, slope, edge))
+    return x
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`; of those without a gate x itself is changed."""
     if (kind := WITHOUT_GATE.get(activation)) is not None:

@@ -103,6 +103,9 @@ class Ops(Protocol):
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 
+    def xielu(self, x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
+        """x itself, changed in place as `reference.xielu` has it."""
+
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x [T, n] itself, times the sigmoids of gate: [T, n], which may be columns of a wider tensor, or [T, 1] fp32."""
 

@@ -101,6 +101,13 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(x.dtype)
 
 
+def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
+    """positive * x ** 2 + slope * x above 0, else negative * (expm1(min(x, edge)) - x) + slope * x (Huang and Schlag 2024)."""
+    x, dtype = wide(x), x.dtype
+    below = negative * (torch.expm1(x.clamp(max=edge)) - x)
+    return (torch.where(x > 0, positive * x * x, below) + slope * x).to(dtype)
+
+
 def gated_conv(
     projected: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

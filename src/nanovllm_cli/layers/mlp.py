@@ -17,16 +17,24 @@ class MLP:
     def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
         self.activation = spec.activation
+        self.curve = None if spec.curve is None else spec.curve.factors
+        self.ops = kit.ops
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
 
     def __call__(self, x: Hidden) -> torch.Tensor:
-        return self.down(self.gate_up.gated(x, self.activation))
+        return self.down(self.inner(x))
 
     def onto(self, residual: torch.Tensor, x: Hidden) -> torch.Tensor | None:
         """See `Linear.onto`."""
-        return self.down.onto(residual, self.gate_up.gated(x, self.activation))
+        return self.down.onto(residual, self.inner(x))
+
+    def inner(self, x: Hidden) -> torch.Tensor:
+        """What `down` reads."""
+        if self.curve is not None:
+            return self.ops.xielu(self.gate_up(x), *self.curve)
+        return self.gate_up.gated(x, self.activation)
 
     def slots(self) -> Slots:
         return self.gate_up.slots() | self.down.slots()

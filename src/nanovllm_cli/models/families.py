@@ -15,8 +15,8 @@ from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField
-from nanovllm_cli.models.rotary import ReadValues, rope_from_gguf, rope_from_hf, stretched, woven
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues
+from nanovllm_cli.models.rotary import rope_from_gguf, rope_from_hf, stretched, woven
 
 MAX_LAYERS = 1024
 ACTIVATIONS = {

@@ -15,11 +15,13 @@ SQUARED = {"relu2": "relu2"}
 """See `Family.ungated`."""
 ANOTHER = "take another model; README.md lists what runs"
 
+ReadValues = Callable[[str], tuple[float, ...] | None]
+"""Name of a small tensor of the checkpoint -> its values, or None where there is none."""
 FromHF = Callable[[ModelSpec, ConfigReader], ModelSpec]
 FromGGUF = Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]
 """The third: a key's name without the architecture -> with it."""
 
-GGUFField = float | str | list[bool] | list[int]
+GGUFField = float | str | list[bool] | list[int] | list[float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +42,10 @@ class Family:
     that its GGUF files speak of what is kept where others do of keys and values. experts: what its configs call them, where it
     has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and
     GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the spec that the rest makes.
+    tensors: of a folder, too; their third is what it is called in messages.
     gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a
-    word. gguf_keys: what they say beyond what all do, by keys without the architecture; None: they are not written. gguf_gate_up:
+    word. gguf_keys: what they say beyond what all do, by keys without the architecture, but for those that
+    begin with a dot, which have none; None: they are not written. gguf_gate_up:
     they have gate and up of a layer's experts in one tensor. gguf_heads_dealt: and value heads of the delta rule dealt out to key
     heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model,
     where that is another. mtp_names: of what its folders have beside the block of a layer that predicts further tokens; empty
@@ -77,6 +81,7 @@ class Family:
     hf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     hf: FromHF = lambda spec, read: spec
+    tensors: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
     gguf: FromGGUF = lambda spec, read, key: spec
     gguf_name: str = ""
     gguf_activation: str = "silu"

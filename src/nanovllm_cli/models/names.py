@@ -75,7 +75,12 @@ MTP_SHARED = re.compile(r"(?:model\.layers\.\d+\.|blk\.\d+\.nextn\.)(?:embed_tok
 """The model's embedding and head once more, which such a layer shares."""
 
 # Left by some exporters, and worth nothing to us: frequencies follow from the config, what tokens see from their order.
-HF_IGNORED = (
+_OF_NO_USE = (
     ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached",
     ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
 )  # fmt: skip
+
+XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
+"""Numbers of Apertus' activations, which a folder has as tensors."""
+HF_IGNORED = (*_OF_NO_USE, *(f".mlp.act_fn.{part}" for part in XIELU_PARTS))
+"""What no layer asks for."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
+from nanovllm_cli.models.apertus import APERTUS
 from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, ROBERTA
 from nanovllm_cli.models.cohere import COHERE, COHERE2
@@ -75,6 +76,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
@@ -181,6 +183,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "afmoe": AFMOE,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "apertus": APERTUS,
     "arcee": ARCEE,
     "cohere2": COHERE2,
     "command-r": COHERE,

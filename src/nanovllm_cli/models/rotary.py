@@ -11,15 +11,13 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.family import ANOTHER
+from nanovllm_cli.models.family import ANOTHER, ReadValues
 
 MAX_HEAD_DIM = 1 << 16
 STANDS_STILL = 1e30
 """What divides a frequency that is to be 0, as GGUF files have it."""
 WOVEN = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 """Architectures of GGUF files whose sections lie in turns; the files don't say so."""
-ReadValues = Callable[[str], tuple[float, ...] | None]
-"""Name of a small tensor of the checkpoint -> its values, or None where there is none."""
 
 
 def rope_section(read: ConfigReader) -> ConfigReader:

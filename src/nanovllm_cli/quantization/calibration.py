@@ -204,7 +204,7 @@ class Calibration:
         rows, own = (routed.rows, moe.shared) if expert is None else (routed.of(expert), moe.experts[expert])
         assert own is not None
         with torch.inference_mode():
-            return rows if source == "gate_up" else own.gate_up.gated(rows, own.activation)
+            return rows if source == "gate_up" else own.inner(rows)
 
     def advance(self) -> None:
         """The stream goes through the current block, with the weights that are loaded, and to the next one."""

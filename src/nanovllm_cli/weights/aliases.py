@@ -192,6 +192,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "4b": "tencent/Hunyuan-4B-Instruct",
         "7b": "tencent/Hunyuan-7B-Instruct",
     },
+    "apertus": {"8b": "swiss-ai/Apertus-8B-Instruct-2509", "70b": "swiss-ai/Apertus-70B-Instruct-2509"},
     "ling2": {"mini": "inclusionAI/Ling-mini-2.0", "flash": "inclusionAI/Ling-flash-2.0", "1t": "inclusionAI/Ling-1T"},
     "ring2": {"mini": "inclusionAI/Ring-mini-2.0", "flash": "inclusionAI/Ring-flash-2.0", "1t": "inclusionAI/Ring-1T"},
     "sarvam": {"30b": "sarvamai/sarvam-30b"},

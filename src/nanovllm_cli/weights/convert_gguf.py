@@ -62,7 +62,8 @@ _CARRIED = {
     "route_scale", "score_func", "mup_enabled", "global_attn_every_n_layers",
     "layer_rope_theta", "moe_topk", "num_shared_expert", "moe_layer_num_skipped", "use_mixed_mlp_moe", "use_cla",
     "cla_share_factor", "use_mla", "group_limited_greedy", "position_embedding_xdrope", "attention_head_dim", "norm_type",
-    "use_rotary_pos_emb", "use_qkv_bias", "score_function", "norm_head", "use_rmsnorm", "moe_router_enable_expert_bias",
+    "use_rotary_pos_emb", "qk_norm", "post_norm", "use_qkv_bias", "score_function", "norm_head", "use_rmsnorm",
+    "moe_router_enable_expert_bias",
     "moe_shared_expert_intermediate_size",
     "hybrid_override_pattern", "layers_block_type", "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "n_groups",
     "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias", "expand", "mlp_hidden_act", "layer_norm_epsilon",
@@ -214,7 +215,7 @@ def _add_model(
     add = {float: builder.add_float32, int: builder.add_uint32, bool: builder.add_bool, list: builder.add_array,
            str: builder.add_string}  # fmt: skip
     for key, value in keys.items():
-        add[type(value)](f"{builder.arch}.{key}", value)
+        add[type(value)](key[1:] if key.startswith(".") else f"{builder.arch}.{key}", value)
 
 
 def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:

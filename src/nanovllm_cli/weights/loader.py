@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another mo
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
 MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
 EXPERT_EXCESS = 1 << 12  # however small an expert is, its matrices take pages of their own
-MAX_DIVISORS = 1 << 16  # in one of GGUF_EXTRAS: a head has a thousand dimensions at the most
+MAX_SMALL = 1 << 16  # numbers that a spec is made of: a head has a thousand rotary divisors at the most
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
 
@@ -50,7 +51,10 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
 
 def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The same of a folder, by its config, and the names of its tensors where these have no head."""
-    spec = spec_from_hf(checkpoint.config, family_of(checkpoint))
+    family = family_of(checkpoint)
+    spec = spec_from_hf(checkpoint.config, family)
+    if family.tensors is not None:
+        spec = family.tensors(spec, partial(_values, checkpoint), str(checkpoint.path))
     if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
         return replace(spec, tied_head=True, has_head=False)
     return spec
@@ -65,16 +69,18 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
             "the file holds a vocabulary only, or is incomplete",
         )
 
-    def values(name: str) -> tuple[float, ...] | None:
-        if name not in names:
-            return None
-        if (count := math.prod(checkpoint.info(name).shape)) > MAX_DIVISORS:
-            raise CheckpointError(f"{checkpoint.path}: tensor {name!r} holds {count} numbers, of rotary divisors", OTHER_MODEL)
-        return tuple(checkpoint.tensor(name).flatten().tolist())
-
     vocab_size = checkpoint.info(embedding).shape[0]
-    spec = spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, values)
+    spec = spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, partial(_values, checkpoint))
     return replace(spec, has_head=spec.has_head and not lacks_head(checkpoint))
+
+
+def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...] | None:
+    """Of a small tensor; None where there is none of this name."""
+    if name not in checkpoint.names():
+        return None
+    if (count := math.prod(checkpoint.info(name).shape)) > MAX_SMALL:
+        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} holds {count} numbers, of at most {MAX_SMALL}", OTHER_MODEL)
+    return tuple(checkpoint.tensor(name).flatten().tolist())
 
 
 def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:

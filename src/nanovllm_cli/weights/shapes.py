@@ -99,6 +99,11 @@ def _latent(
     return _config(family, layers, hidden, inner, heads, heads, vocab, **own | more)
 
 
+def _apertus(layers: int, hidden: int, inner: int, heads: int) -> dict[str, Any]:
+    own = _llama(8.0) | {"hidden_act": "xielu", "max_position_embeddings": 65536, "rope_theta": 12e6}
+    return _config("Apertus", layers, hidden, inner, heads, 8, 131072, tied=False, **own)
+
+
 def _ling(layers: int, hidden: int, inner: int, heads: int, expert: int) -> dict[str, Any]:
     own = {
         "head_dim": 128, "num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": expert,
@@ -267,6 +272,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         num_shared_expert=1, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e4,
         rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     ),
+    "apertus-8b": _apertus(32, 4096, 21504, 32),
+    "apertus-70b": _apertus(80, 8192, 43008, 64),
     "ling-mini-2.0": _ling(20, 2048, 5120, 16, 512),
     "ling-flash-2.0": _ling(32, 4096, 9216, 32, 1024),
     "command-r-35b": _config(
