@@ -25,6 +25,7 @@ from transformers import (
     GraniteConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Ministral3Config,
     Olmo2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -165,6 +166,11 @@ OTHERS: dict[str, Any] = {
     "pythia": GPTNeoXConfig(**{name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}),
     "gpt2": GPT2Config(vocab_size=513, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=80),
     "arcee": ArceeConfig(**SHAPE | {"head_dim": 8, "mlp_bias": True}),
+    "ministral3": Ministral3Config(
+        **SHAPE | {"pad_token_id": 0},
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+                         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    ),
     "apertus": ApertusConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -28,7 +28,7 @@ from test_cuda_engine import (
     tokens,
 )
 from test_latent import SHAPES, Paged
-from test_models import LATENT_EXPERTS
+from test_models import LATENT_EXPERTS, rope
 
 pytestmark = needs_emulation
 COMMON = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4, "q_lora_rank": 28}
@@ -41,6 +41,10 @@ MODELS: dict[str, Any] = {
     "deepseek v3": DeepseekV3Config(**ROUND, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4, topk_group=2),
     "deepseek v3, halves, odd": DeepseekV3Config(
         **ODD, **LATENT_EXPERTS, n_group=1, topk_group=1, rope_interleave=False, norm_topk_prob=False
+    ),
+    "mistral 4": Mistral4Config(
+        **ROUND | {"pad_token_id": 0}, **LATENT_EXPERTS | {"first_k_dense_replace": 0},
+        **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5),
     ),
     "glm": Glm4MoeLiteConfig(
         **ROUND, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}

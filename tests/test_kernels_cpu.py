@@ -142,6 +142,19 @@ def test_xielu_equals_reference(factors: tuple[float, float, float, float], dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_queries_that_grow_equal_reference(offset: int, dtype: torch.dtype) -> None:
+    """Columns of a wider tensor; before the first step they stay as they are."""
+    whole, positions = randn(7, 100, dtype=dtype), torch.tensor([0, 15, 16, 31, 32, 47, 1 << 20])
+    expected, before = whole.double(), whole.clone()
+    expected[:, 3:40] = reference.temper(expected[:, 3:40], positions, 16, 0.3, offset)
+    gates.temper(whole[:, 3:40], positions, 16, 0.3, offset)
+    assert error(whole, expected.to(dtype)) < TOLERANCE[dtype]
+    assert torch.equal(whole[: 2 - offset], before[: 2 - offset])
+    assert not torch.equal(whole[2, 3:40], before[2, 3:40])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_rows_are_normed_by_themselves(dtype: torch.dtype) -> None:
     x, weight = randn(7, 3 * 37, dtype=dtype), randn(3 * 37, dtype=dtype)
     found = norms.add_rms_norm(x.view(21, 37), None, weight, 1e-6, 0.5).view(7, 111)

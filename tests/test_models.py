@@ -57,6 +57,8 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -89,12 +91,14 @@ from transformers import (
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.mixer_spec import TemperatureSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.facts import facts_of, parameters
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it is one, and is not among them
 PROMPT_LENS = [1, 3, 17, 31, 40, 63, 64, 90]
 ORIGINAL = 32
 
@@ -279,11 +283,16 @@ CASES: dict[str, Any] = {
             "short_factor": DIVISORS[1][:3], "long_factor": DIVISORS[4][:3],
         },
     ),
-    "ministral3, before its scores grow": Ministral3Config(
+    "mistral4, 3 of 5 and shared": Mistral4Config(
+        **LATENT | LATENT_EXPERTS | {"num_hidden_layers": 2, "first_k_dense_replace": 0, "pad_token_id": 0},
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=1.0,
+               llama_4_scaling_beta=0.5),
+    ),
+    "ministral3, queries that grow": Ministral3Config(
         **SMALL | {"pad_token_id": 0},
         rope_parameters={
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 160,
-            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": ORIGINAL,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         },
     ),
     "smollm3": SmolLM3Config(**SMALL | {"num_hidden_layers": 5}),
@@ -574,6 +583,10 @@ SEEING: dict[str, Any] = {
         text_config=CASES["mistral, window"].to_dict(), vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
         image_token_index=512,
     ),
+    "mistral4": Mistral3Config(
+        text_config=CASES["mistral4, 3 of 5 and shared"].to_dict(), image_token_index=512,
+        vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), vision_config=VISION | {"model_type": "siglip2_vision_model"}, image_token_id=512,
         tie_word_embeddings=False,
@@ -610,7 +623,7 @@ def check_what_it_writes(reference: Any, folder: Path) -> None:
             assert float((rows - expected).norm() / expected.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("case", ["gemma3", "mistral3", "mistral4"])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_path: Path) -> None:
     """Under either prefix that its tensors have had on the hub; what sees is left aside."""
@@ -678,15 +691,10 @@ def test_gemma3_from_the_hub_leaves_most_to_be_known() -> None:
         assert (rope.theta, rope.factor, rope.dim) == (wanted["rope_theta"], wanted.get("factor", 1.0), 256)
 
 
-def test_ministral3_ends_where_its_scores_would_grow(tmp_path: Path) -> None:
-    spec = worker_for(save(random_model(CASES["ministral3, before its scores grow"]), tmp_path)).spec
-    assert spec.max_position == 160
-
-
 def test_a_mistral_of_another_kind_is_refused() -> None:
     config = SEEING["mistral3"].to_dict() | {"architectures": ["Mistral3ForConditionalGeneration"]}
-    config["text_config"] |= {"model_type": "mistral4"}
-    with pytest.raises(UnsupportedError, match="a text model of the kind 'mistral4'"):
+    config["text_config"] |= {"model_type": "mistral5"}
+    with pytest.raises(UnsupportedError, match="a text model of the kind 'mistral5'"):
         spec_from_hf(config, hf_family(config))
 
 
@@ -694,6 +702,7 @@ DEFAULTS = {
     "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
     "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
     "LlamaForCausalLM": LlamaConfig, "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
+    "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
@@ -813,10 +822,14 @@ def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
     assert found == [20 if kind == "sliding_attention" else None for kind in like.layer_types]
 
 
-def test_a_ministral_described_the_old_way_ends_where_its_scores_would_grow() -> None:
-    config = CASES["ministral3, before its scores grow"].to_dict() | {"architectures": ["Ministral3ForCausalLM"]}
+def test_queries_of_a_ministral_described_the_old_way_grow() -> None:
+    config = CASES["ministral3, queries that grow"].to_dict() | {"architectures": ["Ministral3ForCausalLM"]}
+    before = spec_from_hf(config, hf_family(config))
     config["rope_scaling"] = config.pop("rope_parameters")
-    assert spec_from_hf(config, hf_family(config)).max_position == 160
+    assert spec_from_hf(config, hf_family(config)) == before
+    assert {attention.temperature for attention in before.attentions} == {TemperatureSpec(ORIGINAL, 0.5)}
+    config["rope_scaling"]["llama_4_scaling_beta"] = 0
+    assert spec_from_hf(config, hf_family(config)).attention.temperature is None
 
 
 @pytest.mark.parametrize("case", ["glm4 moe, 2 of 5 and shared", "ernie 4.5, 2 of 5 and shared"])
@@ -995,6 +1008,14 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     ),
     "a head that is normed": (
         "sarvam moe, 3 of 8 in two of four groups", {"norm_head": True}, UnsupportedError, "a Ling whose 'norm_head' is true",
+    ),
+    "groups of a Mistral's experts": (
+        "mistral4, 3 of 5 and shared", {"n_routed_experts": 6, "n_group": 2, "topk_group": 1}, UnsupportedError,
+        "experts of a Mistral that are chosen by groups",
+    ),
+    "queries that grow from nowhere": (
+        "ministral3, queries that grow", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
+        CheckpointError, "'llama_4_scaling_beta' must be a number",
     ),
     "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
 }  # fmt: skip

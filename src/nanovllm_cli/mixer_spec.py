@@ -58,6 +58,15 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries grow with their position, from `length` tokens on (Llama 4, Meta 2025): see `kernels.reference.temper`."""
+
+    length: int
+    scale: float
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Latent attention (DeepSeek-V2, Liu et al. 2024): of a token `rank` normed numbers are kept, of which each head's key_dim
     numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
@@ -82,13 +91,13 @@ class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
     both_ways: a query sees the keys behind its own, too. scale: None for head_dim ** -0.5. window: keys a query sees, itself
-    included, with both_ways on either side; None for all. softcap: cap on scores. sinks: a
-    learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k;
-    qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k, together (OLMo 2). value_norm: every
-    head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
-    keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having none of its
-    own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has behind each
-    head's query; gate_apart: or which have a projection of their own. latent: keys and values are made of what all heads share,
+    included, with both_ways on either side; None for all. softcap: cap on scores. sinks: a learned logit a head that takes part
+    in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k; qk_norm_of: or of each head as rope
+    leaves it (Hunyuan), or of all heads of q, and of k, together (OLMo 2). value_norm: every head of v is divided by its root
+    mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives
+    both. reads: the layer before whose keys and values it attends to, having none of its own. gated: what a head finds is
+    multiplied with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which
+    have a projection of their own. temperature: by which queries grow. latent: keys and values are made of what all heads share,
     so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and
     rotates its first numbers.
     """
@@ -112,6 +121,7 @@ class AttentionSpec:
     reads: int | None = None
     gated: bool = False
     gate_apart: bool = False
+    temperature: TemperatureSpec | None = None
     latent: LatentSpec | None = None
 
     @property

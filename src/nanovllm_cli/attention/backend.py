@@ -72,6 +72,12 @@ class StepInputs(NamedTuple):
     step: Any
     asked: StepInputs | None = None
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] int64, of its tokens in their sequences; of those of images, where they begin."""
+        positions = self.batch.positions
+        return positions if positions.dim() == 1 else positions[0]
+
 
 class AttentionBackend(CacheLayout, Protocol):
     """Everything between a layer's projection of its input and that of its output."""

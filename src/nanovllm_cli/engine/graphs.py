@@ -38,7 +38,7 @@ class DecodeGraph:
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] of this step, which the next replay, of any graph, overwrites; the rows that are kept."""
-        for mine, fresh in zip(_tensors(self._model, self._inputs), _tensors(self._model, inputs), strict=True):
+        for mine, fresh in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
             if mine is not fresh:
                 mine.copy_(fresh)
         self._program.replay()
@@ -61,7 +61,7 @@ class GraphCache:
 
     def logits(self, inputs: StepInputs, keeps_hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] and, if they are kept, rows [T, hidden], by a graph that is there or is recorded now."""
-        key = (*(tensor.shape for tensor in _tensors(self._model, inputs)), inputs.batch.lora is None, keeps_hidden)
+        key = (*(tensor.shape for tensor in _tensors(inputs)), inputs.batch.lora is None, keeps_hidden)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool, keeps_hidden)
@@ -71,11 +71,10 @@ class GraphCache:
         return graph.replay(inputs)
 
 
-def _tensors(model: Decoder, inputs: StepInputs) -> Iterator[torch.Tensor]:
+def _tensors(inputs: StepInputs) -> Iterator[torch.Tensor]:
     """All tensors that `Decoder.run` reads, in a fixed order."""
     yield inputs.batch.token_ids
-    if model.entry is not None:
-        yield inputs.batch.positions
+    yield inputs.batch.positions
     if inputs.batch.hidden is not None:
         yield inputs.batch.hidden
     if inputs.batch.lora is not None:

@@ -148,6 +148,22 @@ def activation(arguments, thread, team):
                 store(own, i, _gelu(load(own, i)))
 
 
+@kernel(fastmath=FAST)
+def temper(arguments, thread, team):
+    """x [num_rows, width] *= 1 + scale * log(1 + (position + offset) // length), of positions [num_rows] int64. Rows lie
+    row_stride numbers apart; those whose factor is 1 stay as they are."""
+    tag, x, num_rows, width, row_stride, positions, length, offset, scale = fields(arguments)
+    lines = carray(typed_pointer(x, tag), (num_rows, row_stride))
+    of_rows = carray(typed_pointer(positions, np.int64(0)), (num_rows,))
+    for r in share(num_rows, thread, team):
+        steps = (of_rows[r] + offset) // length
+        if steps == 0:
+            continue
+        factor, line = np.float32(1.0 + scale * np.log(1.0 + steps)), lines[r]
+        for i in range(width):
+            store(line, i, load(line, i) * factor)
+
+
 @njit(inline="always")
 def _expm1_less_x(x):
     """exp(x) - 1 - x of an x that is not above 0: near 0 by its series, where all digits of that difference would be lost."""

@@ -63,6 +63,9 @@ class CpuOps:
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gates.sigmoid_gate(x, gate)
 
+    def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
+        return gates.temper(x, positions, length, scale, offset)
+
     def xielu(self, x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
         return gates.xielu(x, positive, negative, slope, edge)
 

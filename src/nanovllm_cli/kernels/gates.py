@@ -1,4 +1,4 @@
-"""Gates on the CPU, sigmoids and activations: tensors in, checks, addresses to the compiled kernels (cpu_fused.py)."""
+"""Gates on the CPU, activations, queries that grow: tensors in, checks, addresses to the compiled kernels (cpu_fused.py)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     address, stride = cpu.rows_of(gate, gate.dtype, tokens, columns)
     ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, int(columns != width))
     cpu.launch(cpu_fused.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
+    return x
+
+
+def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
+    """See `reference.temper`; x [T, n], which may be columns of a wider tensor, is changed in place."""
+    tokens, width = x.shape
+    address, stride = cpu.rows_of(x, x.dtype, tokens, width)
+    ints = (address, tokens, width, stride, cpu.address_of(positions, torch.int64, tokens), length, offset)
+    cpu.launch(cpu_fused.temper, x.numel(), cpu.tags_of(x.dtype), ints, (scale,))
     return x
 
 

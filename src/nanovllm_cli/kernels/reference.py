@@ -101,6 +101,12 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(x.dtype)
 
 
+def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
+    """x [T, n], row by row times 1 + scale * log(1 + floor((position + offset) / length)), of positions [T] int64."""
+    steps = torch.div(positions + offset, length, rounding_mode="floor")
+    return (wide(x) * (1 + scale * torch.log1p(steps.double())).to(wide(x).dtype)[:, None]).to(x.dtype)
+
+
 def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
     """positive * x ** 2 + slope * x above 0, else negative * (expm1(min(x, edge)) - x) + slope * x (Huang and Schlag 2024)."""
     x, dtype = wide(x), x.dtype

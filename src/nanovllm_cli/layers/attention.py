@@ -48,6 +48,7 @@ class Attention(Mixer):
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
+        assert spec.temperature is None or not spec.qk_norm, "a norm would undo it"
         values = v_gains if spec.value_norm else None
         whole = spec.qk_norm_of == "all heads"
         self.norm = HeadNorms(q_gains, k_gains, values, norm.eps, norm.offset) if spec.qk_norm and not whole else HeadNorms()
@@ -66,6 +67,9 @@ class Attention(Mixer):
         for gains in self.whole_norms.values():
             self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
             first += len(gains)
+        if (own := self.spec.temperature) is not None:
+            queries = qkv[:, : self.spec.num_heads * self.spec.head_dim]
+            self.ops.temper(queries, inputs.positions, own.length, own.scale, own.offset)
         sinks = None if self.sinks is None else self.sinks[self._own_heads]
         found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step)
         found = self.ops.sigmoid_gate(found, projected[:, :width]) if width else found

@@ -31,6 +31,7 @@ class LatentAttention(Mixer):
         latent = self.latent = spec.latent
         self.spec, self._whole = kit.own_mixer(spec), spec
         self.backend = kit.backend
+        self.ops = kit.ops
         self._own, cut, self._gather = range(spec.num_heads), None, None
         queries = spec.num_heads * latent.query_dim
         if (own := kit.own_units(spec)) is not None:
@@ -56,6 +57,8 @@ class LatentAttention(Mixer):
         q = self.q(x)
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_norm(None, q))
+        if (own := self.spec.temperature) is not None:
+            self.ops.temper(q, inputs.positions, own.length, own.scale, own.offset)
         angles = inputs.angles[self.spec.rope]
         found = self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step)
         return found if self._gather is None else self._gather(found)

@@ -103,7 +103,7 @@ def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
             raise UnsupportedError(f"experts chosen by {other!r} are not supported", ANOTHER)
 
 
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+def latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """What its files call yarn_log_multiplier is a tenth of mscale_all_dim, and its mscale is as large: angles don't grow."""
     by_head = read.has(key("attention.key_length_mla"))  # else a file of before 2025's April
     kind = "_mla" if by_head else ""
@@ -124,7 +124,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where)
 
 
-def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+def latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     """What the architecture's files say of it, as llama.cpp's converter has it: of experts also where there are none."""
     rope, latent, mixture = spec.attention.rope, spec.attention.latent, spec.mixture
     assert rope is not None
@@ -162,8 +162,8 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
-    "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": _GGUF_NAMES, "gguf": _from_gguf,
-    "gguf_keys": _keys, "interleaved": True,
+    "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": _GGUF_NAMES, "gguf": latent_from_gguf,
+    "gguf_keys": latent_keys, "interleaved": True,
 }  # fmt: skip
 DEEPSEEK2 = Family(
     "deepseek2",

@@ -1,36 +1,49 @@
-"""Mistral Small 3, and Ministral 3, whose scores grow with the position once it is past the length that it was first trained on.
-
-No kernel here scales a query by its position, so Ministral 3 gets that length as its context: below it the factor is 1.
-"""
+"""Mistral Small 3; Ministral 3, whose queries grow with their position once it is past the length that it was first trained on;
+and Mistral Small 4, where they do, too: latent attention, and experts of which a softmax chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.mixer_spec import TemperatureSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.deepseek import DEEPSEEK2, latent_from_gguf, latent_from_hf, latent_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import rope_section
 
+_ROTARY = ("rope_parameters", "rope_scaling")
 
-def _below_the_first_step(spec: ModelSpec) -> ModelSpec:
+
+def _tempered(spec: ModelSpec, scale: float, length: int | None = None) -> ModelSpec:
+    """length: None for the one that its rotary positions are stretched from."""
     rope = spec.attention.rope
     assert rope is not None
-    return replace(spec, max_position=min(spec.max_position, rope.original_len))
+    temperature = TemperatureSpec(rope.original_len if length is None else length, scale) if scale else None
+    return spec.with_attention(temperature=temperature)
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    scales = rope_section(read).number("llama_4_scaling_beta", 0.0, positive=False) != 0
-    return _below_the_first_step(spec) if scales else spec
+    return _tempered(spec, rope_section(read).number("llama_4_scaling_beta", 0.0, positive=False))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     if all_dim := read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False):
         spec = spec.each_rope(lambda rope: replace(rope, mscale=1.0, mscale_all_dim=all_dim))
-    scales = read.number(key("attention.temperature_scale"), 0.0, positive=False) != 0
-    return _below_the_first_step(spec) if scales else spec
+    return _tempered(spec, read.number(key("attention.temperature_scale"), 0.0, positive=False))
+
+
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """The length that queries grow from is that of its rotary positions there."""
+    rope, own = spec.attention.rope, spec.attention.temperature
+    assert rope is not None
+    keys: dict[str, GGUFField] = {}
+    if rope.scaling == "yarn" and rope.mscale_all_dim:
+        keys["rope.scaling.yarn_log_multiplier"] = rope.mscale_all_dim
+    return keys if own is None else {**keys, "attention.temperature_scale": own.scale}
 
 
 def _mistral_text(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -38,6 +51,30 @@ def _mistral_text(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if kind != "mistral":
         raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a Mistral 3", ANOTHER)
     return spec
+
+
+def _rotary_whole(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the share of a head that is rotated: what else is said of its dims says so, too."""
+    sections = {key: config[key] for key in _ROTARY if isinstance(config.get(key), Mapping)}
+    return {**config, **{key: {name: value for name, value in section.items() if name != "partial_rotary_factor"}
+                         for key, section in sections.items()}}  # fmt: skip
+
+
+def _latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if spec.mixture is not None and spec.mixture.groups > 1:
+        raise UnsupportedError(f"{read.where}: experts of a Mistral that are chosen by groups", "known: one group")
+    return _from_hf(latent_from_hf(spec, read), read)
+
+
+def _latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    scale = read.number(key("attention.temperature_scale"), 0.0, positive=False)
+    return _tempered(latent_from_gguf(spec, read, key), scale, read.integer(key("attention.temperature_length")) if scale else 1)
+
+
+def _latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    own = spec.attention.temperature
+    grown = {} if own is None else {"attention.temperature_scale": own.scale, "attention.temperature_length": own.length}
+    return {**latent_keys(spec), **grown}
 
 
 MISTRAL3 = Family("mistral3", has_window=True, interleaved_gguf=True, hf=_mistral_text, gguf_keys=None)
@@ -54,5 +91,23 @@ MINISTRAL3 = Family(
     },
     hf=_from_hf,
     gguf=_from_gguf,
-    gguf_keys=None,
+    gguf_keys=_keys,
+)  # fmt: skip
+MISTRAL4 = replace(
+    DEEPSEEK2,
+    name="mistral4",
+    config=_rotary_whole,
+    defaults={
+        **DEEPSEEK2.defaults, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "norm_topk_prob": True,
+        "n_shared_experts": 1, "n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048,
+        "max_position_embeddings": 1048576, "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "mscale_all_dim": 1.0, "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    hf=_latent_from_hf,
+    gguf=_latent_from_gguf,
+    gguf_name="mistral4",
+    gguf_keys=_latent_keys,
 )  # fmt: skip

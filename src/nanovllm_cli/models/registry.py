@@ -49,7 +49,7 @@ from nanovllm_cli.models.granite import (
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.minimax import MINIMAX_M2
-from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
+from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import NOMIC_BERT
@@ -120,6 +120,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
+    "Mistral4ForCausalLM": MISTRAL4,
     "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -175,7 +176,7 @@ HF_CLASSIFIERS: dict[str, Family] = {
     "XLMRobertaForSequenceClassification": ROBERTA,
 }
 """Models with a head for labels in place of tokens, as rerankers are published."""
-TEXT_MODELS = {"ministral3": MINISTRAL3}
+TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
 OF_ANOTHER_CLASS = {"sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
@@ -229,6 +230,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "lfm2moe": LFM2_MOE,
     "minimax-m2": MINIMAX_M2,
     "mistral3": MINISTRAL3,
+    "mistral4": MISTRAL4,
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": OLMO2,

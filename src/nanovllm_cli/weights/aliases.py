@@ -216,6 +216,11 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},
+    "ministral3": {
+        "3b": "mistralai/Ministral-3-3B-Instruct-2512",
+        "8b": "mistralai/Ministral-3-8B-Instruct-2512",
+        "14b": "mistralai/Ministral-3-14B-Instruct-2512",
+    },
     "mixtral": {"8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1", "8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
     "seed-oss": {"36b": "ByteDance-Seed/Seed-OSS-36B-Instruct"},
     "gpt-oss": {"20b": "openai/gpt-oss-20b", "120b": "openai/gpt-oss-120b"},

@@ -174,7 +174,11 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
         rope = replace(attention.rope, interleaved=family.interleaved_gguf)
         if attention.latent is not None and rope.scaling == "yarn" and rope.mscale_all_dim:
             rope = _of_one_share(rope)
-        found = sayable_in_gguf(rope, context_length, truncate=family.gguf_truncates)
+        says_shares = attention.latent is None and "rope.scaling.yarn_log_multiplier" in keys
+        plain = replace(rope, mscale=0.0, mscale_all_dim=0.0) if says_shares else rope
+        found = sayable_in_gguf(plain, context_length, truncate=family.gguf_truncates)
+        if says_shares:
+            found = found._replace(spec=replace(found.spec, mscale=rope.mscale, mscale_all_dim=rope.mscale_all_dim))
         has_sections = "rope.dimension_sections" in keys
         return found._replace(spec=replace(found.spec, sections=rope.sections, woven=rope.woven)) if has_sections else found
     if keys.get("rope.scaling.finetuned", True) and (spec.entry is None or not spec.entry.positions):

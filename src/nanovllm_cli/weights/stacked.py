@@ -81,7 +81,7 @@ def _gguf(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Con
 
 def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which, kind = found.groups()
-    if _is_qwen_next(config):
+    if _has_halves(config):
         yield from _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
         return
     parts = {"down": _ALL} if which == "down" else {"gate": _EVEN, "up": _ODD}
@@ -95,13 +95,16 @@ def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
     place, which = found.groups()
     text = config.get("text_config")
     width = text.get("hidden_size") if isinstance(text, Mapping) else None
-    turned = shape[2 if which == "down" else 1] == width and not _is_qwen_next(config)
+    turned = shape[2 if which == "down" else 1] == width and not _has_halves(config)
     num_rows = None if which == "down" else shape[2 if turned else 1]
     return _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
 
 
-def _is_qwen_next(config: _Config) -> bool:
-    return str(config.get("model_type")).startswith(("qwen3_5", "qwen3_next"))
+def _has_halves(config: _Config) -> bool:
+    """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
+    inner = config.get("text_config")
+    kinds = [config.get("model_type"), inner.get("model_type") if isinstance(inner, Mapping) else None]
+    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4")) for kind in kinds)
 
 
 def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -221,7 +224,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
             re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
-        (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
+        (re.compile(r"((?:model\.language_model|language_model\.model)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3,
+         _qwen_vl),
         (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.(?:block_sparse_moe\.)?experts)\.(gate_up|down)_proj"), 3,
          _gemma4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
