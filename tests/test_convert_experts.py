@@ -98,6 +98,7 @@ WRITTEN = {
     "hunyuan moe, 3 of 5 and shared, another base": "hunyuan-moe",
     "sarvam moe, 3 of 8 in two of four groups": "bailingmoe2",
     "apertus": "apertus",
+    "llama4, as published": "llama4",
     "mistral4, 3 of 5 and shared": "mistral4",
 }
 
@@ -468,7 +469,7 @@ PEER = [
     "glm4 moe, 2 of 5 and shared", "ernie 4.5, 2 of 5 and shared", "granite moe, 2 of 5", "granite 4 h",
     "granite 4 h, 2 of 5 and shared", "hunyuan moe, 3 of 5 and shared, another base",
     "sarvam moe, 3 of 8 in two of four groups", "apertus",
-    "mistral4, 3 of 5 and shared", "ministral3, queries that grow",
+    "mistral4, 3 of 5 and shared", "ministral3, queries that grow", "llama4, as published",
 ]  # fmt: skip
 
 

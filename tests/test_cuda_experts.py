@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     Lfm2MoeConfig,
+    Llama4TextConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
@@ -26,6 +27,7 @@ from emulation.late import LateDevice
 from emulation.on_gpu import reads_tasks
 from engines import greedy, random_model, save, worker_for
 from nanovllm_cli.engine.decode_step import DecodeStep
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cuda_mixture
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.experts import FEW_ROWS
@@ -62,6 +64,10 @@ FAMILIES: dict[str, Any] = {
     "lfm2": Lfm2MoeConfig(
         **SHAPE, layer_types=["conv", "full_attention"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         num_dense_layers=1,
+    ),
+    "llama4": Llama4TextConfig(
+        **SHAPE | {"intermediate_size": 64}, intermediate_size_mlp=48, num_local_experts=4, no_rope_layers=[1, 0], floor_scale=8,
+        attn_scale=0.5, attention_chunk_size=128,
     ),
     "afmoe": AfmoeConfig(
         **SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=1, sliding_window=10,
@@ -102,6 +108,14 @@ def test_tokens_are_those_of_the_cpu_and_steps_are_recorded(family: str, tmp_pat
     assert not eager.graphs
     assert [own[:4] for own in answers] == [own[:4] for own in tokens(engine_on(model, None), greedy(6))]
     assert difference(logits_of(worker_on(model, EmulatedDevice()), prompts), expected_logits(random.float(), prompts)) < 0.05
+
+
+def test_contexts_of_more_than_a_chunk_are_refused(tmp_path: Path) -> None:
+    config = Llama4TextConfig(**FAMILIES["llama4"].to_dict() | {"attention_chunk_size": 64})
+    folder = save(random_model(config, dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(UnsupportedError, match="in chunks of 64 tokens is not computed on a GPU past the first one"):
+        engine_on(folder, EmulatedDevice())
+    assert engine_on(folder, EmulatedDevice(), max_model_len=64)
 
 
 @pytest.mark.parametrize("name", FORMATS)

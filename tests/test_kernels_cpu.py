@@ -155,6 +155,15 @@ def test_queries_that_grow_equal_reference(offset: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_best_expert_reads_equals_reference(dtype: torch.dtype) -> None:
+    for rows, width, experts in ((1, 16, 1), (5, 37, 16), (3, 100, 128)):
+        x, logits = randn(rows, width, dtype=dtype), randn(rows, experts) * 4
+        assert error(gates.best_gate(x, logits), reference.best_gate(x.double(), logits.double()).to(dtype)) < TOLERANCE[dtype]
+    logits[1, 77] = torch.nan
+    assert gates.best_gate(x, logits).isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_rows_are_normed_by_themselves(dtype: torch.dtype) -> None:
     x, weight = randn(7, 3 * 37, dtype=dtype), randn(3 * 37, dtype=dtype)
     found = norms.add_rms_norm(x.view(21, 37), None, weight, 1e-6, 0.5).view(7, 111)

@@ -53,6 +53,8 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
+    Llama4Config,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -282,6 +284,19 @@ CASES: dict[str, Any] = {
             "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
             "short_factor": DIVISORS[1][:3], "long_factor": DIVISORS[4][:3],
         },
+    ),
+    "llama4, 1 of 5 and shared in every second layer, chunks": Llama4TextConfig(
+        **SMALL | {"num_hidden_layers": 4, "intermediate_size": 33}, intermediate_size_mlp=70, num_local_experts=5,
+        interleave_moe_layer_step=2, attention_chunk_size=64, floor_scale=20, attn_scale=0.4,
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=ORIGINAL),
+    ),
+    "llama4, as published": Llama4TextConfig(
+        **SMALL | {"num_hidden_layers": 4, "intermediate_size": 33}, intermediate_size_mlp=70, num_local_experts=5,
+        interleave_moe_layer_step=2,
+    ),
+    "llama4, 1 of 7 and shared, no norms": Llama4TextConfig(
+        **SMALL | {"intermediate_size": 33, "tie_word_embeddings": True}, num_local_experts=7, use_qk_norm=False,
+        no_rope_layers=[0, 1, 1], attn_temperature_tuning=False,
     ),
     "mistral4, 3 of 5 and shared": Mistral4Config(
         **LATENT | LATENT_EXPERTS | {"num_hidden_layers": 2, "first_k_dense_replace": 0, "pad_token_id": 0},
@@ -587,6 +602,12 @@ SEEING: dict[str, Any] = {
         text_config=CASES["mistral4, 3 of 5 and shared"].to_dict(), image_token_index=512,
         vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
     ),
+    "llama4": Llama4Config(
+        text_config=CASES["llama4, 1 of 5 and shared in every second layer, chunks"].to_dict(), image_token_index=512,
+        vision_config={"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16,
+                       "vision_output_dim": 16},
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), vision_config=VISION | {"model_type": "siglip2_vision_model"}, image_token_id=512,
         tie_word_embeddings=False,
@@ -623,7 +644,7 @@ def check_what_it_writes(reference: Any, folder: Path) -> None:
             assert float((rows - expected).norm() / expected.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mistral3", "mistral4"])
+@pytest.mark.parametrize("case", ["gemma3", "mistral3", "mistral4", "llama4"])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_path: Path) -> None:
     """Under either prefix that its tensors have had on the hub; what sees is left aside."""
@@ -633,7 +654,7 @@ def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_p
     names = {name: name.replace("language_model.model.", prefix).replace("model.language_model.", prefix) for name in tensors}
     assert any("vision" in name for name in names)
     save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    check_what_it_writes(reference, folder)
+    check_what_it_writes(reference.language_model if case == "llama4" else reference, folder)  # whose whole fails on texts alone
 
 
 def test_of_an_lfm2_that_sees_the_part_that_writes(tmp_path: Path) -> None:
@@ -701,7 +722,8 @@ def test_a_mistral_of_another_kind_is_refused() -> None:
 DEFAULTS = {
     "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
     "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
-    "LlamaForCausalLM": LlamaConfig, "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
+    "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
+    "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
@@ -1008,6 +1030,20 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     ),
     "a head that is normed": (
         "sarvam moe, 3 of 8 in two of four groups", {"norm_head": True}, UnsupportedError, "a Ling whose 'norm_head' is true",
+    ),
+    "two experts that read what is scaled": (
+        "llama4, 1 of 7 and shared, no norms", {"num_experts_per_tok": 2}, UnsupportedError,
+        "2 experts that each read a token scaled for it",
+    ),
+    "chunks of odd sizes": (
+        "llama4, 1 of 7 and shared, no norms", {"attention_chunk_size": 100}, UnsupportedError, "in chunks of 100 tokens",
+    ),
+    "chunks of no layer": (
+        "llama4, 1 of 7 and shared, no norms", {"layer_types": ["chunked_attention"] * 2}, CheckpointError,
+        "'layer_types' must say of 3 layers chunked_attention or full_attention",
+    ),
+    "layers with experts that are no list": (
+        "llama4, 1 of 7 and shared, no norms", {"moe_layers": {"a": 1}}, CheckpointError, "'moe_layers' must be a list",
     ),
     "groups of a Mistral's experts": (
         "mistral4, 3 of 5 and shared", {"n_routed_experts": 6, "n_group": 2, "topk_group": 1}, UnsupportedError,

@@ -6,7 +6,7 @@ Legend: T tokens of this step, B sequences, P most blocks of any sequence, R row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +119,24 @@ class Batch:
             states=self.states[owners],
             lora=None if self.lora is None else self.lora[rows],
             whole=None if self.whole is None else self.whole.within(rows),
+        )
+
+    def in_chunks(self, size: int, block_size: int) -> Batch:
+        """The same, a sequence's tokens of each chunk of so many like a sequence that begins with it; size: of whole blocks."""
+        starts, rows = self.query_starts.long(), torch.arange(self.num_tokens)
+        lens = starts.diff()
+        places = rows + torch.repeat_interleave(self.kv_lens.long() - starts[1:], lens)
+        taken = self.taken(rows, places // size)
+        before = (taken.kv_lens.long() - 1) // size * size
+        width = self.block_tables.shape[1]
+        columns = (before // block_size)[:, None] + torch.arange(min(width, size // block_size))
+        kv_lens = taken.kv_lens - before.int()
+        return replace(
+            taken,
+            kv_lens=kv_lens,
+            known_lens=torch.minimum(kv_lens, (taken.known_lens - before.int()).clamp_min(0)),
+            block_tables=taken.block_tables.gather(1, columns.clamp_max(width - 1)),
+            logit_rows=self.logit_rows,
         )
 
     @property

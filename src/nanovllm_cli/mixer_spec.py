@@ -91,15 +91,16 @@ class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
     both_ways: a query sees the keys behind its own, too. scale: None for head_dim ** -0.5. window: keys a query sees, itself
-    included, with both_ways on either side; None for all. softcap: cap on scores. sinks: a learned logit a head that takes part
-    in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k; qk_norm_of: or of each head as rope
-    leaves it (Hunyuan), or of all heads of q, and of k, together (OLMo 2). value_norm: every head of v is divided by its root
-    mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives
-    both. reads: the layer before whose keys and values it attends to, having none of its own. gated: what a head finds is
-    multiplied with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which
-    have a projection of their own. temperature: by which queries grow. latent: keys and values are made of what all heads share,
-    so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and
-    rotates its first numbers.
+    included, with both_ways on either side; None for all. chunk: it sees none before its own chunk of so many tokens, a multiple
+    of 64. softcap: cap on scores. sinks: a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm:
+    RMS norm of every head of q and k; qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k,
+    together (OLMo 2); without qk_gains the checkpoint has nothing for it. value_norm: every head of v is divided by its root mean
+    square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives both.
+    reads: the layer before whose keys and values it attends to, having none of its own. gated: what a head finds is multiplied
+    with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which have a
+    projection of their own. temperature: by which queries grow. latent: keys and values are made of what all heads share, so that
+    num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its
+    first numbers.
     """
 
     num_heads: int
@@ -110,9 +111,11 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False
     qk_norm_of: Literal["head", "turned head", "all heads"] = "head"
+    qk_gains: bool = True
     both_ways: bool = False
     scale: float | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     value_norm: bool = False
@@ -134,7 +137,9 @@ class AttentionSpec:
 
     @property
     def qk_norm_sizes(self) -> dict[str, int]:
-        """Gains of its norms of q and k, by part; of k none where another layer's are read."""
+        """Gains of its norms of q and k, by part; of k none where another layer's are read, and none at all without qk_gains."""
+        if not self.qk_gains:
+            return {}
         parts = {"q": self.num_heads, "k": self.num_kv_heads} if self.reads is None else {"q": self.num_heads}
         whole = self.qk_norm_of == "all heads"
         return {part: heads * self.head_dim if whole else self.head_dim for part, heads in parts.items() if self.qk_norm}

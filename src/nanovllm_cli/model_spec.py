@@ -75,6 +75,8 @@ class MoESpec:
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
 
+    scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
+
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
     residual stream through a norm of their own, logits are divided by sqrt(hidden_size), and both results are normed.
     """
@@ -92,6 +94,7 @@ class MoESpec:
     groups_taken: int = 1
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    scales_input: bool = False
     apart: bool = False
 
     def num_weights(self, hidden_size: int) -> int:
@@ -283,6 +286,11 @@ class ModelSpec:
     def attention(self) -> AttentionSpec:
         """The first one: in most models, but for windows and positions, every one."""
         return self.attentions[0]
+
+    @property
+    def chunk(self) -> int | None:
+        """What layers that see no further than their chunk of tokens have of these; None where there are none."""
+        return next((attention.chunk for attention in self.attentions if attention.chunk is not None), None)
 
     @property
     def dense_mlp(self) -> MLPSpec | None:

@@ -17,10 +17,18 @@ from nanovllm_cli.kernels.states import States
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 
+class Chunks(NamedTuple):
+    """Of the same tokens as of sequences that begin with their chunks: see `Batch.in_chunks`."""
+
+    block_tables: torch.Tensor
+    tiles: dict[int, torch.Tensor]
+
+
 class CpuStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
     included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
-    with them, and without guesses, and its state [B]. whole: rows that see more, which no recorded step has."""
+    with them, and without guesses, and its state [B]. whole: rows that see more, which no recorded step has. chunks: for layers
+    that see no further than those."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -31,12 +39,15 @@ class CpuStep(NamedTuple):
     known_lens: torch.Tensor
     states: torch.Tensor
     whole: WholeRows | None = None
+    chunks: Chunks | None = None
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that kernels read, in a fixed order."""
         yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens, self.known_lens, self.states)
         yield from self.tiles.values()
+        if self.chunks is not None:
+            yield from (self.chunks.block_tables, *self.chunks.tiles.values())
 
 
 class CpuBlocks:
@@ -64,15 +75,21 @@ class CpuBlocks:
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
     layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. max_guesses: see
-    CacheLayout."""
+    CacheLayout. chunk: what some layers see no further than, see `AttentionSpec`."""
 
     def __init__(
-        self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], max_guesses: int = 0
+        self,
+        groups: set[int],
+        dtype: torch.dtype,
+        cache_dtypes: tuple[torch.dtype, torch.dtype],
+        max_guesses: int = 0,
+        chunk: int | None = None,
     ) -> None:
         self.groups = groups
         self.max_guesses = max_guesses
         self.dtype = dtype
         self.cache_dtypes = cache_dtypes
+        self.chunk = chunk
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
@@ -97,9 +114,15 @@ class CpuAttention:
         ends = batch.query_starts[1:]
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
-        tiles = {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
-        lengths = batch.kv_lens, batch.known_lens
-        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states, whole)
+        lengths, chunks = (batch.kv_lens, batch.known_lens), None
+        if self.chunk is not None:
+            parts = batch.in_chunks(self.chunk, cpu.BLOCK)
+            chunks = Chunks(parts.block_tables, self._tiles(parts))
+        tiles = self._tiles(batch)
+        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states, whole, chunks)
+
+    def _tiles(self, batch: Batch) -> dict[int, torch.Tensor]:
+        return {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
 
     def attend(
         self,
@@ -118,9 +141,11 @@ class CpuAttention:
         )  # fmt: skip
 
         def found(q: torch.Tensor, step: CpuStep, *, both_ways: bool) -> torch.Tensor:
-            tiles = step.tiles[spec.queries_a_key]
+            where = step if spec.chunk is None else step.chunks
+            assert where is not None
+            tiles = where.tiles[spec.queries_a_key]
             return cpu.paged_attention(
-                q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
+                q, k, v, tiles, where.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
                 both_ways=both_ways,
             )  # fmt: skip
 

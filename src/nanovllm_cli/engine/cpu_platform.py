@@ -123,7 +123,8 @@ class CpuPlatform:
             _check_that_keys_are_values(*self.config.cache_types)
             self._warm_up(warm.latent_is_compiled(dtype), lambda: warm.warm_up_latent(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
-        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype), most_guesses(self.config))
+        kept = cache_dtypes(self.config.cache_types, dtype)
+        return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk)
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

@@ -203,6 +203,23 @@ def sigmoid_gate(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def best_gate(arguments, thread, team):
+    """out [num_rows, width] = x times the sigmoid of each row's largest of logits [num_rows, count], a NaN being above all."""
+    tag, x, logits, out, num_rows, width, count = fields(arguments)
+    lines, result = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(out, tag), (num_rows, width))
+    of_rows = carray(typed_pointer(logits, np.float32(0)), (num_rows, count))
+    for r in share(num_rows, thread, team):
+        own, line, target = of_rows[r], lines[r], result[r]
+        best = own[0]
+        for e in range(1, count):
+            if own[e] > best or own[e] != own[e]:
+                best = own[e]
+        factor = _sigmoid(best)
+        for i in range(width):
+            store(target, i, load(line, i) * factor)
+
+
+@kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
     """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI
     (see reference.gated_activation)."""

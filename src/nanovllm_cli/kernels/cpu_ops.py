@@ -63,6 +63,9 @@ class CpuOps:
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gates.sigmoid_gate(x, gate)
 
+    def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return gates.best_gate(x, logits)
+
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return gates.temper(x, positions, length, scale, offset)
 

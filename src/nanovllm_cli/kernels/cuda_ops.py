@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from nanovllm_cli.kernels import activation as activations
-from nanovllm_cli.kernels import gemv, join_norm, norm, rope_tables, scale, sigmoid_gate, temper, xielu
+from nanovllm_cli.kernels import best_gate, gemv, join_norm, norm, rope_tables, scale, sigmoid_gate, temper, xielu
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
@@ -66,6 +66,9 @@ class CudaOps:
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         return activations.gated(self.launcher, gate, up, activation)
+
+    def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return best_gate.best_gate(self.launcher, x, logits)
 
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return temper.temper(self.launcher, x, positions, length, scale, offset)

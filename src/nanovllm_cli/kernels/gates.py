@@ -40,6 +40,18 @@ def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, edge:
     return x
 
 
+def best_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """See `reference.best_gate`."""
+    (tokens, width), count = x.shape, logits.shape[1]
+    out = cpu.new_tensor((tokens, width), x.dtype)
+    ints = (
+        cpu.address_of(x, x.dtype, tokens, width), cpu.address_of(logits, torch.float32, tokens, count), out.data_ptr(), tokens,
+        width, count,
+    )  # fmt: skip
+    cpu.launch(cpu_fused.best_gate, tokens * (width + count), cpu.tags_of(x.dtype), ints)
+    return out
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`; of those without a gate x itself is changed."""
     if (kind := WITHOUT_GATE.get(activation)) is not None:

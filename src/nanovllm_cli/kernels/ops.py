@@ -103,6 +103,9 @@ class Ops(Protocol):
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 
+    def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """x [T, n] -> [T, n], of logits [T, E] fp32, as `reference.best_gate` has it."""
+
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.temper` has it."""
 

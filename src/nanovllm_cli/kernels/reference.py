@@ -101,6 +101,11 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(x.dtype)
 
 
+def best_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """x [T, n], row by row times the sigmoid of the largest of logits [T, E]."""
+    return (wide(x) * torch.sigmoid(logits.amax(1, keepdim=True).to(wide(x).dtype))).to(x.dtype)
+
+
 def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
     """x [T, n], row by row times 1 + scale * log(1 + floor((position + offset) / length)), of positions [T] int64."""
     steps = torch.div(positions + offset, length, rounding_mode="floor")

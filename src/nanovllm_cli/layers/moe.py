@@ -35,13 +35,15 @@ class MoE:
             bias, scales = kit.zeros(2, spec.num_experts, dtype=torch.float32)
             groups = Groups(spec.groups, spec.groups_taken, 2 if by_sigmoid else 1) if in_groups else None
             self.scoring = Scoring(by_sigmoid, bias, spec.scale, scales if spec.expert_scale else None, groups)
+        assert not spec.scales_input or (spec.experts_per_token == 1 and spec.norm_topk and self.scoring is None), "weights of 1"
         self.apart = _Apart(norm, hidden_size, kit) if spec.apart else None
         self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk, self.scoring)
 
     def __call__(self, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor:
         """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
-        own = self.mixture(x, self._logits(x), slots)
+        logits = self._logits(x)
+        own = self.mixture(self._read(x, logits), logits, slots)
         return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x))
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -50,7 +52,8 @@ class MoE:
         shared = None
         if self.shared is not None:
             shared = self.shared.onto(residual, x) if self.shared_gate is None else self._shared(self.shared, x)
-        own = self.mixture.onto(residual, x, self._logits(x), slots)
+        logits = self._logits(x)
+        own = self.mixture.onto(residual, self._read(x, logits), logits, slots)
         if shared is None or own is None:
             return own if shared is None else shared
         return self.ops.add(own, shared)
@@ -70,6 +73,10 @@ class MoE:
         if self.shared_gate is None:
             return shared(x)
         return self.ops.sigmoid_gate(shared(x), self.shared_gate.matmul(x, None, torch.float32))
+
+    def _read(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What experts read."""
+        return self.ops.best_gate(x, logits) if self.spec.scales_input else x
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.router.matmul(x, self.router_bias, torch.float32)

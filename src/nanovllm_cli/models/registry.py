@@ -48,6 +48,7 @@ from nanovllm_cli.models.granite import (
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
+from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
@@ -65,6 +66,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "LlamaForCausalLM": LLAMA,
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4,
     "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
@@ -183,6 +186,7 @@ OF_ANOTHER_CLASS = {"sarvam_moe": SARVAM_MOE}
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "afmoe": AFMOE,
     "llama": LLAMA,
+    "llama4": LLAMA4,
     "mistral": MISTRAL,
     "apertus": APERTUS,
     "arcee": ARCEE,

@@ -16,6 +16,7 @@
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
+    Llama 4     feed_forward.experts.gate_up_proj [E, K, 2 N]   feed_forward.experts.0.gate_proj.weight and up_proj.weight, [N, K]
     Granite SWA block_sparse_moe.experts.gate_up_proj as Gemma 4's; GGUF's ffn_up_shexp.weight [2 N, K] is ffn_gate_shexp and
                 ffn_up_shexp
     LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight,
@@ -126,6 +127,11 @@ def _gemma4(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _C
     return _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
 
 
+def _llama4(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, which = found.groups()
+    return _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[2], turned=True)
+
+
 def _granite(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which = found.groups()
     return _halves(f"{place}.experts.{{e}}", stack, shape[0], None if which == "output" else shape[1])
@@ -228,6 +234,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
          _qwen_vl),
         (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.(?:block_sparse_moe\.)?experts)\.(gate_up|down)_proj"), 3,
          _gemma4),
+        (re.compile(r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up|down)_proj"),
+         3, _llama4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|(?:linear_attn|mamba)\.conv1d)\.weight"), 3,
