@@ -89,6 +89,10 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "72b": "Qwen/Qwen2.5-VL-72B-Instruct",
     },
     "qwq": {"32b": "Qwen/QwQ-32B"},
+    "llama4": {
+        "scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        "maverick": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    },
     "llama3.3": {"70b": "meta-llama/Llama-3.3-70B-Instruct"},
     "llama3.2": {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"},
     "llama3.1": {"8b": "meta-llama/Llama-3.1-8B-Instruct", "70b": "meta-llama/Llama-3.1-70B-Instruct"},

@@ -284,6 +284,16 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "Cohere2", 32, 4096, 14336, 32, 8, 256000, tied=True, layer_norm_eps=1e-5, logit_scale=0.25, rope_theta=5e4,
         max_position_embeddings=132096, sliding_window=4096,
     ),
+    "llama-4-scout": _config(
+        "Llama4", 48, 5120, 8192, 40, 8, 202048, tied=False, intermediate_size_mlp=16384, num_local_experts=16,
+        interleave_moe_layer_step=1, rope_theta=5e5, rms_norm_eps=1e-5, max_position_embeddings=10485760, use_qk_norm=True,
+        rope_scaling={"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+                      "original_max_position_embeddings": 8192},
+    ),
+    "llama-4-maverick": _config(
+        "Llama4", 48, 5120, 8192, 40, 8, 202048, tied=False, intermediate_size_mlp=16384, num_local_experts=128,
+        interleave_moe_layer_step=2, rope_theta=5e5, rms_norm_eps=1e-5, max_position_embeddings=1048576, use_qk_norm=False,
+    ),
     "llama-3.2-1b": _config("Llama", 16, 2048, 8192, 32, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.2-3b": _config("Llama", 28, 3072, 8192, 24, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),
