@@ -445,12 +445,12 @@ QUANTIZED |= {
     "glm": lambda: Glm4MoeConfig(**WIDE | NARROW, n_routed_experts=6, first_k_dense_replace=2, n_group=2, topk_group=1),
     "ernie": lambda: Ernie4_5_MoeConfig(**WIDE, moe_num_experts=6, moe_k=2, moe_intermediate_size=256),
 }  # fmt: skip
-LATENT_WIDE = {"kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 QUANTIZED |= {
     "hunyuan": lambda: changed(TEXTS["hunyuan moe, 3 of 5 and shared, another base"], **WIDE),
     "ling": lambda: changed(TEXTS["sarvam moe, 3 of 8 in two of four groups"], **WIDE | NARROW),
-    "llama 4": lambda: changed(TEXTS["llama4, as published"], **WIDE, intermediate_size_mlp=512, moe_layers=None),
-    "mistral 4": lambda: changed(TEXTS["mistral4, 3 of 5 and shared"], **WIDE | NARROW | LATENT_WIDE),
+    "llama 4": lambda: changed(
+        TEXTS["llama4, as published"], **WIDE, intermediate_size_mlp=512, moe_layers=None, layer_types=None, no_rope_layers=None,
+    ),
     "apertus": lambda: changed(TEXTS["apertus"], **WIDE),
 }  # fmt: skip
 MIXES = {"q4_k_m": 15, "q4_k_s": 14, "q5_k_m": 17, "q3_k_m": 12, "q6_k": 18, "q8_0": 7, "q2_k_m": 10, "q4_0": 2}
