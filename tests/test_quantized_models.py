@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MiniMaxM2Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MiniMaxM2Config,
+    Mistral4Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from engines import engine_for, greedy, random_model, run, worker_for
 from nanovllm_cli.engine.worker import Worker
@@ -244,6 +252,43 @@ def test_bitsandbytes_as_transformers_writes_them(bits: int, tmp_path: Path) -> 
     assert "quantization_config" in json.loads((quantized / "config.json").read_text())
     exact = model.dequantize(torch.float32).eval()  # its own kernels round activations
     assert worst_difference(worker_for(quantized, dtype="float32"), exact) < 1e-3
+
+
+@pytest.mark.parametrize("form", ["a scale for each half", "one an expert"])
+def test_mistral_small_4_as_it_is_published(form: str, tmp_path: Path) -> None:
+    """In fp8 by tensors, activations too, with what a layer's experts have of each in one tensor."""
+    config = Mistral4Config(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"} | {"pad_token_id": 0, "num_key_value_heads": 4},
+        q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=3,
+        num_experts_per_tok=2, moe_intermediate_size=48,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+                         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    )  # fmt: skip
+    reference = build(tmp_path, config, fp8("tensor", "weight_scale_inv", static=True), FP8_STATIC)
+    tensors = {name.replace("input_scale", "activation_scale"): tensor
+               for name, tensor in load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
+    for i in range(config.num_hidden_layers):
+        place = f"model.layers.{i}.mlp.experts"
+        own = {part: [{kind: tensors.pop(f"{place}.{e}.{part}_proj.{kind}")
+                       for kind in ("weight", "weight_scale_inv", "activation_scale")} for e in range(3)]
+               for part in ("gate", "up", "down")}  # fmt: skip
+        if form == "one an expert":
+            halves = reference.model.layers[i].mlp.experts.gate_up_proj.data
+            for e, (gate, up) in enumerate(zip(own["gate"], own["up"], strict=True)):
+                halves[e, 48:] *= gate["weight_scale_inv"] / up["weight_scale_inv"]
+        codes = [torch.cat([gate["weight"], up["weight"]]) for gate, up in zip(own["gate"], own["up"], strict=True)]
+        scales = [torch.stack([each["weight_scale_inv"] for each in own[part]]) for part in ("gate", "up")]
+        tensors |= {
+            f"{place}.gate_up_proj": torch.stack(codes),
+            f"{place}.gate_up_proj_scale_inv": scales[0].flatten() if form == "one an expert" else torch.stack(scales, 1),
+            f"{place}.down_proj": torch.stack([each["weight"] for each in own["down"]]),
+            f"{place}.down_proj_scale_inv": torch.stack([each["weight_scale_inv"] for each in own["down"]])[..., None],
+            **{f"{place}.{part}_proj_activation_scale": torch.full((3,), 0.02) for part in ("gate_up", "down")},
+        }
+    save_file(tensors, tmp_path / "model.safetensors")
+    worker = worker_for(tmp_path, dtype="float32")
+    assert {form.name for form in worker.formats if form is not None} == {"fp8"}
+    assert worst_difference(worker, reference) < 1e-4
 
 
 def test_minimax_m2_as_it_is_published(tmp_path: Path) -> None:

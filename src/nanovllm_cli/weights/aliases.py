@@ -220,6 +220,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},
+    "mistral-small4": {"119b": "mistralai/Mistral-Small-4-119B-2603"},
     "ministral3": {
         "3b": "mistralai/Ministral-3-3B-Instruct-2512",
         "8b": "mistralai/Ministral-3-8B-Instruct-2512",

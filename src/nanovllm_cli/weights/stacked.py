@@ -16,6 +16,8 @@
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
+    Mistral 4   mlp.experts.gate_up_proj_scale_inv [E, 2, 1]    mlp.experts.0.gate_proj.weight_scale_inv and up_proj…, [1]; [E] is
+                                                                one for both; …_activation_scale alike
     Llama 4     feed_forward.experts.gate_up_proj [E, K, 2 N]   feed_forward.experts.0.gate_proj.weight and up_proj.weight, [N, K]
     Granite SWA block_sparse_moe.experts.gate_up_proj as Gemma 4's; GGUF's ffn_up_shexp.weight [2 N, K] is ffn_gate_shexp and
                 ffn_up_shexp
@@ -40,6 +42,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,8 +61,8 @@ _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one. flat:
-    that is [N, 1, K]. lying: that is [K], for one row. whole: that is [G, N], for one vector. rows may be a list of them, in
-    their order here."""
+    that is [N, 1, K]. lying: that is [K], for one row. whole: that is [G, N], for one vector. number: it is one, of a half
+    where an expert has two, rows being which. rows may be a list of them, in their order here."""
 
     stack: str
     expert: int | None
@@ -68,6 +71,7 @@ class _Part:
     flat: bool = False
     lying: bool = False
     whole: bool = False
+    number: bool = False
 
 
 _Parts = Iterator[tuple[str, _Part]]
@@ -99,6 +103,18 @@ def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
     turned = shape[2 if which == "down" else 1] == width and not _has_halves(config)
     num_rows = None if which == "down" else shape[2 if turned else 1]
     return _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
+
+
+def _numbers(kind: str, found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """Scales beside stacked codes in FP8: one an expert, or one for gate and one for up."""
+    place, which = found.groups()
+    each = math.prod(shape[1:])
+    if not _has_halves(config) or shape[0] > MAX_EXPERTS or each not in ((1,) if which == "down" else (1, 2)):
+        return
+    parts = {"down": 0} if which == "down" else {"gate": 0, "up": each - 1}
+    for e in range(shape[0]):
+        for part, row in parts.items():
+            yield f"{place}.{e}.{part}_proj.{kind}", _Part(stack, e, slice(row, row + 1), number=True)
 
 
 def _has_halves(config: _Config) -> bool:
@@ -209,8 +225,9 @@ def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | Non
             yield f"{place.format(e=e)}.{part}_proj.weight", _Part(stack, e, rows, turned)
 
 
-_Layout = tuple[re.Pattern[str], dict[str, int] | int, Callable[[re.Match[str], str, tuple[int, ...], _Config], _Parts]]
-"""Names, how many dims such tensors have (by the name's last group), and what is in them."""
+_MIXTURE = r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.mlp\.experts)"
+_Layout = tuple[re.Pattern[str], dict[str, int] | int | None, Callable[[re.Match[str], str, tuple[int, ...], _Config], _Parts]]
+"""Names, how many dims such tensors have (by the name's last group, or any), and what is in them."""
 _LAYOUTS: dict[str, list[_Layout]] = {
     "gguf": [
         (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
@@ -230,6 +247,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
             re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
+        (re.compile(rf"{_MIXTURE}\.(gate_up|down)_proj_scale_inv"), None, partial(_numbers, "weight_scale_inv")),
+        (re.compile(rf"{_MIXTURE}\.(gate_up|down)_proj_activation_scale"), None, partial(_numbers, "activation_scale")),
         (re.compile(r"((?:model\.language_model|language_model\.model)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3,
          _qwen_vl),
         (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.(?:block_sparse_moe\.)?experts)\.(gate_up|down)_proj"), 3,
@@ -256,7 +275,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             if found is None:
                 continue
             shape = checkpoint.info(name).shape
-            if len(shape) != (dims if isinstance(dims, int) else dims[found.groups()[-1]]):
+            if dims is not None and len(shape) != (dims if isinstance(dims, int) else dims[found.groups()[-1]]):
                 continue  # it stays under its name, which is none of the model's
             if len(shape) > 2 and take is not _of_one_column and shape[0] > MAX_EXPERTS:
                 most = f"at most {MAX_EXPERTS} are believed"
@@ -304,6 +323,8 @@ class _Unstacked(CheckpointView):
         if part.lying or part.whole:
             own = (1, *info.shape) if part.lying else (math.prod(info.shape),)
             return TensorInfo(name, own, info.dtype_name, info.num_bytes)
+        if part.number:
+            return TensorInfo(name, (1,), info.dtype_name, info.num_bytes // math.prod(info.shape))
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
         others = others[1:] if part.flat else others
         own_rows = len(range(num_rows)[part.rows] if isinstance(part.rows, slice) else part.rows)
@@ -320,6 +341,7 @@ class _Unstacked(CheckpointView):
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
         own = own.T if part.turned else own
+        own = own.flatten() if part.number else own
         if isinstance(part.rows, tuple):
             return own[list(part.rows if rows is None else part.rows[rows[0] : rows[1]])]
         own = own[part.rows]
