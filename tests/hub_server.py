@@ -1,7 +1,8 @@
 """A hub of a few repositories on 127.0.0.1, with the failures of a real one; and a client in a process of its own.
 
 It speaks what `huggingface_hub` asks for: `/api/models/REPO/revision/REV` and `/REPO/resolve/REV/FILE` with ETag,
-X-Repo-Commit and Range. The client is a child, because `huggingface_hub` reads HF_ENDPOINT when it is imported.
+X-Repo-Commit and Range; and it lies, where a test says so. The client is a child, because `huggingface_hub` reads HF_ENDPOINT
+when it is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LARGE = 1 << 20  # files from here on have a SHA-256 for an ETag, as those in LF
 
 class Hub:
     """`repos`: name -> path -> content. `refuse`: name -> (status, X-Error-Code). `drops`: path -> after how many bytes
-    each further answer breaks off. `log`: (method, path, Range) of every request. `served`: bytes of content sent."""
+    each further answer breaks off. `moved`: path of an URL -> where that is now. `lies`: file -> headers in place of its own.
+    `listed`: what it gives for any listing. `log`: (method, path, Range) of every request. `served`: bytes of content sent."""
 
     def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
         self.repos = repos
@@ -42,6 +44,9 @@ class Hub:
         self.has_xet = False  # says of large files that they are to be had by Xet
         self.corrupt: set[str] = set()
         self.fail_status: int | None = None
+        self.moved: dict[str, str] = {}
+        self.lies: dict[str, dict[str, str]] = {}
+        self.listed: bytes | None = None
         self.tokens: set[str] = set()
         self.log: list[tuple[str, str, str | None]] = []
         self.served = 0
@@ -82,6 +87,8 @@ class Hub:
                     hub.tokens.add(self.headers.get("Authorization") or "")
                 if hub.fail_status is not None:
                     return self.send(hub.fail_status, b"{}")
+                if path in hub.moved:
+                    return self.send(307, b"", {"Location": hub.moved[path]})
                 api = re.fullmatch(r"/api/models/(.+?)(?:/revision/(.+))?", path)
                 file = re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path)
                 match = api or file
@@ -95,7 +102,8 @@ class Hub:
                 if (match[2] or "main") not in ("main", hub.commit):
                     return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                 if api:
-                    return self.send(200, json.dumps(self.listing(repo)).encode(), {"Content-Type": "application/json"})
+                    listed = hub.listed or json.dumps(self.listing(repo)).encode()
+                    return self.send(200, listed, {"Content-Type": "application/json"})
                 assert file is not None
                 if file[3] not in hub.repos[repo]:
                     return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.commit})
@@ -135,7 +143,7 @@ class Hub:
                     headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
                 rest = data[first:end]
                 self.send_response(status)
-                for key, value in {**headers, "Content-Length": str(len(rest))}.items():
+                for key, value in {**headers, "Content-Length": str(len(rest)), **hub.lies.get(path, {})}.items():
                     self.send_header(key, value)
                 self.end_headers()
                 if body:

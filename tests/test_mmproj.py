@@ -28,6 +28,7 @@ from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file
+from nanovllm_cli.weights.hub_http import Listing
 from nanovllm_cli.weights.mmproj import check_mmproj, checked_mmproj, load_mmproj, open_mmproj, read_mmproj, with_mmproj
 from nanovllm_cli.weights.source import RemoteModel, files_for, locate, resolve
 from seeing import WORDS, png, seeing_model
@@ -585,7 +586,7 @@ def test_in_the_cache_it_is_found_around_a_model(tmp_path: Path, monkeypatch: py
     found = resolve("org/m:Q4_0", offline=True, pick=blind)
     assert (found.path, found.mmproj, found.num_bytes) == (model, None, 4)
     assert files_for(EngineConfig(mmproj="x")) is blind
-    listing = hub.Listing(snapshot.name, {"Q4_0/m-Q4_0.gguf": 4, "mmproj-F16.gguf": 7, "mmproj-F32.gguf": 9}, {})
+    listing = Listing(snapshot.name, {"Q4_0/m-Q4_0.gguf": 4, "mmproj-F16.gguf": 7, "mmproj-F32.gguf": 9}, {})
     monkeypatch.setattr(hub, "list_repo", lambda *args, **kwargs: listing)
     for pick, wanted in (seeing, ("Q4_0/m-Q4_0.gguf", "mmproj-F16.gguf")), (blind, ("Q4_0/m-Q4_0.gguf",)):
         remote = locate("org/other", pick=pick)

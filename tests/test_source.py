@@ -374,33 +374,6 @@ def test_completion_needs_no_heavy_import(home: Path) -> None:
     assert output == "['org/repo-x'] []\n"
 
 
-def test_progress_of_a_xet_transfer_counts_once() -> None:
-    """`huggingface_hub` draws two bars for it, of the network and of the disk; the further one counts."""
-    reporting = pytest.importorskip("huggingface_hub.utils._xet_progress_reporting")
-
-    class Listener:
-        total = 0
-
-        def advance(self, n: int) -> None:
-            assert n > 0
-            self.total += n
-
-    class Report:
-        total_bytes = 100
-        total_bytes_completion_rate = total_transfer_bytes_completion_rate = 1.0
-        total_bytes_completed = total_transfer_bytes_completed = 0
-
-    listener, report = Listener(), Report()
-    meter = hub._Meter(listener, 100)  # type: ignore[arg-type]
-    with reporting.XetDownloadProgressReporter(
-        reconstruction_desc="x", total=100, log_level=30, name="x", tqdm_class=meter.as_tqdm()
-    ) as reporter:
-        for transferred, written, expected in [(30, 0, 30), (60, 40, 60), (70, 100, 100), (120, 100, 100)]:
-            report.total_transfer_bytes_completed, report.total_bytes_completed = transferred, written
-            reporter.update_progress(report)
-            assert listener.total == expected
-
-
 def test_a_misspelt_file_is_met_with_those_that_are_there(home: Path) -> None:
     Path("model-q4.gguf").touch()
     Path("folder").mkdir()

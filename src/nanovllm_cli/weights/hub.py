@@ -1,9 +1,9 @@
 """The Hugging Face hub and its cache, behind four calls: list a repository, fetch files, look into the cache, name it.
 
-Everything lies where `huggingface_hub` keeps it (blobs, snapshots, refs, locks), and nowhere else. That package does
-the requests and the small files. Large ones are fetched here, over plain HTTP also where it would take Xet, as it would
-throw a part away whenever a connection is reset or the process ends: into `blobs/<etag>.incomplete` under its lock,
-continued with Range, compared with the SHA-256 that the etag of a large file is, and put into place by a rename.
+Everything lies where `huggingface_hub` keeps it (blobs, snapshots, refs, locks), and nowhere else. Files are fetched
+over plain HTTP also where that package would take Xet, as it would throw a part away whenever a connection is reset or the
+process ends: into `blobs/<etag>.incomplete` under its lock, continued with Range, compared with the listing's size and with the
+SHA-256 that the etag of a large file is, and put into place by a rename. What is believed of answers is `hub_http.py`'s matter.
 
 A branch's `refs` entry is written when its files are complete, so that a later offline start never meets half a model.
 Which files a model needs is decided in `files.py`, what a name means in `source.py`. `huggingface_hub` is imported when
@@ -14,49 +14,38 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import inspect
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import BinaryIO, TypeVar
 
-from nanovllm_cli.errors import (
-    AccessRefusedError,
-    DoesNotFitError,
-    DownloadError,
-    ModelNotFoundError,
-    NanovllmError,
-)
+from nanovllm_cli.errors import AccessRefusedError, DoesNotFitError, DownloadError, ModelNotFoundError, NanovllmError
 from nanovllm_cli.folders import in_home
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import stays_inside
+from nanovllm_cli.weights.hub_http import (
+    FileInfo,
+    HubUnreachableError,
+    Listing,
+    content,
+    endpoint,
+    file_info,
+    list_files,
+)
 
 T = TypeVar("T")
 
-RESUMABLE_BYTES = 8 << 20  # files from this size on are fetched here; for smaller ones starting again costs nothing
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each further attempt; an attempt that brought data starts them anew
-REQUEST_TIMEOUT = 10.0  # seconds without an answer
 _MAX_SKIPPED = 64 << 20  # bytes that are read in vain to get at a part of a file
 _SPARE_BYTES = 64 << 20  # that a download leaves free on the disk
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-class Listing(NamedTuple):
-    """A repository at one commit. `sizes`: path -> bytes, 0 where the hub does not say; `etags`: of the large files."""
-
-    commit: str
-    sizes: Mapping[str, int]
-    etags: Mapping[str, str]
-
-
-class HubUnreachableError(DownloadError):
-    """No answer, or none that makes sense: the one failure that a copy in the cache makes good."""
 
 
 def offline_by_environment() -> bool:
@@ -108,19 +97,10 @@ def cached_snapshot(repo: str, revision: str) -> tuple[str, Path] | None:
 
 def list_repo(repo: str, revision: str, *, attempts: int = 1) -> Listing:
     """One request. Raises HubUnreachableError, ModelNotFoundError, AccessRefusedError."""
-    from huggingface_hub import HfApi
 
     def ask() -> Listing:
-        with _translated(repo, revision):
-            info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=REQUEST_TIMEOUT)
-            if not _COMMIT.fullmatch(info.sha or ""):
-                raise HubUnreachableError(f"{_endpoint()} gave no commit for {repo}", "check HF_ENDPOINT and the proxy")
-            files = info.siblings or []
-            return Listing(
-                str(info.sha),
-                {file.rfilename: file.size or 0 for file in files},
-                {file.rfilename: file.lfs.sha256 for file in files if file.lfs},
-            )
+        with _translated(repo):
+            return list_files(repo, revision)
 
     return _with_retries(ask, attempts)
 
@@ -138,7 +118,7 @@ def fetch(repo: str, listing: Listing, names: Sequence[str], progress: LoadProgr
     _check_disk(repo, num_bytes - sum(_part_bytes(repo, listing.etags.get(name)) for name in missing))
     progress.stage(f"download {repo}", num_bytes or None, "B")
     for name in missing:
-        _fetch_file(repo, listing.commit, name, _Meter(progress, listing.sizes.get(name, 0)))
+        _fetch_file(repo, listing, name, _Meter(progress, listing.sizes.get(name, 0)))
     progress.done()
     return snapshot
 
@@ -146,27 +126,14 @@ def fetch(repo: str, listing: Listing, names: Sequence[str], progress: LoadProgr
 def read_range(repo: str, commit: str, name: str, first: int, count: int) -> bytes:
     """`count` bytes of a file on the hub from `first` on, or as many as there are; nothing is kept. Raises what `list_repo`
     raises."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
-
-    url = hf_hub_url(repo, name, revision=commit)
-    wanted = {"Accept-Encoding": "identity", "Range": f"bytes={first}-{first + count - 1}"}
 
     def ask() -> bytes:
-        with (
-            _translated(repo, commit, name),
-            get_session().stream(
-                "GET", url, headers={**build_hf_headers(), **wanted}, timeout=REQUEST_TIMEOUT, follow_redirects=True
-            ) as answer,
-        ):
-            hf_raise_for_status(answer)
+        with _translated(f"{repo}/{name}"), content(repo, commit, name, first, first + count - 1) as answer:
+            if answer.status_code == 416:  # the file ends before
+                return b""
             skipped = 0 if answer.status_code == 206 else first  # a server that does not know Range sends everything
             if skipped > _MAX_SKIPPED:
-                raise HubUnreachableError(f"{_endpoint()} sends no parts of files", "download the model to look into it")
+                raise HubUnreachableError(f"{endpoint()} sends no parts of files", "download the model to look into it")
             data = bytearray()
             for chunk in answer.iter_bytes(1 << 16):
                 data += chunk
@@ -192,58 +159,78 @@ def remember_revision(repo: str, revision: str, commit: str) -> None:
         os.replace(temporary, path)
 
 
-def _fetch_file(repo: str, commit: str, name: str, meter: _Meter) -> None:
-    from huggingface_hub import hf_hub_download
-
-    more: dict[str, Any] = {}
-    if "tqdm_class" in inspect.signature(hf_hub_download).parameters:
-        more["tqdm_class"] = meter.as_tqdm()
-
+def _fetch_file(repo: str, listing: Listing, name: str, meter: _Meter) -> None:
     def download() -> None:
-        with _translated(repo, commit, name):
-            if meter.size >= RESUMABLE_BYTES:
-                _fetch_blob(repo, commit, name, meter)
-            hf_hub_download(repo, name, revision=commit, **more)
+        with _translated(f"{repo}/{name}"):
+            info = file_info(repo, listing.commit, name)
+            size = info.size if info.size is not None else listing.sizes.get(name, 0)
+            if meter.size not in (0, size):
+                raise DownloadError(f"{repo}: {name} has {meter.size} bytes in the hub's listing, and {size} by itself", _LIES)
+            if not meter.size:
+                _check_disk(repo, size)
+            _fetch_blob(repo, listing, name, info, size, meter)
 
     _with_retries(download, 1 + len(RETRY_WAITS), meter)
     meter.reached(meter.size)
 
 
-def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter) -> None:
-    """Puts a large file's blob where `huggingface_hub` will find it, unless it is there."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+def _fetch_blob(repo: str, listing: Listing, name: str, info: FileInfo, size: int, meter: _Meter) -> None:
+    """Puts a file's blob where `huggingface_hub` would look for it, unless it is there, and links to it in the snapshot."""
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-    url = hf_hub_url(repo, name, revision=commit)
-    metadata = get_hf_file_metadata(url, timeout=REQUEST_TIMEOUT)
-    etag, size = metadata.etag, metadata.size
-    if not etag or not size or not re.fullmatch(r"[\w.-]+", etag):
-        return
-    blob = repo_folder(repo) / "blobs" / etag
-    lock = cache_folder() / ".locks" / repo_folder(repo).name / f"{etag}.lock"
-    for folder in (blob.parent, lock.parent):
+    blob = repo_folder(repo) / "blobs" / info.etag
+    pointer = repo_folder(repo) / "snapshots" / listing.commit / name
+    lock = cache_folder() / ".locks" / repo_folder(repo).name / f"{info.etag}.lock"
+    for folder in (blob.parent, pointer.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
-        if not blob.exists():
-            part = _part_path(repo, etag)
-            digest = _continue_part(url, part, size, meter)
-            if len(etag) == 64 and digest != etag.lower():
-                part.unlink()
-                raise DownloadError(f"{repo}: {name} arrived damaged (SHA-256 {digest}, expected {etag})", "try again")
+        if not blob.is_file() or blob.stat().st_size != size:
+            part = _part_path(repo, info.etag)
+            digest = _continue_part(repo, listing.commit, name, part, size, meter)
+            for expected in (listing.etags.get(name), info.sha256):
+                if expected not in (None, digest):
+                    part.unlink()
+                    raise DownloadError(f"{repo}: {name} arrived damaged (SHA-256 {digest}, expected {expected})", "try again")
             os.replace(part, blob)
+        _link(pointer, blob)
 
 
-def _continue_part(url: str, part: Path, size: int, meter: _Meter) -> str:
+def _link(pointer: Path, blob: Path) -> None:
+    """A relative link in the snapshot; the blob itself where there can be none."""
+    handle, temporary = tempfile.mkstemp(dir=pointer.parent)
+    os.close(handle)
+    os.unlink(temporary)
+    try:
+        os.symlink(os.path.relpath(blob, pointer.parent), temporary)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        temporary = str(blob)
+    os.replace(temporary, pointer)
+
+
+def _open_part(part: Path) -> BinaryIO:
+    """The file that a download grows in, to read and append. What another user of a shared cache may have put in its place, a
+    link to a file of this user's or a pipe that nobody writes to, makes room for a new one."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(part, flags, 0o666)
+        found = os.fstat(handle)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            return os.fdopen(handle, "ab+")
+        os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EACCES):
+            raise
+    part.unlink()
+    return os.fdopen(os.open(part, flags | os.O_EXCL, 0o666), "ab+")
+
+
+def _continue_part(repo: str, commit: str, name: str, part: Path, size: int, meter: _Meter) -> str:
     """Appends to `part` until it has `size` bytes; gives the SHA-256 of the whole. Where it cannot be continued (it is
     too long, or the server does not know Range) it starts anew."""
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
-
     digest = hashlib.sha256()
-    with part.open("ab+") as file:
+    with _open_part(part) as file:
         file.seek(0)
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -251,15 +238,13 @@ def _continue_part(url: str, part: Path, size: int, meter: _Meter) -> str:
         meter.reached(done)
         if done == size:
             return digest.hexdigest()
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        if done:
-            headers["Range"] = f"bytes={done}-"
-        with get_session().stream(
-            "GET", url, headers=headers, timeout=REQUEST_TIMEOUT, follow_redirects=True
-        ) as answer:
+        with content(repo, commit, name, done) as answer:
             if answer.status_code == 416:  # the part is longer than the file: not of this one
                 file.truncate(0)
-            hf_raise_for_status(answer)
+                raise HubUnreachableError(f"{endpoint()} has no more of {repo}/{name}", "try again")
+            came = answer.headers.get("Content-Range", "")
+            if done and answer.status_code == 206 and not came.startswith(f"bytes {done}-"):
+                raise HubUnreachableError(f"{endpoint()} sends another part of {repo}/{name}: {came[:60]!r}", _LIES)
             if done and answer.status_code != 206:  # the server does not know Range and sends everything
                 file.truncate(0)
                 digest, done = hashlib.sha256(), 0
@@ -276,7 +261,7 @@ def _continue_part(url: str, part: Path, size: int, meter: _Meter) -> str:
         if done > size:
             part.unlink()
         raise HubUnreachableError(
-            f"{url}: expected {size} bytes, found {done}", "try again: it goes on where it stopped"
+            f"{repo}/{name}: expected {size} bytes, found {done}", "try again: it goes on where it stopped"
         )
     return digest.hexdigest()
 
@@ -299,32 +284,6 @@ class _Meter:
     def note(self, message: str) -> None:
         self._progress.note(message)
 
-    def as_tqdm(self) -> type:
-        """A class with as much of tqdm as `huggingface_hub` uses of one; each instance counts one attempt."""
-        meter = self
-
-        class Counter:
-            def __init__(self, *_args: Any, total: float | None = None, initial: float = 0, **_more: Any) -> None:
-                self.total, self.n, self.disable = total, initial, False
-
-            def update(self, n: float | None = 1) -> None:
-                self.n += n or 0
-                meter.reached(int(self.n))
-
-            def __enter__(self) -> Counter:
-                return self
-
-            def __exit__(self, *_error: object) -> None:
-                pass
-
-            def _nothing(self, *_args: Any, **_more: Any) -> None:
-                pass
-
-            close = refresh = clear = reset = _nothing
-            set_description = set_description_str = set_postfix = set_postfix_str = _nothing
-
-        return Counter
-
 
 def _with_retries(action: Callable[[], T], attempts: int, meter: _Meter | None = None) -> T:
     """Repeats after HubUnreachableError, with growing waits; an attempt that moved the meter does not count."""
@@ -344,23 +303,16 @@ def _with_retries(action: Callable[[], T], attempts: int, meter: _Meter | None =
 
 
 @contextmanager
-def _translated(repo: str, revision: str, name: str | None = None) -> Iterator[None]:
-    """The failures of `huggingface_hub` and of its HTTP client as ours."""
+def _translated(what: str) -> Iterator[None]:
+    """The failures of the disk, of `huggingface_hub` and of its HTTP client as ours."""
     from huggingface_hub import errors
 
-    what = f"{repo}/{name}" if name else repo
     try:
         yield
     except NanovllmError:
         raise
-    except errors.RevisionNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{repo} has no revision {revision!r}", "leave the part after @ out, or check it"
-        ) from (error)
-    except errors.HfHubHTTPError as error:
-        raise _http_error(error, what, repo) from error
     except errors.HFValidationError as error:
-        raise ModelNotFoundError(f"{repo!r} is not the name of a repository", "names look like org/repo") from error
+        raise ModelNotFoundError(f"{what!r} is not the name of a repository", "names look like org/repo") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFitError(f"the disk of {cache_folder()} is full", _ROOM) from error
@@ -368,38 +320,19 @@ def _translated(repo: str, revision: str, name: str | None = None) -> Iterator[N
             raise AccessRefusedError(
                 f"{cache_folder()} cannot be written to: {error.strerror}", "set HF_HOME to a folder of your own"
             ) from error
-        if isinstance(cause := error.__cause__, errors.HfHubHTTPError):
-            raise _http_error(cause, what, repo) from error
-        raise _unreachable(what, error.__cause__ or error) from error
+        raise _unreachable(what, error) from error
     except Exception as error:  # the HTTP client's own tree, and answers that are not what they should be
         raise _unreachable(what, error) from error
 
 
+_LIES = "check HF_ENDPOINT and the proxy"
 _ROOM = "free some space, or set HF_HOME to a folder on a larger disk"
-
-
-def _http_error(error: Any, what: str, repo: str) -> NanovllmError:
-    status = getattr(error.response, "status_code", 0)
-    gated = error.response.headers.get("X-Error-Code") == "GatedRepo"
-    if gated:
-        return AccessRefusedError(
-            f"{repo} is gated: the hub refuses to hand it out",
-            f"accept its licence at {_endpoint()}/{repo}, then log in with `hf auth login` or set HF_TOKEN",
-        )
-    if status in (401, 403):
-        return AccessRefusedError(
-            f"the hub refuses access to {what}: it is private, or there is no such model",
-            "check the name; log in with `hf auth login` or set HF_TOKEN",
-        )
-    if status in (404, 410):
-        return ModelNotFoundError(f"{what} is not on {_endpoint()}")
-    return HubUnreachableError(f"{_endpoint()} answers {status} for {what}", "try again later")
 
 
 def _unreachable(what: str, error: BaseException) -> HubUnreachableError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return HubUnreachableError(
-        f"cannot get {what} from {_endpoint()}: {reason}",
+        f"cannot get {what} from {endpoint()}: {reason}",
         "check the connection, HF_ENDPOINT and the proxy; --offline uses only what is in the cache",
     )
 
@@ -425,9 +358,3 @@ def _check_disk(repo: str, num_bytes: int) -> None:
             f"{repo} needs {num_bytes / 2**30:.1f} GiB on disk, {free / 2**30:.1f} GiB are free in {cache_folder()}",
             _ROOM,
         )
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT

@@ -38,6 +38,7 @@ from nanovllm_cli.weights.files import (
     split_parts,
     told_bytes,
 )
+from nanovllm_cli.weights.hub_http import HubUnreachableError, Listing
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -80,7 +81,7 @@ class RemoteModel:
     name: str
     repo: str
     revision: str
-    listing: hub.Listing
+    listing: Listing
     weights: Weights
 
     @property
@@ -309,7 +310,7 @@ def _from_hub(
         )
     try:
         listing = hub.list_repo(wanted.repo, revision, attempts=1 if here else 1 + len(hub.RETRY_WAITS))
-    except hub.HubUnreachableError as error:
+    except HubUnreachableError as error:
         if here is None:
             raise
         progress.note(f"{error.message}; using the copy in the cache, {(here.revision or '')[:7]}")
