@@ -222,6 +222,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[NanovllmError], str]] = {
     "cut in a number": (lambda path: path.write_bytes(b"\1\0\0"), CheckpointError, "ends before the number of entries"),
     "cut in a name": (lambda path: path.write_bytes(struct.pack("<ii", 1, 9) + b"blk"), CheckpointError, "ends before"),
     "another file": (lambda path: path.write_text("Once upon a time"), CheckpointError, "no importance matrix"),
+    "twice": (lambda path: path.write_bytes(b"\2\0\0\0" + 2 * older(path, GOOD).read_bytes()[4:-13]), CheckpointError, "twice"),
+    "no rows": (lambda path: written(path, {"a": np.ones((0, 4))}), CheckpointError, "a has no numbers"),
+    "no columns": (lambda path: written(path, {"a": np.ones((1, 0))}), CheckpointError, "a has no numbers"),
     "nothing": (lambda path: older(path, {}), CheckpointError, "no weight is in it"),
     "empty": (lambda path: path.write_bytes(b""), CheckpointError, "the file is empty"),
 }

@@ -51,7 +51,11 @@ def read_importance(path: Path) -> ImportanceFile:
     file = MappedFile(path)
     try:
         is_gguf = file.data[:4] == b"GGUF"
-        weights = dict(_of_gguf(path) if is_gguf else _of_older_form(file))
+        weights: dict[str, torch.Tensor] = {}
+        for name, values in _of_gguf(path) if is_gguf else _of_older_form(file):
+            if name in weights:
+                raise CheckpointError(f"{path}: {name} occurs twice", _HINT)
+            weights[name] = values
     finally:
         file.close()
     digest = hashlib.blake2b(digest_size=16)
@@ -76,6 +80,8 @@ def _of_gguf(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 sums = file.entries[name]
                 if counts is None or {sums.dtype_name, counts.dtype_name} != {"F32"} or counts.num_rows != sums.num_rows:
                     raise CheckpointError(f"{path}: {weight} has sums, and no counts that go with them", _HINT)
+                if not sums.num_bytes or not counts.num_bytes:
+                    raise CheckpointError(f"{path}: {weight} has no numbers", _HINT)
                 seen = file.tensor(weight + COUNTS).reshape(-1, 1)
                 squares = file.tensor(name).reshape(len(seen), -1)
                 yield weight, torch.where(seen > 0, squares / seen, torch.zeros(())).flatten()
