@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from nanovllm_cli.constrain import masks
+from nanovllm_cli.constrain import masks, matcher
 from nanovllm_cli.constrain.compiler import Compiler
+from nanovllm_cli.constrain.grammar import compiled
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.masks import MaskThreads
-from nanovllm_cli.constrain.vocabulary import byte_vocabulary
+from nanovllm_cli.constrain.matcher import Matcher
+from nanovllm_cli.constrain.vocabulary import Vocabulary, byte_vocabulary
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import RequestError
+from nanovllm_cli.errors import RequestError, UnmeetableError
 from nanovllm_cli.sampling_params import SamplingParams
 
 EXPRESSIONS = ["[a-m]{2,9}", "(ab|cd)+x", "[^q]*", "forced text", "[0-9]+(\\.[0-9]+)?"]
@@ -100,3 +104,38 @@ def test_a_matcher_that_gives_up_costs_its_own_sequence_only(compiler: Compiler)
     check(threads, {0: guides[0], 2: guides[2]})
     with pytest.raises(RequestError, match="constraint"):
         threads.mask(1, guides[1])
+
+
+def members(count: int, letter: str = "p") -> dict[str, object]:
+    return {"type": "object", "properties": {f"{letter}{i}": {"type": "string", "pattern": "a+"} for i in range(count)}}
+
+
+def test_a_schema_of_hundreds_of_members_is_followed_in_a_large_vocabulary() -> None:
+    """Whose many tokens that begin an object, or go on in one, each come to all of the members."""
+    blanks = [" " * i + "\n" * j + " " * k for i in range(2) for j in range(2) for k in range(12)]
+    tokens = [bytes([i]) for i in range(256)] + [f"{a}{blank}{b}".encode() for a in "[{,:" for blank in blanks for b in '"{[pq']
+    large = Vocabulary(tokens, (), lambda text: list(text.encode()))
+    schema = {"type": "array", "items": {"anyOf": [members(300), members(300, "q")]}}
+    followed = Matcher(compiled(Constraint("json_schema", json.dumps(schema)), large).deep_copy(), large)
+    for byte in b'[{"p1": "a", "p299": "aa"}, {"q7":"a"}]':
+        assert followed.allowed_mask()[byte // 32] >> np.uint32(byte % 32) & np.uint32(1), byte
+        followed.accept(byte)
+    assert followed.is_complete
+
+
+def test_a_grammar_that_takes_seconds_a_step_ends_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each letter can be read in so many more ways that others would wait for minutes; a copy has what the original used."""
+    monkeypatch.setattr(matcher, "SLOW", 0.005)
+    monkeypatch.setattr(matcher, "MAX_SLOW_SECONDS", 0.1)
+    tokens = [bytes([i]) for i in range(256)] + [f"{a}{b}".encode() for a in "abcdefgh " for b in "abcdefghijklm "]
+    vocabulary, began = Vocabulary(tokens, (), lambda text: list(text.encode())), time.process_time()
+    followed = Matcher(compiled(Constraint("gbnf", 'root ::= (root root | [a-z ]+ | " "*)'), vocabulary), vocabulary)
+    def follow(followed: Matcher) -> None:
+        for letter in b"once upon a time there was a small girl who lived beside a green lake":
+            followed = followed.copy()
+            followed.accept(letter)
+            followed.allowed_mask()
+
+    with pytest.raises(UnmeetableError, match="takes too long"):
+        follow(followed)
+    assert time.process_time() - began < 2.0

@@ -30,6 +30,10 @@ MAX_VALUES = 50_000
 """Of a schema's JSON text, nested ones included."""
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# JSON is read in one way: what are many there are properties, and a vocabulary has hundreds of tokens in which an object begins.
+_JSON_LIMITS = llguidance.LLParserLimits(
+    max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=500_000, verbose_errors=False
+)
 _NAMES = {
     "json_object": "the JSON grammar",
     "json_schema": "the JSON schema",
@@ -54,8 +58,9 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
     Raises UsageError for what is malformed, too large, cannot be enforced, or can never be met.
     """
     name = _NAMES[constraint.kind]
+    limits = _JSON_LIMITS if constraint.kind.startswith("json") else _LIMITS
     for text in grammars_of(constraint):
-        matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             break
     if matcher.is_error():

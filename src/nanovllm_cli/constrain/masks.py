@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-import llguidance
 import numpy as np
 
 from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Words
 from nanovllm_cli.processors import num_processors
 
@@ -28,7 +28,7 @@ class MaskThreads:
         self._num_helpers = min(num_processors() - 1, MAX_HELPERS)
         self._pool = ThreadPoolExecutor(max(1, self._num_helpers), "masks")
         self._helping: list[Future[None]] = []
-        self._waiting = deque[tuple[llguidance.LLMatcher, Words]]()
+        self._waiting = deque[tuple[Matcher, Words]]()
         self._rows: dict[int, Words] = {}
 
     def start(self, guides: Mapping[int, Guide]) -> None:
@@ -63,7 +63,7 @@ class MaskThreads:
         for seq_id, guide in guides.items():
             if guide.matcher is not None and guide.asks_matcher:
                 self._rows[seq_id] = np.zeros(guide.num_words, dtype=np.uint32)
-                self._waiting.append((guide.matcher.inner, self._rows[seq_id]))
+                self._waiting.append((guide.matcher, self._rows[seq_id]))
 
     def _help(self) -> None:
         self._helping.append(self._pool.submit(self._compute))
@@ -74,4 +74,4 @@ class MaskThreads:
                 matcher, words = self._waiting.popleft()
             except IndexError:
                 return
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # without the interpreter's lock
+            matcher.fill(words)
