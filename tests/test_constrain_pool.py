@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -185,3 +188,32 @@ def test_verdicts_that_were_asked_for_last_are_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pool, "_MAX_KEPT", 2)
     asyncio.run(go())
     assert tried == ["a", "\ud800", "c", "\ud800", "fails", "fails"]
+
+
+def chain(count: int) -> str:
+    """What llguidance goes down into, a stack frame or two for each rule."""
+    rules = [f'r{i}: "a" r{i + 1} | "b{i}"' for i in range(count)]
+    return "\n".join(["start: r0", *rules, f'r{count}: "z"'])
+
+
+def test_what_a_child_lets_through_does_not_end_the_engine() -> None:
+    """Not even where it was started with a stack without limit, which an engine's threads have none of."""
+    loop, before = Loop(), resource.getrlimit(resource.RLIMIT_STACK)
+    try:
+        resource.setrlimit(resource.RLIMIT_STACK, (before[1], before[1]))
+        loop.check("lark", chain(2000))
+        with pytest.raises(UsageError, match="too involved"):
+            loop.check("lark", chain(4000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, before)
+        loop(lambda pool: pool.close())
+        loop.runner.close()
+    code = (
+        "import sys; from nanovllm_cli.constrain.compiler import Compiler; from nanovllm_cli.constraint import Constraint\n"
+        "from nanovllm_cli.constrain.vocabulary import byte_vocabulary; from nanovllm_cli.sampling_params import SamplingParams\n"
+        "compiler = Compiler(byte_vocabulary)\n"
+        "assert compiler.guide(SamplingParams(constraint=Constraint('lark', sys.stdin.read())), ())\n"
+        "compiler.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=chain(3500), text=True, capture_output=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)

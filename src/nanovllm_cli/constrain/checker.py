@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 from typing import Any
 
 from nanovllm_cli import system
-from nanovllm_cli.constrain.grammar import check
+from nanovllm_cli.constrain.grammar import CHECKED_STACK_BYTES, check, stack_of
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import NanovllmError
 
@@ -19,6 +20,14 @@ _MEMORY_BYTES = 1 << 30
 
 
 def main(cpu_seconds: int) -> None:
+    """In a thread of its own: how deep a stack may go is no matter of how this process was started."""
+    with stack_of(CHECKED_STACK_BYTES):
+        thread = threading.Thread(target=_answer, args=(cpu_seconds,))
+        thread.start()
+    thread.join()
+
+
+def _answer(cpu_seconds: int) -> None:
     """Reads standard input until it is closed. cpu_seconds: for one constraint; beyond them the system ends this process, even if
     whoever started it is gone."""
     check(Constraint("json_object"))  # what is made once is there before the limits

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import llguidance
 
 from nanovllm_cli import system
-from nanovllm_cli.constrain.grammar import compiled
+from nanovllm_cli.constrain.grammar import CHECKED_STACK_BYTES, compiled, stack_of
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Vocabulary
@@ -35,6 +35,8 @@ class Compiler:
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._thread = ThreadPoolExecutor(1, "constraints")
+        with stack_of(2 * CHECKED_STACK_BYTES):
+            self._thread.submit(int)
         self._vocabulary: Vocabulary | None = None
         self._known: WeakValueDictionary[Constraint | None, Future[Compiled]] = WeakValueDictionary()
         self._recent: OrderedDict[Constraint | None, Future[Compiled]] = OrderedDict()

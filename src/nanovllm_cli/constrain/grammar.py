@@ -12,6 +12,9 @@ import functools
 import json
 import math
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import llguidance
@@ -28,6 +31,8 @@ MAX_PROPERTIES = 2_000
 """Of one object of a schema: compiling takes time that grows with their square."""
 MAX_VALUES = 50_000
 """Of a schema's JSON text, nested ones included."""
+CHECKED_STACK_BYTES = 8 << 20
+"""Of the thread in which `check` shall be called; whoever compiles later needs more."""
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 # JSON is read in one way: what are many there are properties, and a vocabulary has hundreds of tokens in which an object begins.
@@ -86,6 +91,16 @@ def check(constraint: Constraint) -> None:
         compiled(anyway, byte_vocabulary(names))
     else:
         compiled(constraint, _byte_vocabulary())
+
+
+@contextmanager
+def stack_of(num_bytes: int) -> Iterator[None]:
+    """Threads that begin within have stacks of this size, whatever the limits of this process are."""
+    before = threading.stack_size(num_bytes)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 _byte_vocabulary = functools.cache(byte_vocabulary)
