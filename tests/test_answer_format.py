@@ -20,6 +20,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<｜tool▁calls▁begin｜>": ("deepseek", None),
     "<｜tool▁calls▁begin｜>```json": ("deepseek_r1", None),
     "<|tool_calls_section_begin|>": ("kimi", None),
+    "inner_token = '<|inner_prefix|>' … '<|tools_prefix|>' + '['": ("apertus", "apertus"),
     "<|tool_call|>": ("granite", None),
     "'<|tool_call>call:' + name": ("gemma4", None),
     '<|tool_call>{{ name }}<|"|><|channel>thought': ("gemma4", "gemma"),

@@ -473,7 +473,7 @@ def good_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GGUF_KEYS: dict[str, tuple[dict[str, Any], Expected]] = {
     "unknown architecture": (
         {"general.architecture": "mamba2"},
-        Expected(UnsupportedError, ("unknown architecture 'mamba2'", "known: afmoe, arcee, ")),
+        Expected(UnsupportedError, ("unknown architecture 'mamba2'", "known: afmoe, apertus, arcee, bailingmoe2, ")),
     ),
     "no architecture": ({"general.architecture": MISSING}, Expected(CheckpointError, ("no 'general.architecture'",))),
     "no heads": (

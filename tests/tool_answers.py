@@ -39,6 +39,7 @@ ONE: dict[str, str] = {
     ),
     "gemma4": '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
+    "apertus": '<|tools_prefix|>[{"weather": {"city": "Köln", "days": 3}}]<|tools_suffix|>',
     "lfm2": '<|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>',
     "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]<|/tool_call|>',
     "phi": 'functools[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',

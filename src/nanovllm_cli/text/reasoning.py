@@ -89,6 +89,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     _tags("seed", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
     _tags("exaone", "<thought>", "</thought>"),
+    _tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     THINK,
 )
 

@@ -22,7 +22,7 @@ from nanovllm_cli.text.tool_grammar import (
     python_call,
     tagged_call,
 )
-from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call
+from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call, read_text
 from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
 from nanovllm_cli.text.tool_stream import Broken, CallStream, Reader, Reading
 from nanovllm_cli.text.tool_xml import read_glm_call, read_xml_call
@@ -111,6 +111,7 @@ def tool_format_named(name: str) -> ToolFormat:
 
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL, DEEPSEEK_NAME, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+APERTUS_BEGIN, APERTUS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -125,6 +126,22 @@ def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
 
 def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     yield from read_calls(stream)
+
+
+def _read_keyed(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """A list of objects of one key each, which is the name, arguments being its value."""
+    yield from stream.expect("[")
+    while True:
+        yield from stream.expect("{")
+        name = yield from read_text(stream)
+        yield from stream.expect(":")
+        yield from read_named_call(stream, name)
+        yield from stream.expect("}")
+        stream.mark()
+        if (yield from stream.expect(",", "]")) == "]":
+            stream.settle()
+            break
+    yield from stream.accept(APERTUS_END)
 
 
 def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -283,6 +300,14 @@ FORMATS: tuple[ToolFormat, ...] = (
         (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
         _tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, _read_kimi),
         CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
+    ),
+    ToolFormat(
+        "apertus",
+        ((APERTUS_BEGIN,),),
+        (APERTUS_BEGIN,),
+        (APERTUS_END,),
+        _read_keyed,
+        CallGrammar(named_call(('{"',), ('": ',), ("}",)), APERTUS_BEGIN, ("[",), (", ",), ("]", APERTUS_END)),
     ),
     ToolFormat(
         "deepseek_r1",
