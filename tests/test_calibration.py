@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Llama4TextConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from engines import SMALL, random_model, save
 from nanovllm_cli.config import EngineConfig
@@ -193,6 +193,28 @@ def test_experts_see_the_tokens_that_take_them(tmp_path: Path) -> None:
             for source, expected in (("gate_up", own), ("down", inner)):
                 hessian = walk.calibration.observe_expert(expert, source, routed).hessian
                 assert torch.allclose(hessian, expected.T @ expected / len(own), rtol=1e-3, atol=1e-6)
+
+
+def test_an_expert_sees_rows_as_the_router_scales_them(tmp_path: Path) -> None:
+    """Of a Llama 4, in the second of its blocks; the shared one sees them as they are."""
+    config = Llama4TextConfig(**SMALL | {"num_hidden_layers": 2, "intermediate_size": 40}, num_local_experts=3)
+    model, seen = random_model(config), []
+    sequences = [[(7 * i + i * i + 13 * k) % config.vocab_size for i in range(n)] for k, n in enumerate(LENGTHS)]
+    model.model.layers[1].feed_forward.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    for ids in sequences:
+        model(torch.tensor([ids]))
+    rows = torch.cat(seen)
+    best = model.model.layers[1].feed_forward.router(rows)[1].max(1)
+    with open_original("m", save(model, tmp_path)) as original:
+        walk = Walk(original, sequences, NullProgress())
+        walk.enter(1)
+        routed = walk.calibration.routed()
+        for expert in range(3):
+            taken = best.indices == expert
+            expected = rows[taken] * best.values[taken, None].sigmoid()
+            assert torch.allclose(routed.of(expert)[: int(taken.sum())], expected, rtol=1e-4, atol=1e-5)
+        shared = walk.calibration.observe_expert(None, "gate_up", routed).hessian
+        assert torch.allclose(shared, rows.T @ rows / len(rows), rtol=1e-3, atol=1e-5)
 
 
 def test_an_expert_that_nobody_takes_sees_tokens_that_are_spread_over_all() -> None:

@@ -43,7 +43,7 @@ class MoE:
         """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
         logits = self._logits(x)
-        own = self.mixture(self._read(x, logits), logits, slots)
+        own = self.mixture(self.read(x, logits), logits, slots)
         return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x))
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -53,7 +53,7 @@ class MoE:
         if self.shared is not None:
             shared = self.shared.onto(residual, x) if self.shared_gate is None else self._shared(self.shared, x)
         logits = self._logits(x)
-        own = self.mixture.onto(residual, self._read(x, logits), logits, slots)
+        own = self.mixture.onto(residual, self.read(x, logits), logits, slots)
         if shared is None or own is None:
             return own if shared is None else shared
         return self.ops.add(own, shared)
@@ -74,7 +74,7 @@ class MoE:
             return shared(x)
         return self.ops.sigmoid_gate(shared(x), self.shared_gate.matmul(x, None, torch.float32))
 
-    def _read(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def read(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What experts read."""
         return self.ops.best_gate(x, logits) if self.spec.scales_input else x
 

@@ -76,10 +76,12 @@ def parts_reading(source: str, slots: Collection[str], expert: str = "") -> list
 
 
 class Routed(NamedTuple):
-    """rows [T, K] that a mixture of experts reads; chosen [T, k]: the experts of each."""
+    """rows [T, K] that a mixture of experts reads; chosen [T, k]: the experts of each; scaled: rows as experts read them, where
+    the router scales them."""
 
     rows: torch.Tensor
     chosen: torch.Tensor
+    scaled: torch.Tensor | None = None
 
     def num_taken_by(self, expert: int) -> int:
         """Rows that take an expert."""
@@ -89,11 +91,12 @@ class Routed(NamedTuple):
         """The rows of an expert. One with fewer than they are wide gets others beside them, evenly spread over all: what it is
         asked about in other texts will be more like these than like nothing."""
         own = (self.chosen == expert).any(1)
-        lacking = min(self.rows.shape[1] - int(own.sum()), int((~own).sum()))
+        rows = self.rows if self.scaled is None else self.scaled
+        lacking = min(rows.shape[1] - int(own.sum()), int((~own).sum()))
         if lacking <= 0:
-            return self.rows[own]
+            return rows[own]
         others = (~own).nonzero()[:, 0]
-        return torch.cat([self.rows[own], self.rows[others[torch.arange(lacking) * len(others) // lacking]]])
+        return torch.cat([rows[own], rows[others[torch.arange(lacking) * len(others) // lacking]]])
 
 
 class Calibration:
@@ -166,7 +169,8 @@ class Calibration:
             router.watch = None
         x = torch.cat(rows.seen)
         with torch.inference_mode():
-            return Routed(x, moe.mixture.choose(router.matmul(x, moe.router_bias, torch.float32))[0])
+            logits = router.matmul(x, moe.router_bias, torch.float32)
+            return Routed(x, moe.mixture.choose(logits)[0], moe.read(x, logits))
 
     @property
     def num_experts(self) -> int:
