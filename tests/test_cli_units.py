@@ -606,3 +606,24 @@ def test_aliases_in_a_circle(config: Path) -> None:
     with pytest.raises(UsageError, match="in a circle"):
         settings.resolve("a")
     assert settings.resolve("c") == "c"
+
+
+@pytest.mark.parametrize("kept", [b"[" * 100_000, b'{"model": [], "text": ""}', b"null", b"\xff", b"1" * 5000])
+def test_a_damaged_last_run_is_none(kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history.last_run_file().parent.mkdir()
+    history.last_run_file().write_bytes(kept)
+    with pytest.raises(UsageError, match="cannot be read"):
+        history.load()
+
+
+def test_what_lies_where_a_batch_keeps_results_is_not_followed(tmp_path: Path) -> None:
+    """Links to a file of the user's, as others may leave them in a shared folder; a pipe."""
+    mine, journal = tmp_path / "mine", tmp_path / "out.jsonl.partial"
+    mine.write_bytes(b"one line\nhalf a line")
+    for place in (lambda: journal.symlink_to(mine), lambda: journal.hardlink_to(mine), lambda: os.mkfifo(journal)):
+        place()
+        with pytest.raises(OutputError, match="cannot write"):
+            Results(tmp_path / "out.jsonl", False, 1, print)
+        journal.unlink()
+    assert mine.read_bytes() == b"one line\nhalf a line"

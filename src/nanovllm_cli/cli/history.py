@@ -56,7 +56,7 @@ def load() -> LastRun:
             raise ValueError("unexpected fields")
     except FileNotFoundError as failure:
         raise UsageError("there is no run to continue", _why_none(path)) from failure
-    except (OSError, ValueError, TypeError) as failure:
+    except (OSError, ValueError, TypeError, RecursionError) as failure:
         raise UsageError(
             f"the last run in {path} cannot be read: {failure}", "start anew, without --continue"
         ) from failure
@@ -71,6 +71,8 @@ def _why_none(path: Path) -> str:
 
 
 def _is_whole(run: LastRun) -> bool:
+    if not isinstance(run.model, str):
+        return False
     if not (isinstance(run.lora, list) and all(isinstance(each, list) and len(each) == 2 for each in run.lora)):
         return False
     if run.messages is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,11 +131,17 @@ class Results:
 
 
 def _open_journal(path: Path) -> int:
-    """The journal, locked, without the half line that a crash may have left at its end."""
+    """The journal, locked, without the half line that a crash may have left at its end. A link in its place, which another user
+    of the folder may have made, is not followed: it could be to any file of this user's."""
     try:
-        journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as failure:
-        raise OutputError(f"cannot write {path}: {failure.strerror}") from failure
+        why = "it is a link" if failure.errno == errno.ELOOP else failure.strerror
+        raise OutputError(f"cannot write {path}: {why}") from failure
+    found = os.fstat(journal)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(journal)
+        raise OutputError(f"cannot write {path}: it is no file of its own", "remove it, or choose another -o")
     if not system.lock(journal):
         os.close(journal)
         raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o")

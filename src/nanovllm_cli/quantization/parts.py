@@ -134,7 +134,7 @@ class Parts:
             try:
                 entry = json.loads(line)
                 found[str(entry["unit"])] = str(entry["blake2b"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 break
         good = [self._begin, *(json.dumps({"unit": unit, "blake2b": digest}) for unit, digest in found.items())]
         if "".join(line + "\n" for line in good) != "".join(lines):  # what is appended must find whole lines before it
