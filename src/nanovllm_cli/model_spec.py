@@ -36,13 +36,15 @@ class XieluSpec:
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
     `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, xielu: without a gate, down(act(up(x))). curve: of
-    xielu."""
+    xielu. cutoff: of gates only what is above their mean and so many times their deviation counts, see
+    `kernels.reference.sparse_gate`; None: all."""
 
     intermediate_size: int
     activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "xielu"] = "silu"
     bias: bool = False
     fused: bool = False
     curve: XieluSpec | None = None
+    cutoff: float | None = None
 
     @property
     def gated(self) -> bool:
@@ -137,6 +139,20 @@ _NORMS: dict[BlockOrder, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several residual streams (AltUp, Baykal et al. 2023; see `layers/altup.py`): a layer's attention and MLP read and write the
+    first of `count`, and what the others become of it is told by small matrices. rank: of a pair of matrices beside attention, by
+    which its input joins the stream as well (LAuReL, Menghani et al. 2024)."""
+
+    count: int
+    rank: int
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of a layer."""
+        return hidden_size * (self.count + 2 * self.rank) + self.count**2 * (self.count + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSpec:
     """One layer. order:
 
@@ -148,7 +164,8 @@ class BlockSpec:
     original  x = norm(x + mixer(x)); x = norm(x + mlp(x))                (Vaswani et al. 2017; BERT)
 
     Of "pre" it may have but one of both, None being the other (Nemotron-H). scaled: at its end x is multiplied with a number of
-    the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already (ModernBERT's first).
+    the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already (ModernBERT's first). streams: of
+    "sandwich", x is the first of several (Gemma 3n).
     """
 
     mixer: MixerSpec | None
@@ -156,6 +173,7 @@ class BlockSpec:
     order: BlockOrder = "pre"
     scaled: bool = False
     bare: bool = False
+    streams: StreamsSpec | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -166,12 +184,13 @@ class BlockSpec:
     @property
     def has_halves(self) -> bool:
         """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
-        lacking = None in (self.mixer, self.mlp) or self.order == "beside"
-        return not lacking and (self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms))
+        if None in (self.mixer, self.mlp) or self.streams is not None or self.order == "beside":
+            return False
+        return self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms)
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        return sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp) if part is not None)
+        return sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
@@ -196,7 +215,8 @@ class EntrySpec:
 class ModelSpec:
     """A whole decoder, or an encoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies
     embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
-    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. has_head: without one no
+    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens that
+    have some, the first ones; those behind have the first one's; 0: all. has_head: without one no
     token is drawn, and texts are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an
     embedding goes into the first layer as it is. ends_normed: whether there is a norm behind the last layer."""
 
@@ -213,6 +233,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     per_layer_width: int = 0
+    per_layer_rows: int = 0
     entry: EntrySpec | None = None
     ends_normed: bool = True
     dtype: str = field(default="bfloat16", compare=False)
@@ -310,6 +331,11 @@ class ModelSpec:
     @property
     def ropes(self) -> set[RopeSpec]:
         return {attention.rope for attention in self.attentions if attention.rope is not None}
+
+    @property
+    def streams(self) -> StreamsSpec | None:
+        """All layers have them, or none."""
+        return self.blocks[0].streams
 
     @property
     def num_layers(self) -> int:

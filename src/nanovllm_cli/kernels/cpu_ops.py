@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm_cli.kernels import cpu, gates, norms, reference
+from nanovllm_cli.kernels import altups, cpu, gates, norms, reference
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.latent import CpuHeadMatrices
 from nanovllm_cli.kernels.mixture import Expert, Scoring
@@ -24,6 +24,11 @@ class CpuOps:
     gated = staticmethod(gates.gated)
     norm_columns = staticmethod(norms.norm_columns)
     norm_sum = staticmethod(norms.norm_sum)
+    altup_predict = staticmethod(altups.altup_predict)
+    altup_correct = staticmethod(altups.altup_correct)
+    altup_enter = staticmethod(altups.altup_enter)
+    altup_match = staticmethod(altups.altup_match)
+    sparse_gate = staticmethod(altups.sparse_gate)
 
     def __init__(self, pool: cpu.Pool | None = None) -> None:
         self._pool = pool or cpu.MemoryPool()

@@ -121,6 +121,24 @@ class Ops(Protocol):
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up of [T, n] each, either of which may be columns of a wider tensor; see `reference.gated_activation`."""
 
+    def altup_predict(self, streams: torch.Tensor, logits: torch.Tensor, coefficients: torch.Tensor, factor: float) -> torch.Tensor:
+        """streams [S, T, n] become `reference.altup_predict` of them; the first [T, n] is given as a tensor of its own."""
+
+    def altup_correct(
+        self, streams: torch.Tensor, found: torch.Tensor, logits: torch.Tensor, coefficients: torch.Tensor, gains: torch.Tensor,
+        factor: float,
+    ) -> torch.Tensor:
+        """streams [S, T, n] become `reference.altup_correct` of them; the first [T, n] times gains [n] is given."""
+
+    def altup_enter(self, x: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """[1 + N, T, n] of x [T, n] and each part of others [T, N * n], made as large by `reference.altup_match`."""
+
+    def altup_match(self, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """rows [T, n] themselves, changed in place as `reference.altup_match` has it."""
+
+    def sparse_gate(self, x: torch.Tensor, cutoff: float) -> torch.Tensor:
+        """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.sparse_gate` has it."""
+
     def head_matrices(self, num_heads: int, num_rows: int, width: int, dtype: torch.dtype) -> HeadMatrices:
         """All zeros; for this device's AttentionBackend."""
 

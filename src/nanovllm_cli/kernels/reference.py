@@ -75,6 +75,37 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     return (cap * torch.tanh(scaled / cap) if cap > 0 else scaled).to(x.dtype)
 
 
+def altup_predict(streams: torch.Tensor, logits: torch.Tensor, coefficients: torch.Tensor, factor: float) -> torch.Tensor:
+    """streams [S, T, width] + coefficients of them [S * S, S] by tanh(logits [T, S] * factor): what each is going to be (AltUp,
+    Baykal et al. 2023, as in Gemma 3n)."""
+    count = len(streams)
+    weights = (torch.tanh(wide(logits) * factor) @ wide(coefficients).T).view(-1, count, count)
+    return (wide(streams) + torch.einsum("tks,stw->ktw", weights, wide(streams))).to(streams.dtype)
+
+
+def altup_correct(
+    streams: torch.Tensor, found: torch.Tensor, logits: torch.Tensor, coefficients: torch.Tensor, factor: float
+) -> torch.Tensor:
+    """streams [S, T, width], predictions, + (1 + coefficients [S, S] @ tanh(logits [T, S] * factor)) times what found [T, width]
+    has that the first had not."""
+    weights = 1 + torch.tanh(wide(logits) * factor) @ wide(coefficients).T
+    return (wide(streams) + weights.T[:, :, None] * (wide(found) - wide(streams[0]))).to(streams.dtype)
+
+
+def altup_match(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """rows [T, width] with the root mean squares of like's, their own taken to be those of 1e-5 at least."""
+    wanted, own = (wide(each).pow(2).mean(-1, keepdim=True) for each in (like, rows))
+    return (wide(rows) * wanted.sqrt() / own.clamp(min=1e-5).sqrt()).to(rows.dtype)
+
+
+def sparse_gate(x: torch.Tensor, cutoff: float) -> torch.Tensor:
+    """What numbers are above the mean of their row and cutoff times its deviation, or 0: of normal ones few (Gemma 3n; Spark
+    Transformer, You et al. 2025)."""
+    rows = wide(x)
+    bound = rows.mean(-1, keepdim=True) + cutoff * rows.std(-1, keepdim=True, unbiased=False)
+    return torch.relu(rows - bound).to(x.dtype)
+
+
 def scale_ranks(x: torch.Tensor, scales: torch.Tensor, modules: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x [T, R] fp32 times what each row takes of each rank's adapter, scales [T, A] and modules [R]; 0 where that is 0, whatever
     x is. Punica (Chen et al. 2023) has a product for each adapter instead."""

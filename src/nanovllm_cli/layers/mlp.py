@@ -16,9 +16,10 @@ class MLP:
 
     def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
-        self.activation = spec.activation
+        self.activation, self.cutoff, self.num_gates = spec.activation, spec.cutoff, inner
         self.curve = None if spec.curve is None else spec.curve.factors
         self.ops = kit.ops
+        assert spec.cutoff is None or spec.gated, "no model has few of what is not gated"
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
@@ -34,7 +35,11 @@ class MLP:
         """What `down` reads."""
         if self.curve is not None:
             return self.ops.xielu(self.gate_up(x), *self.curve)
-        return self.gate_up.gated(x, self.activation)
+        if self.cutoff is None:
+            return self.gate_up.gated(x, self.activation)
+        both = self.gate_up(x)
+        gate, up = both[:, : self.num_gates], both[:, self.num_gates :]
+        return self.ops.gated(self.ops.sparse_gate(gate, self.cutoff), up, self.activation)
 
     def slots(self) -> Slots:
         return self.gate_up.slots() | self.down.slots()

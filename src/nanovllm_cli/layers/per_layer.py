@@ -15,15 +15,17 @@ from nanovllm_cli.layers.embedding import Embedding, storage_slot
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.slots import Slots
+from nanovllm_cli.layers.slots import Slots, WeightSlot
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.quant.rows import QuantizedRows, take_rows
 
 
 class PerLayerInputs:
-    """(embedding's rows * sqrt(width) + norm(project(x))) / sqrt(2), of `width` numbers a layer."""
+    """(embedding's rows * sqrt(width) + norm(project(x))) / sqrt(2), of `width` numbers a layer. Tokens behind those that have a
+    row of the checkpoint's have the first one's."""
 
     def __init__(self, spec: ModelSpec, kit: Kit) -> None:
-        self.width = spec.per_layer_width
+        self.width, self.own_rows = spec.per_layer_width, spec.per_layer_rows or spec.vocab_size
         self.ops = kit.ops
         every = self.width * spec.num_layers
         self.embedding = Embedding(kit.weight({"per_layer_embedding": spec.vocab_size}, every))
@@ -38,8 +40,18 @@ class PerLayerInputs:
         return self.ops.add(own, projected, 0.5**0.5)
 
     def slots(self) -> Slots:
-        slots = self.project.slots() | {"per_layer_embedding.weight": storage_slot(self.embedding.weight)}
+        weight = self.embedding.weight
+        table = storage_slot(weight)
+        if self.own_rows < weight.num_rows:
+            table = WeightSlot((self.own_rows, weight.width), self._load_table)
+        slots = self.project.slots() | {"per_layer_embedding.weight": table}
         return slots | {"per_layer_norm.weight": self.norm.slots()["weight"]}
+
+    def _load_table(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        weight = self.embedding.weight
+        weight.load_rows(first, rows)
+        for place in range(self.own_rows, weight.num_rows) if first == 0 else ():
+            weight.load_rows(place, take_rows(rows, slice(0, 1)))
 
 
 class PerLayer:

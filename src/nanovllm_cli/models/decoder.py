@@ -11,6 +11,7 @@ from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
+from nanovllm_cli.layers.altup import AltUp, Streams
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta, Mamba
@@ -48,8 +49,9 @@ class Block:
         self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
+        self.altup = None if spec.streams is None else AltUp(spec.streams, model.norm, width, kit)
         self.is_scaled, self.factor = spec.scaled, 1.0
-        assert spec.order == "sandwich" or not (self.per_layer or spec.scaled), "no model has these elsewhere"
+        assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
         assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order != "beside"), "nor a factor of what is alone"
 
     def __call__(
@@ -63,6 +65,10 @@ class Block:
         """own: see `PerLayer`."""
         if self.has_halves:
             return self.fed(self.mixed(x, residual, inputs, cache), residual, inputs.batch.slots, own)
+        if self.altup is not None:
+            assert own is not None, "no model has several streams without these"
+            self._streamed(self.altup, residual, inputs, cache, own)
+            return None
         if self.closing:
             self._closed(residual, inputs, cache)
             return None
@@ -133,12 +139,32 @@ class Block:
         self.closing["after_attention_norm"](self.mixer(stream, inputs, cache), stream)
         self.closing["after_mlp_norm"](_computed(self.mlp, stream, inputs.batch.slots), stream)
 
+    def _streamed(self, altup: AltUp, streams: torch.Tensor, inputs: StepInputs, cache: LayerCache, own: torch.Tensor) -> None:
+        """Of a block with several streams [S, T, hidden], which are changed in place."""
+        assert self.mixer is not None
+        assert self.mlp is not None
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+        assert self.after_attention is not None
+        assert self.after_mlp is not None
+        assert self.per_layer is not None
+        stream = altup.predict(streams)
+        h = plain(self.attention_norm(None, stream), self.ops)
+        self.ops.join(Addend(h), stream)
+        self.ops.join(altup.beside(h), stream)
+        x = self.after_attention.before_joining(self.mixer(h, inputs, cache), 0.5**0.5)
+        h = plain(self.mlp_norm(x, stream), self.ops)
+        self.ops.join(self.after_mlp.before_joining(_computed(self.mlp, h, inputs.batch.slots)), stream)
+        added = self.per_layer(altup.correct(streams, stream), own, 1.0)
+        for other in streams[1:]:
+            self.ops.join(added, other)
+
     def slots(self) -> Slots:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        if self.per_layer is not None:
-            slots |= self.per_layer.slots()
+        for part in (self.per_layer, self.altup):
+            slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 
     def _take_factor(self, factor: float) -> None:
@@ -196,6 +222,7 @@ class Decoder:
         else:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
+        self.streams = None if spec.streams is None else Streams(spec.streams, spec.hidden_size, kit)
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
@@ -207,8 +234,8 @@ class Decoder:
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
         slots = {f"embedding.{name}": slot for name, slot in self.embedding.slots().items()}
-        if self.per_layer is not None:
-            slots |= self.per_layer.slots()
+        for part in (self.per_layer, self.streams):
+            slots |= {} if part is None else part.slots()
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
         slots |= {} if self.entry is None else self.entry.slots()
@@ -253,6 +280,7 @@ class Decoder:
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
+        residual = residual if self.streams is None else self.streams.enter(residual)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
         deep = () if batch.images is None else batch.images.deep
@@ -266,7 +294,7 @@ class Decoder:
             x = block.mixed(x, residual, inputs, layer) if block.has_halves else block(x, residual, inputs, layer, own)
             if rows.shape[0] == 0:
                 break  # nothing is asked, and what is to be kept is
-            x, residual, all_asked = None if x is None else x.taken(rows), residual[rows], True
+            x, residual, all_asked = None if x is None else x.taken(rows), residual[..., rows, :], True
             every, own = None if every is None else every[rows], None if own is None else own[rows]
             lora = None if batch.lora is None else batch.lora[rows]
             inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows], lora=lora))
@@ -274,7 +302,8 @@ class Decoder:
             if block.has_halves:
                 x = block.fed(x, residual, inputs.batch.slots, own)
         if not all_asked:
-            x, residual = None if x is None else x.taken(rows), residual[rows]
+            x, residual = None if x is None else x.taken(rows), residual[..., rows, :]
+        residual = residual if self.streams is None else self.streams.leave(residual)
         if self.norm is not None:
             return self.norm(x, residual)
         assert x is None, "no model ends without a norm where something has still to join"

@@ -21,13 +21,15 @@ from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf
 
 _LAYER, _OTHERS = "model.layers.{i}", "model.per_layer"
-_HF_NAMES = SANDWICH_HF_NAMES | {
+PER_LAYER_HF_NAMES = SANDWICH_HF_NAMES | {
     "per_layer_embedding.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_projection.weight": f"{_OTHERS}_model_projection.weight",
     "per_layer_norm.weight": f"{_OTHERS}_projection_norm.weight",
     "blocks.{i}.per_layer_gate.weight": f"{_LAYER}.per_layer_input_gate.weight",
     "blocks.{i}.per_layer_out.weight": f"{_LAYER}.per_layer_projection.weight",
     "blocks.{i}.after_per_layer_norm.weight": f"{_LAYER}.post_per_layer_input_norm.weight",
+}
+_HF_NAMES = PER_LAYER_HF_NAMES | {
     "blocks.{i}.scale": f"{_LAYER}.layer_scalar",
     "blocks.{i}.router.weight": f"{_LAYER}.router.proj.weight",
     "blocks.{i}.router.norm.weight": f"{_LAYER}.router.scale",
@@ -38,13 +40,15 @@ _HF_NAMES = SANDWICH_HF_NAMES | {
     **{f"blocks.{{i}}.shared.{part}.weight": f"{_LAYER}.mlp.{part}_proj.weight" for part in MATRICES},
     **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_LAYER}.experts.{{e}}.{part}_proj.weight" for part in MATRICES},
 }
-_GGUF_NAMES = SANDWICH_GGUF_NAMES | {
+PER_LAYER_GGUF_NAMES = SANDWICH_GGUF_NAMES | {
     "per_layer_embedding.weight": "per_layer_token_embd.weight",
     "per_layer_projection.weight": "per_layer_model_proj.weight",
     "per_layer_norm.weight": "per_layer_proj_norm.weight",
     "blocks.{i}.per_layer_gate.weight": "blk.{i}.inp_gate.weight",
     "blocks.{i}.per_layer_out.weight": "blk.{i}.proj.weight",
     "blocks.{i}.after_per_layer_norm.weight": "blk.{i}.post_norm.weight",
+}
+_GGUF_NAMES = PER_LAYER_GGUF_NAMES | {
     "blocks.{i}.scale": "blk.{i}.layer_output_scale.weight",
     "blocks.{i}.router.norm.weight": "blk.{i}.ffn_gate_inp.scale",
     "blocks.{i}.router.expert_scale": "blk.{i}.ffn_down_exps.scale",
@@ -103,10 +107,25 @@ def _rope_of_all(read: ConfigReader, dim: int, max_position: int) -> RopeSpec:
 
 def _gemma4(spec: ModelSpec, read: ConfigReader, attentions: list[AttentionSpec], sizes: list[int], readers: int) -> ModelSpec:
     """What all of them have. sizes: of each layer's MLP. readers: layers at the end that have no keys and values."""
-    first = spec.num_layers - readers
-    producers = {attention.window: i for i, attention in enumerate(attentions[: max(0, first)])}  # the last of a kind
     blocks = []
-    for i, (block, attention, size) in enumerate(zip(spec.blocks, attentions, sizes, strict=True)):
+    attentions = [replace(attention, scale=1.0, value_norm=True, qk_norm=True) for attention in attentions]
+    whole = with_readers(attentions, readers, read)
+    for block, attention, size in zip(spec.blocks, whole, sizes, strict=True):
+        mlp: MLPSpec | MoESpec = MLPSpec(size, "gelu_tanh")
+        if isinstance(block.mlp, MoESpec):
+            expert = replace(block.mlp.expert, activation="gelu_tanh")
+            mlp = replace(block.mlp, expert=expert, shared=MLPSpec(_dense_size(read), "gelu_tanh"), apart=True, expert_scale=True)
+        blocks.append(BlockSpec(attention, mlp, "sandwich", scaled=True))
+    return replace(spec, blocks=tuple(blocks), embedding_scale=spec.hidden_size**0.5)
+
+
+def with_readers(attentions: list[AttentionSpec], readers: int, read: ConfigReader) -> list[AttentionSpec]:
+    """The same where so many at the end read the keys and values of the last one before them that has a window, or none, as they
+    have. CheckpointError where there is none such."""
+    first = len(attentions) - readers
+    producers = {attention.window: i for i, attention in enumerate(attentions[: max(0, first)])}  # the last of a kind
+    found = []
+    for i, attention in enumerate(attentions):
         if attention.num_heads % attention.num_kv_heads or attention.head_dim % 2:
             heads = f"{attention.num_heads} query and {attention.num_kv_heads} key-value heads of {attention.head_dim}"
             raise CheckpointError(f"{read.where}: layer {i} can't have {heads}", BROKEN)
@@ -118,14 +137,8 @@ def _gemma4(spec: ModelSpec, read: ConfigReader, attentions: list[AttentionSpec]
             own = attentions[reads]
             if (own.head_dim, own.num_kv_heads) != (attention.head_dim, attention.num_kv_heads):
                 raise CheckpointError(f"{read.where}: layer {i} reads the keys of layer {reads}, whose heads are others", BROKEN)
-        attention = replace(attention, scale=1.0, value_norm=True, qk_norm=True, reads=reads,
-                            keys_are_values=attention.keys_are_values and reads is None)  # fmt: skip
-        mlp: MLPSpec | MoESpec = MLPSpec(size, "gelu_tanh")
-        if isinstance(block.mlp, MoESpec):
-            expert = replace(block.mlp.expert, activation="gelu_tanh")
-            mlp = replace(block.mlp, expert=expert, shared=MLPSpec(_dense_size(read), "gelu_tanh"), apart=True, expert_scale=True)
-        blocks.append(BlockSpec(attention, mlp, "sandwich", scaled=True))
-    return replace(spec, blocks=tuple(blocks), embedding_scale=spec.hidden_size**0.5)
+        found.append(replace(attention, reads=reads, keys_are_values=attention.keys_are_values and reads is None))
+    return found
 
 
 def _dense_size(read: ConfigReader) -> int:

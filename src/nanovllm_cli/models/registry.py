@@ -33,6 +33,7 @@ from nanovllm_cli.models.families import (
 )
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
+from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
 from nanovllm_cli.models.gpt2 import GPT2
@@ -99,6 +100,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
+    "Gemma3nForCausalLM": GEMMA3N,
+    "Gemma3nForConditionalGeneration": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
@@ -211,6 +214,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma3n": GEMMA3N,
     "gemma4": GEMMA4,
     "gemma-embedding": GEMMA_EMBEDDING,
     "bailingmoe2": BAILING_MOE2,

@@ -13,13 +13,14 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec, StreamsSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.qwen_next import QWEN2_MOE
 from nanovllm_cli.weights.tensor_names import checkpoint_name
 
-_IGNORED = ("architecture", "dtype", "max_position", "interleaved", "tiled", "log_decay", "by_head", "has_head")
+_IGNORED = ("architecture", "dtype", "max_position", "interleaved", "tiled", "log_decay", "by_head", "has_head",
+            "per_layer_rows")  # fmt: skip
 TO_HF = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
@@ -152,9 +153,13 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
         shapes["head.weight"] = (spec.vocab_size, hidden)
     if spec.per_layer_width:
         every = spec.per_layer_width * spec.num_layers
-        shapes |= {"per_layer_embedding.weight": (spec.vocab_size, every), "per_layer_projection.weight": (every, hidden)}
+        rows = spec.per_layer_rows or spec.vocab_size
+        shapes |= {"per_layer_embedding.weight": (rows, every), "per_layer_projection.weight": (every, hidden)}
         shapes["per_layer_norm.weight"] = (spec.per_layer_width,)
-    named = {names[name]: shape for name, shape in shapes.items()}
+    if spec.streams is not None:
+        pairs = [f"altup_{side}.{i}.weight" for side in ("in", "out") for i in range(spec.streams.count - 1)]
+        shapes |= dict.fromkeys(pairs, (hidden, hidden))
+    named = {checkpoint_name(name, names): shape for name, shape in shapes.items()}
     for i, block in enumerate(spec.blocks):
         own = _block_shapes(block, spec.norm, hidden)
         if (width := spec.per_layer_width) > 0:
@@ -197,7 +202,15 @@ def _block_shapes(block: BlockSpec, norm: NormSpec, hidden: int) -> dict[str, tu
         shapes |= _norm_shapes(name, norm, hidden)
     if block.scaled:
         shapes["scale"] = (1,)
-    return shapes
+    return shapes if block.streams is None else shapes | _stream_shapes(block.streams, hidden)
+
+
+def _stream_shapes(streams: StreamsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    count, rank = streams.count, streams.rank
+    shapes = dict.fromkeys(("altup_router_norm.weight", "altup_scale", "laurel_norm.weight"), (hidden,))
+    shapes |= _linear("altup_router", count, hidden, False) | _linear("altup_predict", count**2, count, False)
+    shapes |= _linear("altup_correct", count, count, False)
+    return shapes | _linear("laurel_left", rank, hidden, False) | _linear("laurel_right", hidden, rank, False)
 
 
 def _norm_shapes(name: str, norm: NormSpec, hidden: int) -> dict[str, tuple[int, ...]]:

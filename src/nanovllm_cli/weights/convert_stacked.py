@@ -2,6 +2,7 @@
 
     blk.3.ffn_gate_exps.5.weight [N, K], of E experts       blk.3.ffn_gate_exps.weight [E, N, K]; up and down alike, biases [E, N]
     gate and up of each, in Gemma 4                         blk.3.ffn_gate_up_exps.weight [E, 2 N, K]
+    altup_proj.0.weight [N, K], of each further stream      altup_proj.weight [S - 1, N, K], in Gemma 3n
     blk.3.ssm_beta.weight and ssm_alpha.weight [N, K]       blk.3.ssm_ba.weight [2 N, K], in Qwen3-Next, as its folders have it
 
 The left side is what `stacked.py` makes of either format. No stack is ever in memory: its matrices are written one by one. And
@@ -25,6 +26,7 @@ from nanovllm_cli.weights.convert_tensors import Step, gguf_bytes, gguf_type
 from nanovllm_cli.weights.stacked import stack_of
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(\d+)(\.(?:weight|bias))")
+_STREAM = re.compile(r"(altup_(?:unembd_)?proj)\.(\d+)(\.weight)")
 _KV_B = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _FROM_BA = re.compile(r"(blk\.\d+\.)ssm_(alpha|beta)\.weight")
 
@@ -33,7 +35,10 @@ Named = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def stack_name(name: str, family: Family) -> str:
-    """What a family's files call the tensor that a matrix goes into; `name` itself for one that is no expert's."""
+    """What a family's files call the tensor that a matrix goes into; `name` itself for one that is no expert's, nor makes one of
+    several streams."""
+    if (stream := _STREAM.fullmatch(name)) is not None:
+        return stream[1] + stream[3]
     found = _EXPERT.fullmatch(name)
     if found is None:
         return name
@@ -108,6 +113,8 @@ def _stack(name: str, parts: list[Step]) -> Step:
 
 
 def _expert(step: Step) -> int:
+    if (stream := _STREAM.fullmatch(step.name)) is not None:
+        return int(stream[2])
     found = _EXPERT.fullmatch(step.name)
     assert found is not None
     return int(found[3])

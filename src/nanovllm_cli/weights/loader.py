@@ -105,9 +105,10 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-_PLAIN_PARTS = ("router", "shared.gate_row", "delta_b", "delta_a", "kv_b", "k_b.{e}", "v_b.{e}")
-PLAIN = ("positions.weight", *(f"blocks.{{i}}.{name}.weight" for name in _PLAIN_PARTS))
-"""Weights that decide what becomes of others, and those that are taken apart by head."""
+_IN_LAYERS = ("router", "shared.gate_row", "delta_b", "delta_a", "kv_b", "k_b.{e}", "v_b.{e}", "altup_router", "laurel_left",
+              "laurel_right")  # fmt: skip
+PLAIN = ("positions.weight", *(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), "altup_in.{e}.weight", "altup_out.{e}.weight")
+"""Weights that decide what becomes of others, those that are taken apart by head, and what llama.cpp leaves alone as well."""
 
 
 OUTER = ("embedding", "head", "per_layer_embedding", "per_layer_projection")

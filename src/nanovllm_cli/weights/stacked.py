@@ -4,7 +4,8 @@
     GPT-NeoX    attention.query_key_value.weight [3 N, K]       the same, q, k and v of all heads behind each other; of each head
                                                                 they lie together; bias alike
     GGUF        blk.3.ffn_gate_exps.weight [E, N, K]            blk.3.ffn_gate_exps.5.weight [N, K]; biases [E, N] alike, and
-                                                                attn_k_b and attn_v_b of latent attention
+                                                                attn_k_b and attn_v_b of latent attention, Gemma 3n's
+                                                                altup_proj and altup_unembd_proj
     gpt-oss     mlp.experts.gate_up_proj_blocks [E, 2 N, …]     mlp.experts.5.gate_proj_blocks [N, …], its rows 0, 2, 4, …, and
                                                                 up_proj_blocks, those between; scales and biases alike
                 mlp.experts.gate_up_proj [E, K, 2 N], plain     mlp.experts.5.gate_proj [N, K], turned over
@@ -233,7 +234,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
         (re.compile(r"(blk\.\d+)\.ffn_gate_up_exps\.weight"), 3, _gguf_halves),
         (re.compile(r"(blk\.\d+)\.ffn_up_shexp\.weight"), 2, _gguf_shared_halves),
-        (re.compile(r"(blk\.\d+\.attn_[kv]_b)\.(weight)"), 3, _gguf),
+        (re.compile(r"(blk\.\d+\.attn_[kv]_b|altup_(?:unembd_)?proj)\.(weight)"), 3, _gguf),
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
         (re.compile(r"blk\.\d+\.ssm_[ad]"), 2, _of_one_column),

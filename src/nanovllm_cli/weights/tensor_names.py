@@ -105,6 +105,8 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
         number, parts[1] = parts[1], "{i}"
         if parts[2] in ("experts", "k_b", "v_b") and parts[3].isdecimal():
             expert, parts[3] = parts[3], "{e}"
+    elif len(parts) == 3 and parts[1].isdecimal():
+        expert, parts[1] = parts[1], "{e}"
     pattern = ".".join(parts)
     if pattern not in table:
         raise UnsupportedError(f"a model of this family with {pattern.removeprefix('blocks.{i}.')!r}", ANOTHER)
