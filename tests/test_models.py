@@ -32,6 +32,7 @@ from transformers import (
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -151,6 +152,11 @@ GEMMA_4_E = GEMMA_4 | {
 }
 GEMMA_4_LARGE = GEMMA_4 | {
     "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+}
+GEMMA_3N = SMALL | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
+    "tie_word_embeddings": True, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 513, "num_kv_shared_layers": 2,
+    "laurel_rank": 11, "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0], "altup_num_inputs": 4,
 }
 CASES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
@@ -361,6 +367,11 @@ CASES: dict[str, Any] = {
         **{name: value for name, value in SMALL.items() if name != "head_dim"}, num_experts=5, num_experts_per_tok=2,
         moe_intermediate_size=33, shared_expert_intermediate_size=41, mlp_only_layers=[0],
     ),
+    "gemma3n": Gemma3nTextConfig(**GEMMA_3N),
+    "gemma3n, three streams, fewer tokens with numbers, sizes of its own": Gemma3nTextConfig(**GEMMA_3N | {
+        "altup_num_inputs": 3, "vocab_size_per_layer_input": 300, "num_kv_shared_layers": 0,
+        "intermediate_size": [70, 33, 70, 48], "activation_sparsity_pattern": [0.0, 0.9, 0.0, 0.3],
+    }),
     "gemma4, keys of other layers": Gemma4TextConfig(**GEMMA_4_E),
     "gemma4, numbers a layer": Gemma4TextConfig(**GEMMA_4 | {
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 513, "final_logit_softcapping": None,
@@ -540,6 +551,7 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
+    "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
@@ -550,8 +562,9 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "ln_": "norms", "per_layer": "per layer", "embed_out": "head", "embed": "embedding",
-             "wte": "embedding", "wpe": "embedding", "attention": "attention", "lm_head": "head", "attn": "attention",
+    names = {"norm": "norms", "ln_": "norms", "altup": "other", "laurel": "other", "per_layer": "per layer", "embed_out": "head",
+             "embed": "embedding", "wte": "embedding", "wpe": "embedding", "attention": "attention", "lm_head": "head",
+             "attn": "attention",
              "mixer.up": "mlp", "mixer.down": "mlp", "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", "conv": "conv",
@@ -721,6 +734,7 @@ def test_a_mistral_of_another_kind_is_refused() -> None:
 
 DEFAULTS = {
     "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
+    "Gemma3nForCausalLM": Gemma3nTextConfig,
     "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
     "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,

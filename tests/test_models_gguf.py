@@ -3,6 +3,7 @@ leaves them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -38,7 +40,7 @@ from transformers import (
 from engines import SMALL, add_shape, random_model, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from test_models import CASES as TEXTS
-from test_models import DELTA, DIVISORS, LFM2_LAYERS, ORIGINAL, prompts
+from test_models import DELTA, DIVISORS, GEMMA_3N, LFM2_LAYERS, ORIGINAL, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Writer = gguf.GGUFWriter
@@ -65,6 +67,22 @@ def gemma3(writer: Writer, config: Any) -> None:
     writer.add_rope_freq_base(everywhere["rope_theta"])
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(everywhere["factor"])
+
+
+def gemma3n(writer: Writer, config: Any) -> None:
+    window(writer, config)
+    whole, local = (config.rope_parameters[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding"))
+    writer.add_feed_forward_length(config.intermediate_size[0])
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_rope_freq_base(whole)
+    writer.add_rope_freq_base_swa(local)
 
 
 def gemma4(writer: Writer, config: Any) -> None:
@@ -287,6 +305,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         ),
         gemma3,
     ),
+    "gemma3n": ("gemma3n", Gemma3nTextConfig(**GEMMA_3N | {"laurel_rank": 64}), gemma3n),
     "gemma4, keys of other layers": ("gemma4", TEXTS["gemma4, keys of other layers"], gemma4),
     "gemma4, keys are values": ("gemma4", TEXTS["gemma4, keys are values"], gemma4),
     "command r": ("command-r", CohereConfig(**SMALL | TIED | {"head_dim": 8}, logit_scale=0.25), cohere),
@@ -362,8 +381,15 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     factors = [(f"{name}.weight", buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     factors += [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    for key, parameter in [*model.named_parameters(), *factors]:
+    parameters = [*model.named_parameters(), *factors]
+    streams = [name for name, _ in parameters if re.search(r"\.altup_\w+\.\d+\.", name)]
+    for which in dict.fromkeys(name.split(".")[1] for name in streams):
+        matrices = torch.stack([parameter.detach() for name, parameter in parameters if name.split(".")[1] == which])
+        parameters.append((f"model.{which}.weight", matrices))
+    for key, parameter in parameters:
         numbers = parameter.detach().numpy()
+        if key in streams:
+            continue
         if arch.startswith("nemotron"):
             key = key.replace("model.", "backbone.", 1).replace("_correction_bias", "_correction.bias")
         if "mixer.experts." in key:
@@ -387,6 +413,7 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
             numbers = np.ascontiguousarray(heads.swapaxes(0, 1).reshape(numbers.shape))
         if arch == "gpt2" and numbers.ndim == 2 and ".h." in key:
             numbers = np.ascontiguousarray(numbers.T)
+        key += ".weight" if key.endswith("correct_output_scale") else ""
         key = key.replace("shared_mlp.output_linear", "mlp.down_proj")  # an MLP of its own there
         name = names.get_name(key, (".weight", ".bias"))
         if name is None:  # its files have experts, which is not what is looked at here

@@ -151,6 +151,10 @@ class StreamsSpec:
         """Of a layer."""
         return hidden_size * (self.count + 2 * self.rank) + self.count**2 * (self.count + 1)
 
+    def num_outer(self, hidden_size: int) -> int:
+        """Of what makes all of one before the first layer, and one of all behind the last."""
+        return 2 * (self.count - 1) * hidden_size**2
+
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
@@ -215,10 +219,10 @@ class EntrySpec:
 class ModelSpec:
     """A whole decoder, or an encoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies
     embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
-    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens that
-    have some, the first ones; those behind have the first one's; 0: all. has_head: without one no
-    token is drawn, and texts are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an
-    embedding goes into the first layer as it is. ends_normed: whether there is a norm behind the last layer."""
+    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens
+    that have some, the first ones; those behind have the first one's; 0: all. has_head: without one no token is drawn, and texts
+    are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an embedding goes into the first
+    layer as it is. ends_normed: whether there is a norm behind the last layer."""
 
     architecture: str
     vocab_size: int
@@ -354,7 +358,7 @@ class ModelSpec:
     @property
     def num_by_token(self) -> int:
         """Numbers of the embedding that has layers' own, of which a token takes a row."""
-        return self.vocab_size * self.num_layers * self.per_layer_width
+        return (self.per_layer_rows or self.vocab_size) * self.num_layers * self.per_layer_width
 
     @property
     def num_idle(self) -> int:

@@ -94,7 +94,7 @@ class ModelWork(NamedTuple):
 
 def _multiplied(spec: ModelSpec) -> tuple[float, float]:
     """Multiply-adds of a token: with the layers' matrices and states, and with each token that it looks at."""
-    linear = looks = 0.0
+    linear, looks = 0.0 if spec.streams is None else float(spec.streams.num_outer(spec.hidden_size)), 0.0
     for block in spec.blocks:
         linear += block.num_active(spec.hidden_size)
         linear += 0 if block.mlp is None else 3 * spec.hidden_size * spec.per_layer_width

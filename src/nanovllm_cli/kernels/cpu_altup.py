@@ -1,5 +1,5 @@
-"""What layers with several residual streams do beside their attention and MLP on the CPU (AltUp, Baykal et al. 2023), and gates of
-which few stay above 0 (Gemma 3n). See `reference` for the formulas.
+"""What layers with several residual streams do beside their attention and MLP on the CPU (AltUp, Baykal et al. 2023), and gates
+of which few stay above 0 (Gemma 3n). See `reference` for the formulas.
 
 Streams lie one behind the other, [S, T, width]. A token's logits are of a small router; `factor` multiplies them. Legend: S
 streams, T tokens.

@@ -7,7 +7,19 @@ from functools import partial
 import torch
 
 from nanovllm_cli.kernels import activation as activations
-from nanovllm_cli.kernels import best_gate, gemv, join_norm, norm, rope_tables, scale, sigmoid_gate, temper, xielu
+from nanovllm_cli.kernels import (
+    altup,
+    best_gate,
+    gemv,
+    join_norm,
+    norm,
+    rope_tables,
+    scale,
+    sigmoid_gate,
+    sparse_gate,
+    temper,
+    xielu,
+)
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
@@ -24,6 +36,11 @@ class CudaOps:
         self.rope_tables = partial(rope_tables.rope_tables, launcher)
         self.mixture = partial(CudaMixture, launcher, deterministic)
         self.norm_sum = partial(norm.norm_sum, launcher)
+        self.altup_predict = partial(altup.altup_predict, launcher)
+        self.altup_correct = partial(altup.altup_correct, launcher)
+        self.altup_enter = partial(altup.altup_enter, launcher)
+        self.altup_match = partial(altup.altup_match, launcher)
+        self.sparse_gate = partial(sparse_gate.sparse_gate, launcher)
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
 
     def add_rms_norm(

@@ -121,7 +121,9 @@ class Ops(Protocol):
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up of [T, n] each, either of which may be columns of a wider tensor; see `reference.gated_activation`."""
 
-    def altup_predict(self, streams: torch.Tensor, logits: torch.Tensor, coefficients: torch.Tensor, factor: float) -> torch.Tensor:
+    def altup_predict(
+        self, streams: torch.Tensor, logits: torch.Tensor, coefficients: torch.Tensor, factor: float
+    ) -> torch.Tensor:
         """streams [S, T, n] become `reference.altup_predict` of them; the first [T, n] is given as a tensor of its own."""
 
     def altup_correct(

@@ -156,8 +156,8 @@ class Block:
         h = plain(self.mlp_norm(x, stream), self.ops)
         self.ops.join(self.after_mlp.before_joining(_computed(self.mlp, h, inputs.batch.slots)), stream)
         added = self.per_layer(altup.correct(streams, stream), own, 1.0)
-        for other in streams[1:]:
-            self.ops.join(added, other)
+        for i in range(1, len(streams)):
+            self.ops.join(added, streams[i])
 
     def slots(self) -> Slots:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}

@@ -117,9 +117,14 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
             found["norms"] += 3 * hidden
             found["mlp"] += hidden  # the router's norm, which has a name of its own
         found["other"] += block.scaled
+        if block.streams is not None:
+            found["norms"] += 2 * hidden
+            found["other"] += block.streams.num_weights(hidden) + hidden
     found["norms"] += sum(sum(attention.qk_norm_sizes.values()) for attention in spec.attentions)
     for latent in (attention.latent for attention in spec.attentions):
         found["norms"] += 0 if latent is None else latent.rank + (latent.query_rank or 0)
+    if spec.streams is not None:
+        found["other"] += spec.streams.num_outer(hidden)
     if spec.per_layer_width:
         layers, width = spec.num_layers, spec.per_layer_width
         found["per layer"] = spec.num_by_token + layers * width * 3 * hidden

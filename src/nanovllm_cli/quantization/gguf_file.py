@@ -17,7 +17,7 @@ from nanovllm_cli.quantization.parts import Parts, Rows
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
-from nanovllm_cli.weights.convert_tensors import Step, slices
+from nanovllm_cli.weights.convert_tensors import Step, slices, with_repeats
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter
 from nanovllm_cli.weights.tensor_names import names_of
 from nanovllm_cli.weights.writer import OutputFile
@@ -50,7 +50,8 @@ def _retyped(step: Step, items: list[Planned] | None) -> Step:
         return step
     form = items[0].format
     assert isinstance(form, Blocks)
-    return step._replace(after=form.type, num_bytes=sum(item.num_bytes for item in items))
+    own = sum(item.num_bytes for item in items)
+    return step._replace(after=form.type, num_bytes=own + step.repeats * (own // items[0].weight.shape[0]))
 
 
 class _Source:
@@ -65,7 +66,8 @@ class _Source:
     def slices(self, step: Step) -> Iterator[torch.Tensor]:
         if step.name in self._items:
             items = self._items[step.name]
-            return (self._blocks(item) if item.weight.dealt else _turned(self._blocks(item), step) for item in items)
+            found = (self._blocks(item) if item.weight.dealt else _turned(self._blocks(item), step) for item in items)
+            return with_repeats(found, step.repeats) if step.repeats else found
         if step.source in self._changed:
             rows = self._read(*self._changed[step.source])
             assert isinstance(rows, torch.Tensor)

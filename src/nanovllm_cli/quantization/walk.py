@@ -30,6 +30,9 @@ class Walk:
             raise UnsupportedError(
                 f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
             )
+        if original.spec.streams is not None:
+            name = original.spec.architecture
+            raise UnsupportedError(f"a {name} model is not calibrated yet: it has several streams", "use --algorithm rtn")
         self._original = original
         self._weights: dict[str, torch.Tensor] = {}
         self._routed: Routed | None = None

@@ -121,6 +121,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "26b-a4b": "google/gemma-4-26B-A4B-it",
         "31b": "google/gemma-4-31B-it",
     },
+    "gemma3n": {"e2b": "google/gemma-3n-E2B-it", "e4b": "google/gemma-3n-E4B-it"},
     "gemma3": {
         "270m": "google/gemma-3-270m-it",
         "1b": "google/gemma-3-1b-it",

@@ -50,7 +50,7 @@ from nanovllm_cli.weights.convert_stacked import by_head, stacked, with_ba_as_on
 from nanovllm_cli.weights.convert_tensors import (
     PLAIN_TYPES,
     Step,
-    behind_padding,
+    as_many_rows,
     dtype_of,
     file_type,
     gguf_bytes,
@@ -256,7 +256,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
     steps = stacked(by_head(steps, spec, outtype), family)
-    steps = [behind_padding(step, spec) for step in steps]
+    steps = [as_many_rows(step, spec) for step in steps]
     names, kind = {step.name for step in steps}, _file_type(outtype, steps)
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, kind, further is not None)
     if family.gguf_name in ("qwen3vl", "qwen3vlmoe"):

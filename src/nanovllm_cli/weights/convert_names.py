@@ -207,7 +207,8 @@ def _block_shapes(block: BlockSpec, norm: NormSpec, hidden: int) -> dict[str, tu
 
 def _stream_shapes(streams: StreamsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     count, rank = streams.count, streams.rank
-    shapes = dict.fromkeys(("altup_router_norm.weight", "altup_scale", "laurel_norm.weight"), (hidden,))
+    names = ("altup_router_norm.weight", "altup_scale", "laurel_norm.weight")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (hidden,))
     shapes |= _linear("altup_router", count, hidden, False) | _linear("altup_predict", count**2, count, False)
     shapes |= _linear("altup_correct", count, count, False)
     return shapes | _linear("laurel_left", rank, hidden, False) | _linear("laurel_right", hidden, rank, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import GGUF_ENTRY
+from nanovllm_cli.models.gemma4 import PER_LAYER_GGUF_NAMES
 from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
@@ -43,11 +44,12 @@ _FILE_TYPES = {
 
 _TERNARY = ("tq1_0", "tq2_0")
 _VOCABULARY = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
+_BESIDE = (".altup_router.weight", ".laurel_l.weight", ".laurel_r.weight")
 
 _IN_FLOAT32 = (
     "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
     ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d", "position_embd.weight",
-    "token_types.weight",
+    "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight",
 )  # fmt: skip
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -58,8 +60,8 @@ class Step(NamedTuple):
     """A tensor of the output. `source`: its name in the input, None for one that the output's format asks for (`value`).
 
     `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows. `added` goes to each
-    number. `skips`: first rows of the input that are left out. `parts`: the tensor is what these give one after the other, of the
-    input's tensors (a layer's experts).
+    number. `skips`: first rows of the input that are left out. `repeats`: so often the first row comes again behind the last.
+    `parts`: the tensor is what these give one after the other, of the input's tensors (a layer's experts).
     """
 
     name: str
@@ -74,6 +76,7 @@ class Step(NamedTuple):
     value: torch.Tensor | None = None
     added: float = 0.0
     skips: int = 0
+    repeats: int = 0
     parts: tuple[Step, ...] = ()
 
     @property
@@ -87,8 +90,11 @@ class Step(NamedTuple):
         return TensorOut(self.name, self.shape, dtype_of(self.after))
 
 
-def behind_padding(step: Step, spec: ModelSpec) -> Step:
-    """A table of positions begins with the first token's in GGUF files."""
+def as_many_rows(step: Step, spec: ModelSpec) -> Step:
+    """A table of positions begins with the first token's in GGUF files, and what layers have of tokens is there of all."""
+    if spec.per_layer_rows and step.name == PER_LAYER_GGUF_NAMES["per_layer_embedding.weight"]:
+        shape = (spec.vocab_size, *step.shape[1:])
+        return step._replace(shape=shape, num_bytes=gguf_bytes(shape, step.after), repeats=spec.vocab_size - step.shape[0])
     if spec.entry is None or step.name != GGUF_ENTRY["positions.weight"]:
         return step
     shape = (step.shape[0] - spec.entry.first_position, *step.shape[1:])
@@ -106,12 +112,25 @@ def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
             yield from slices(checkpoint, part)
         return
     assert step.source is not None
+    if step.repeats:
+        yield from with_repeats(slices(checkpoint, step._replace(repeats=0)), step.repeats)
+        return
     for rows in _rows(checkpoint, step):
         reordered = rows if step.reorder is None else step.reorder(rows)
         if step.added:
             reordered = reordered.float() + step.added
         yield reordered if step.copied else _as_type(reordered, step)
         checkpoint.release(stack_of(checkpoint, step.source))
+
+
+def with_repeats(slices: Iterable[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
+    """And the first row so many times behind them."""
+    first: torch.Tensor | None = None
+    for rows in slices:
+        first = rows[:1].clone() if first is None else first
+        yield rows
+    assert first is not None, "a table has rows"
+    yield first.expand(count, *first.shape[1:]).contiguous()
 
 
 def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
@@ -170,7 +189,8 @@ def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> s
         return "F32"
     if outtype == "auto":
         return "F32" if before == "F64" else before
-    wanted = "F16" if outtype in _TERNARY and name in _VOCABULARY else outtype.upper()
+    wide = outtype in _TERNARY and (name in _VOCABULARY or name.endswith(_BESIDE))
+    wanted = "F16" if wide else outtype.upper()
     for kind in (wanted, NARROW.get(wanted, "F16"), "F16"):
         if shape[-1] % _block_len(kind) == 0:
             return kind

@@ -175,6 +175,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "Lfm2Moe", 24, 2048, 7168, 32, 8, 65536, tied=True, full_attn_idxs=[2, 6, 10, 14, 18, 21], num_experts=32,
         num_experts_per_tok=4, moe_intermediate_size=1792, num_dense_layers=2, max_position_embeddings=128000,
     ),
+    "gemma-3n-e2b": _config("Gemma3n", 30, 2048, 8192, 8, 2, 262400, tied=True, num_kv_shared_layers=10, head_dim=256),
+    "gemma-3n-e4b": _config("Gemma3n", 35, 2048, 16384, 8, 2, 262400, tied=True, num_kv_shared_layers=15, head_dim=256),
     "gemma-4-e2b": _gemma4(35, 1536, 6144, 8, 1, 5, **_GEMMA4_SMALL, num_kv_shared_layers=20, use_double_wide_mlp=True),
     "gemma-4-e4b": _gemma4(42, 2560, 10240, 8, 2, 6, **_GEMMA4_SMALL, num_kv_shared_layers=18),
     "gemma-4-26b-a4b": _gemma4(
