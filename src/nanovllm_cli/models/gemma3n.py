@@ -182,4 +182,5 @@ GEMMA3N = Family(
     gguf=_from_gguf,
     gguf_activation="gelu_tanh",
     gguf_keys=_keys,
+    gguf_unread=True,
 )  # fmt: skip

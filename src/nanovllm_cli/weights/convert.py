@@ -45,6 +45,7 @@ from nanovllm_cli.weights.convert_names import (
     rotary_dims,
     rotary_heads,
     text_alone,
+    unread_on_both_sides,
 )
 from nanovllm_cli.weights.convert_stacked import by_head, stacked, with_ba_as_one
 from nanovllm_cli.weights.convert_tensors import (
@@ -240,6 +241,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     spec = read_spec(source, PlainReader(source))
     family = gguf_family_of(family, spec)
     named = named_on_both_sides(spec, names_of(source), family.names("gguf"))
+    named |= unread_on_both_sides(spec, names_of(source), family, source.names())
     whole, further = spec, mtp_names_of(source)
     if further is not None:
         ahead = mtp_spec(spec)

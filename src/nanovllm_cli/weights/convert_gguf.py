@@ -72,7 +72,8 @@ _CARRIED = {
     "hidden_dim", "activation", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "rotary_emb_base", "rotary_emb_fraction",
     "activation_function", "prenorm", "use_rms_norm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved",
     "rotary_scaling_factor", "rotary_emb_scale_base", "is_decoder", "cls_token_id", "sep_token_id", "mask_token_id",
-    "classifier_pooling", "classifier_activation",
+    "classifier_pooling", "classifier_activation", "activation_sparsity_pattern", "altup_active_idx", "altup_correct_scale",
+    "altup_num_inputs", "laurel_rank",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
@@ -86,6 +87,7 @@ _OF_NO_USE = {
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
+    "altup_coef_clip",
 }  # fmt: skip
 
 

@@ -131,6 +131,17 @@ def named_on_both_sides(
     return {name: (theirs, shape) for (name, shape), theirs in zip(hf.items(), gguf, strict=True)}
 
 
+def unread_on_both_sides(
+    spec: ModelSpec, hf_names: Mapping[str, str], family: Family, there: Iterable[str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same of keys and values that no layer reads, where `there` are some and files of the family have them."""
+    if not family.gguf_unread:
+        return {}
+    whole = named_on_both_sides(spec.with_attention(reads=None), hf_names, family.names("gguf"))
+    own = tensor_shapes(spec, hf_names)
+    return {name: both for name, both in whole.items() if name not in own and name in set(there)}
+
+
 def mtp_on_both_sides(
     spec: ModelSpec, hf_names: Mapping[str, str], gguf_names: Mapping[str, str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
