@@ -157,12 +157,7 @@ def open_source(path: Path) -> Checkpoint:
 
 
 def plan(
-    source: Checkpoint,
-    target: Target,
-    outtype: str = "auto",
-    split_bytes: int | None = None,
-    *,
-    name: str | None = None,
+    source: Checkpoint, target: Target, outtype: str = "auto", split_bytes: int | None = None, *, name: str | None = None
 ) -> Plan:
     """How `source` becomes a model in `target`'s format, its matrices in `outtype` (auto: as they are). `name`: of the model,
     where that is not its folder's.
