@@ -16,6 +16,7 @@ from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.random_weights import RandomCheckpoint
 from nanovllm_cli.weights.weight_reader import PlainReader
 from test_convert_families import make_gguf, with_tokenizer
 from test_models import CASES
@@ -80,6 +81,13 @@ def test_lists_that_are_none_of_an_activation(value: Any, metadata: dict[str, An
 def test_one_number_may_be_of_all_layers(metadata: dict[str, Any]) -> None:
     spec = spec_from_gguf(metadata | {"xielu.beta": 0.25}, gguf_family(metadata), 513, set(), lambda name: None)
     assert [mlp.curve.beta for mlp in spec.mlps if mlp.curve] == [0.25] * 3
+
+
+def test_made_up_weights_have_those_that_a_training_begins_with() -> None:
+    """As the paper, and transformers, set them."""
+    checkpoint = RandomCheckpoint(CASES["apertus"].to_dict() | {"architectures": ["ApertusForCausalLM"]})
+    spec = read_spec(checkpoint, PlainReader(checkpoint))
+    assert all(mlp.curve and mlp.curve.factors == pytest.approx((0.8, 0.8, 0.5, -1e-6)) for mlp in spec.mlps)
 
 
 @pytest.mark.parametrize("said", [{"post_norm": True}, {"qk_norm": False}, {"hidden_act": "relu2"}])

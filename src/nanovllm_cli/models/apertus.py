@@ -34,7 +34,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """As they are before a training, which made-up weights are."""
     if read.flag("post_norm", False) or not read.flag("qk_norm", True):
         raise UnsupportedError(f"{read.where}: an Apertus with norms elsewhere, or without those of heads", ANOTHER)
-    return _with(spec, [(0.20334097, -1.05022118, 0.5, -1e-6)] * spec.num_layers, read.where)
+    return _with(spec, [(0.20338232, -1.05022561, 0.5, -1e-6)] * spec.num_layers, read.where)
 
 
 def _from_tensors(spec: ModelSpec, values: ReadValues, where: str) -> ModelSpec:

@@ -74,7 +74,7 @@ class Checkpoint(ABC):
 
     `config` is config.json, or a GGUF's metadata as it is, of which `metadata_types` has the types.
     `generation_config` is generation_config.json, or what a GGUF says about sampling under the same names, or {}.
-    A tensor that was handed out stays valid after `close()`.
+    A tensor that was handed out stays valid after `close()`. `has_numbers`: tensors are those of a training, and are there.
     """
 
     format: Literal["hf", "gguf"]
@@ -82,6 +82,7 @@ class Checkpoint(ABC):
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     metadata_types: Mapping[str, tuple[int, int | None]] = {}
+    has_numbers: bool = True
 
     @abstractmethod
     def names(self) -> list[str]: ...
@@ -130,6 +131,7 @@ class CheckpointView(Checkpoint):
         self.config = inner.config
         self.generation_config = inner.generation_config
         self.metadata_types = inner.metadata_types
+        self.has_numbers = inner.has_numbers
         self._inner = inner
 
     def names(self) -> list[str]:

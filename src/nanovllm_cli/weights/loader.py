@@ -53,7 +53,7 @@ def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The same of a folder, by its config, and the names of its tensors where these have no head."""
     family = family_of(checkpoint)
     spec = spec_from_hf(checkpoint.config, family)
-    if family.tensors is not None:
+    if family.tensors is not None and checkpoint.has_numbers:
         spec = family.tensors(spec, partial(_values, checkpoint), str(checkpoint.path))
     if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
         return replace(spec, tied_head=True, has_head=False)

@@ -37,6 +37,7 @@ class RandomCheckpoint(Checkpoint):
     reading a config raises."""
 
     format = "hf"
+    has_numbers = False
 
     def __init__(
         self, config: Mapping[str, Any], device: torch.device | str = "cpu", seed: int = 0, path: Path = Path("random weights")
