@@ -28,7 +28,8 @@ from test_quant_engine import difference, expected_logits, logits_of
 
 CONFIG = {"architectures": ["Gemma3nForCausalLM"]}
 WIDE = GEMMA_3N | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "hidden_size_per_layer_input": 32,
-                   "laurel_rank": 64, "vocab_size": 4096, "vocab_size_per_layer_input": 4000, "num_attention_heads": 4}  # fmt: skip
+                   "laurel_rank": 64, "vocab_size": 4096, "vocab_size_per_layer_input": 4000,
+                   "num_attention_heads": 4}  # fmt: skip
 
 
 def spec_of(**changes: Any) -> Any:

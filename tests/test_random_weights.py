@@ -37,6 +37,7 @@ PUBLISHED = {
     "lfm2-350m": 354_483_968, "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_929_856 + 22 * 32,  # with the biases that choose, which are no parameters to PyTorch
     # as transformers' models count theirs, made without memory of these shapes; Gemma 4's with a buffer a layer
+    "gemma-3n-e2b": 4_435_182_688, "gemma-3n-e4b": 6_835_235_568,
     "gemma-4-e2b": 4_628_569_344 + 35, "gemma-4-e4b": 7_463_013_376 + 42, "gemma-4-26b-a4b": 25_233_141_760 + 30,
     "gemma-4-31b": 30_697_345_280 + 60, "granite-4.0-h-1b": 1_461_538_368, "granite-4.0-h-micro": 3_191_396_096,
     "deepseek-v2-lite": 15_706_484_224, "moonlight-16b-a3b": 15_960_108_544 + 26 * 64,
@@ -177,7 +178,7 @@ def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
         LLM(f"random:{write(tmp_path, huge)}", config=EngineConfig(max_model_len=64))
 
 
-WINDOWED = ("gpt-oss", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exaone", "trinity", "command-r7b")
+WINDOWED = ("gpt-oss", "gemma-3n", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exaone", "trinity", "command-r7b")
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith(WINDOWED)])
