@@ -13,7 +13,7 @@ import pytest
 import torch
 from numba.core.runtime import _nrt_python
 
-from nanovllm_cli.kernels import cpu, cpu_experts, cpu_numbers
+from nanovllm_cli.kernels import altups, cpu, cpu_experts, cpu_numbers
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format_names import parse_format
@@ -93,3 +93,21 @@ def test_sums_of_many_tokens_experts_make_no_more_arrays_than_those_of_few() -> 
         expected = (weights.double()[:, :, None] * lines).sum(1)
         assert torch.allclose(out.double(), expected, rtol=0.01, atol=0.01)
     assert made[0] == made[1] <= 1
+
+
+def test_streams_and_gates_of_many_tokens_make_no_more_arrays_than_those_of_one() -> None:
+    made = []
+    tables, gains = (randn(16, 4), randn(4, 4)), randn(96, dtype=BF16)
+    for rows in (1, 30):
+        streams, logits, found = randn(4, rows, 96, dtype=BF16), randn(rows, 4), randn(rows, 96, dtype=BF16)
+        calls: list[Callable[[], object]] = [
+            lambda x=streams, z=logits: altups.altup_predict(x, z, tables[0], 0.1),
+            lambda x=streams, y=found, z=logits: altups.altup_correct(x, y, z, tables[1], gains, 0.1),
+            lambda x=streams, y=found: altups.altup_match(y, x[0]),
+            lambda y=found: altups.sparse_gate(y, 1.0),
+        ]
+        for call in calls:
+            call()
+        made.append([arrays_made(call) for call in calls])
+    assert made[0] == made[1]
+    assert max(made[0]) <= 1

@@ -18,6 +18,7 @@ from deltas import Case, Kept, space
 from emulation.compare import random
 from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
+from nanovllm_cli.kernels.altup import altup_correct, altup_match, altup_predict
 from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import SMALL, gemm
@@ -28,6 +29,7 @@ from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import SHAPES, Plan, packed_wgmma
 from nanovllm_cli.kernels.route import route
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
+from nanovllm_cli.kernels.sparse_gate import sparse_gate
 from nanovllm_cli.kernels.states import States
 from nanovllm_cli.quant.format import Integer
 from ptx.device import PtxMachine
@@ -105,6 +107,15 @@ def by_head(machine: PtxMachine, num_rows: int, width: int) -> None:
     head_matmul(machine, x, 0, width + 64, weight, torch.zeros(1, 2 * (num_rows + 64), dtype=BF16), 64, num_rows + 64)
 
 
+def streams(machine: PtxMachine) -> None:
+    """Four, of a token, few gates of a row, and a projection that gets another's size."""
+    kept, logits, tables = random(4, 1, WIDTH, dtype=BF16), random(1, 4), (random(16, 4), random(4, 4))
+    altup_predict(machine, kept, logits, tables[0], 0.1)
+    altup_correct(machine, kept, random(1, WIDTH, dtype=BF16), logits, tables[1], random(WIDTH, dtype=BF16), 0.1)
+    sparse_gate(machine, random(1, 2 * WIDTH, dtype=BF16)[:, :WIDTH], 1.6)
+    altup_match(machine, random(1, WIDTH, dtype=BF16), random(1, WIDTH, dtype=BF16))
+
+
 # The most that is taken, in turns of the banks and in sectors, of what would do.
 KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
@@ -130,6 +141,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "latent attention, 128 heads": (latent(BF16, 128), 1.0, 1.2),
     "latent attention, fp8": (latent(FP8, 16), 1.05, 1.1),
     "values by head": (lambda machine: by_head(machine, 128, 512), 1.0, 1.05),
+    "streams of Gemma 3n": (streams, 1.0, 1.05),
     "routing": (routing, 1.15, 2.0),  # each task is written by one thread, and its pairs by others
 }
 

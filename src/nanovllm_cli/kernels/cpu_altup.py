@@ -27,27 +27,32 @@ def altup_predict(arguments, thread, team):
     copies = carray(typed_pointer(first, tag), (num_rows, width))
     router = carray(typed_pointer(logits, np.float32(0)), (num_rows, count))
     table = carray(typed_pointer(coefficients, np.float32(0)), (count * count, count))
-    memory = scratch(4 * (count * count + 2 * count))
-    weights = floats_at(memory.ctypes.data, (count * count,))
-    shares = floats_at(memory.ctypes.data + 4 * count * count, (count,))
-    own = floats_at(memory.ctypes.data + 4 * (count * count + count), (count,))
+    memory = scratch(4 * ((count + 1) * width + count))
+    own = floats_at(memory.ctypes.data, (count, width))
+    sums = floats_at(memory.ctypes.data + 4 * count * width, (width,))
+    shares = floats_at(memory.ctypes.data + 4 * (count + 1) * width, (count,))
     for r in share(num_rows, thread, team):
         for j in range(count):
             shares[j] = np.tanh(router[r, j] * np.float32(factor))
-        for k in range(count * count):
-            weights[k] = np.float32(0.0)
-            for j in range(count):
-                weights[k] += table[k, j] * shares[j]
-        for i in range(width):
+        for s in range(count):
+            line, numbers = lines[s, r], own[s]
+            for i in range(width):
+                numbers[i] = load(line, i)
+        for k in range(count):
+            line, numbers = lines[k, r], own[k]
+            for i in range(width):
+                sums[i] = numbers[i]
             for s in range(count):
-                own[s] = load(lines[s, r], i)
-            for k in range(count):
-                total = own[k]
-                for s in range(count):
-                    total += weights[k * count + s] * own[s]
-                store(lines[k, r], i, total)
-                if k == 0:
-                    store(copies[r], i, total)
+                numbers, weight = own[s], np.float32(0.0)
+                for j in range(count):
+                    weight += table[k * count + s, j] * shares[j]
+                for i in range(width):
+                    sums[i] += weight * numbers[i]
+            for i in range(width):
+                store(line, i, sums[i])
+        line, target = lines[0, r], copies[r]
+        for i in range(width):
+            store(target, i, load(line, i))
     keep(memory)
 
 
@@ -73,9 +78,9 @@ def altup_correct(arguments, thread, team):
             weights[k] = np.float32(1.0)
             for j in range(count):
                 weights[k] += table[k, j] * shares[j]
-        mine, target = made[r], scaled[r]
+        mine, line, target = made[r], lines[0, r], scaled[r]
         for i in range(width):
-            news[i] = load(mine, i) - load(lines[0, r], i)
+            news[i] = load(mine, i) - load(line, i)
         for k in range(count):
             line, weight = lines[k, r], weights[k]
             for i in range(width):
