@@ -67,11 +67,12 @@ def test_a_commit_in_an_answer_is_no_path(hub: Hub, tmp_path: Path) -> None:
 
 def test_files_of_a_listing_that_lead_elsewhere_are_not_the_models(hub: Hub, tmp_path: Path) -> None:
     odd = ["../../x.json", "/tmp/planted/x.json", "a\0b.json", "\x1b[2Jx.json", "c:\\x.json", "a/../../../../x.json", ".."]
-    names = [*odd, *(f"additional_chat_templates/{name}" for name in odd if "\\" not in name)]
+    names = ["x" * 300 + ".safetensors", "é" * 140, "a/" * 600 + "x.json", "additional_chat_templates/" + "y" * 300 + ".jinja"]
+    names += [*odd, *(f"additional_chat_templates/{name}" for name in odd if "\\" not in name)]
     hub.repos = {"org/m": {**FILES, **dict.fromkeys(names, b"{}")}}
     home = tmp_path / "home"
     assert "path" in client(home, hub.url, "org/m")
-    assert all(".." not in path.split("/") and path.isprintable() for path in hub.downloaded())
+    assert all(".." not in path.split("/") and path.isprintable() and len(path) < 300 for path in hub.downloaded())
     assert around(home) == set()
 
 
@@ -180,6 +181,16 @@ def test_what_others_put_where_a_download_grows_is_not_followed(hub: Hub, tmp_pa
     path = Path(client(home, hub.url, "org/m")["path"])
     assert {file.name: file.read_bytes() for file in path.iterdir()} == FILES
     assert mine.read_bytes() == b"dear diary"
+
+
+def test_a_branch_that_is_a_pipe_stands_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--m/refs").mkdir(parents=True)
+    (tmp_path / "models--org--m/snapshots" / COMMIT).mkdir(parents=True)
+    os.mkfifo(tmp_path / "models--org--m/refs/main")
+    (tmp_path / "models--org--m/refs/mine").write_text(f"{COMMIT}\n")
+    assert hub_module.cached_snapshot("org/m", "main") is None
+    assert hub_module.cached_snapshot("org/m", "mine") == (COMMIT, tmp_path / "models--org--m/snapshots" / COMMIT)
 
 
 def test_a_blob_of_another_length_is_fetched_again(hub: Hub, tmp_path: Path) -> None:

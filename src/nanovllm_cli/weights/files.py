@@ -44,6 +44,7 @@ _SETTINGS = {
     "quantize_config.json",
     "quant_config.json",
 }
+_LONGEST_NAME, _LONGEST_PART = 1024, 255  # characters of a path, bytes between its slashes, as most file systems have it
 _PAPERS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "quality.json")
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", *PICKLES)
 _MODULE = re.compile(r"\d{1,2}_\w{1,40}/config\.json", re.ASCII)
@@ -243,10 +244,12 @@ def read_index(index_path: Path) -> dict[str, str]:
 
 def stays_inside(name: str) -> bool:
     """Whether a file name from a downloaded file stays below the folder it is relative to, by its text alone
-    (the Hugging Face cache's own files are symbolic links that lead out of theirs, and are fine)."""
+    (the Hugging Face cache's own files are symbolic links that lead out of theirs, and are fine), and could be one."""
     windows = PureWindowsPath(name)
     return bool(
         name.isprintable()
+        and len(name) <= _LONGEST_NAME
+        and max(map(len, name.encode().split(b"/"))) <= _LONGEST_PART
         and not windows.drive
         and not windows.root
         and ".." not in windows.parts

@@ -85,7 +85,11 @@ def cached_snapshot(repo: str, revision: str) -> tuple[str, Path] | None:
     commit = revision
     if not _COMMIT.fullmatch(revision):
         try:
-            commit = (folder / "refs" / revision).read_text().strip()
+            ref = folder / "refs" / revision
+            if not ref.is_file():  # a pipe, which another user of a shared cache may have made, would keep us waiting
+                raise FileNotFoundError
+            with ref.open() as file:
+                commit = file.read(80).strip()
         except (OSError, ValueError):
             meant = [path.name for path in folder.glob("snapshots/*") if is_commit(path.name, revision)]
             if len(meant) != 1:
