@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url
+from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url, sent
 from nanovllm_cli.chat import session as session_file
 from nanovllm_cli.chat.commands import complete
 from nanovllm_cli.chat.conversation import Conversation, Event
@@ -487,7 +487,7 @@ def test_images_are_remembered_within_bounds(llm: LLM, monkeypatch: pytest.Monke
     monkeypatch.setattr(reading, "read_image", counted)
     monkeypatch.setattr(reading, "_recent", reading._Recent())
     size = len(reading.read_images([(URLS[0], "a")], llm.vision)[0].images[0].pixels)
-    monkeypatch.setattr(reading, "_REMEMBERED_BYTES", 2 * size)
+    monkeypatch.setattr(sent, "REMEMBERED_BYTES", 2 * size)
     for urls in (URLS[:2], [URLS[1], URLS[0]], [URLS[2]], URLS[:1]):
         images = reading.read_images([(url, str(URLS.index(url))) for url in urls], llm.vision)
         assert images == [read_image(png(seed=URLS.index(url)), llm.vision, "it") for url in urls]
@@ -497,7 +497,7 @@ def test_images_are_remembered_within_bounds(llm: LLM, monkeypatch: pytest.Monke
     with pytest.raises(UsageError, match="second is damaged"):
         reading.read_images([(data_url(png()[:-40]), "second")], llm.vision)
     reading.read_images([(WIDE, "large")], llm.vision.limited(1 << 20))
-    monkeypatch.setattr(reading, "_REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(sent, "REMEMBERED_BYTES", 1)
     assert reading.read_images([(WIDE, "large")] * 2, llm.vision)[0].num_pixels > 0
 
 

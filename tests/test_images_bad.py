@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image as pillow
 
+from nanovllm_cli import sent
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.images import reading, source
 from nanovllm_cli.images.parts import MAX_PARTS, too_many_parts
@@ -336,10 +337,10 @@ def test_many_at_once_are_as_one_by_one() -> None:
 def test_of_small_ones_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of all are summed with each that is read."""
     monkeypatch.setattr(reading, "_recent", recent := reading._Recent())
-    monkeypatch.setattr(reading, "_MOST_REMEMBERED", 3)
+    monkeypatch.setattr(sent, "MOST_REMEMBERED", 3)
     for width in range(1, 9):
         assert reading.read_sent(data_url(saved("PNG", pillow.new("L", (width, 1)))), SPEC, "it")[1] == width
-    assert [num_sent for _, num_sent in recent._images.values()] == [6, 7, 8]
+    assert [num_sent for _, num_sent in recent._made.values()] == [6, 7, 8]
 
 
 def test_pillow_is_not_imported_before_there_is_an_image() -> None:

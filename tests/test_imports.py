@@ -11,16 +11,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "nanovllm_cli"
 TIERS = {
     "errors": 0, "config": 0, "sampling_params": 0, "batch": 0, "mixer_spec": 0, "model_spec": 0, "progress": 0, "folders": 0,
     "constraint": 0, "prompts": 0, "processors": 0, "children": 0, "system": 0, "collector": 0, "vision_spec": 0,
+    "sent": 0, "hearing_spec": 0,
     "kernels": 1, "distributed": 1,
     "quant": 2, "attention": 2,
     "layers": 3,
     "models": 4,
-    "weights": 5, "text": 5, "constrain": 5, "client": 5, "images": 5,
+    "weights": 5, "text": 5, "constrain": 5, "client": 5, "images": 5, "sounds": 5,
     "engine": 6,
-    "llm": 7, "quantization": 7, "planning": 7,
+    "llm": 7, "senses": 6, "quantization": 7, "planning": 7,
     "cli": 8, "server": 8, "bench": 8, "chat": 8, "__main__": 8,
 }  # fmt: skip
-SIDE_ROOMS = {"text", "constrain", "client", "images"}
+SIDE_ROOMS = {"text", "constrain", "client", "images", "sounds"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -27,6 +27,39 @@ class Image(NamedTuple):
         sides = height.to_bytes(4, "big") + width.to_bytes(4, "big")
         return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest())
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pixels)
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A piece of a sound, as a tower takes it (`hearing_spec.py`), which stands where images do: `frames` of a spectrogram behind
+    each other, float32 of `bins` bands each, of which the first `heard` count. digest: of all that."""
+
+    frames: int
+    heard: int
+    bins: int
+    values: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, values: bytes, frames: int, heard: int, bins: int) -> Sound:
+        """With its digest."""
+        sizes = b"sound" + b"".join(each.to_bytes(4, "big") for each in (frames, heard, bins))
+        return cls(frames, heard, bins, values, hashlib.blake2b(sizes + values, digest_size=16).digest())
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.values)
+
+
+class Clip(NamedTuple):
+    """A sound as somebody sent it, in the pieces that a tower reads, which follow each other."""
+
+    images: tuple[Sound, ...]
+    seconds: float
+
 
 class Picture(NamedTuple):
     """An image as somebody sent it, in the images that a tower reads: `rows` lines of `columns` pieces, where it is divided, and
@@ -42,7 +75,8 @@ class Picture(NamedTuple):
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt: from token `start` on, `rows` lines of `columns` tokens each stand for what a tower makes of it.
+    """An image in a prompt, or a piece of a sound, which is one line: from token `start` on, `rows` lines of `columns` tokens
+    each stand for what a tower makes of it.
 
     ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
     image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
@@ -50,7 +84,7 @@ class PlacedImage(NamedTuple):
     window.
     """
 
-    image: Image
+    image: Image | Sound
     start: int
     rows: int
     columns: int
@@ -72,7 +106,8 @@ class PlacedImage(NamedTuple):
     def salted(self, salt: str) -> PlacedImage:
         """The same under a digest that nobody has without the salt."""
         own = hashlib.blake2b(salt.encode("utf-8", "surrogatepass") + self.image.digest, digest_size=16).digest()
-        return self._replace(image=self.image._replace(digest=own))
+        image = self.image
+        return self._replace(image=replace(image, digest=own) if isinstance(image, Sound) else image._replace(digest=own))
 
     @property
     def end(self) -> int:
@@ -85,7 +120,7 @@ class PlacedImage(NamedTuple):
 
 
 class TokenIds(list[int]):
-    """A prompt's tokens, and the images that some of them stand for, in their order."""
+    """A prompt's tokens, and the images, or pieces of sounds, that some of them stand for, in their order."""
 
     def __init__(self, ids: Iterable[int] = (), images: Iterable[PlacedImage] = ()) -> None:
         super().__init__(ids)
@@ -126,9 +161,9 @@ class SizeRule:
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """What stands for an image. marker: what a chat template writes for it; before, token, after: what that becomes, `token` as
-    often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being last_end.
-    instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
+    """What stands for an image, or a sound. marker: what a chat template writes for it; before, token, after: what that becomes,
+    `token` as often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being
+    last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
     Where images are cut into pieces, in front of the token of a piece is `piece`, with {row} and {column} from 1 on, behind each
     line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not cut, `alone`.
     """
@@ -145,10 +180,10 @@ class ImageTokens:
     whole: str = ""
     alone: str = ""
 
-    def text(self, picture: Picture) -> str:
-        """With one token for each of the picture's images."""
-        if not picture.rows:
-            return self.before + self.alone + self.token + self.after
+    def text(self, picture: Picture | Clip) -> str:
+        """With one token for each of the picture's images, or of a clip's pieces."""
+        if isinstance(picture, Clip) or not picture.rows:
+            return self.before + self.alone + self.token * len(picture.images) + self.after
         lines = "".join(
             "".join(self.piece.format(row=row, column=column) + self.token for column in range(1, picture.columns + 1))
             + self.pieces_end
@@ -275,6 +310,8 @@ class VisionSpec:
         """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""
         end = 0
         for placed in images:
+            if isinstance(placed.image, Sound):
+                return False
             height, width, pixels, _ = placed.image
             if placed != self.placed(placed.image, placed.start) or not 0 < 3 * height * width == len(pixels):
                 return False

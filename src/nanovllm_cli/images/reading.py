@@ -5,10 +5,7 @@ Anybody may have sent them: what Pillow raises becomes a typed error here, and w
 
 from __future__ import annotations
 
-import hashlib
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable
 from functools import cache
 from io import BytesIO
@@ -18,14 +15,13 @@ from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.parts import too_many_parts
 from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, fitted
 from nanovllm_cli.images.source import image_bytes, kind_of, no_image
+from nanovllm_cli.sent import Recent
 from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Pixels
 
 MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
-_REMEMBERED_BYTES = 64 << 20
-_MOST_REMEMBERED = 1 << 10
 _RLE = 1, 2  # compressions of a BMP
 
 
@@ -37,33 +33,19 @@ def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> lis
 def read_sent(url: str, spec: VisionSpec, where: str, salt: str | None = None) -> tuple[Picture, int]:
     """What a model sees of an image as a client sent it, and how many pixels were sent; see `image_bytes`. salt: who has another
     one can't tell by the time it takes whether the image was read before."""
-    return _recent.read(url, spec, where, salt)
+
+    def read() -> tuple[Picture, int]:
+        data = image_bytes(url, where)
+        return read_image(data, spec, where), _num_pixels(data)
+
+    return _recent.get(url, (spec, salt), read)
 
 
-class _Recent:
-    """Images that were read last: a conversation brings its own again with each turn, and a photograph takes a fifth of a second.
-    By a digest of what was sent, which may be twenty times as long."""
+class _Recent(Recent[tuple[Picture, int]]):
+    """With the number of pixels that were sent."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._images: OrderedDict[tuple[bytes, VisionSpec, str | None], tuple[Picture, int]] = OrderedDict()
-
-    def read(self, url: str, spec: VisionSpec, where: str, salt: str | None) -> tuple[Picture, int]:
-        """With the number of pixels that were sent."""
-        key = hashlib.blake2b(url.encode("utf-8", "surrogatepass")).digest(), spec, salt
-        with self._lock:
-            found = self._images.pop(key, None)
-        if found is None:
-            data = image_bytes(url, where)
-            found = read_image(data, spec, where), _num_pixels(data)
-        with self._lock:
-            self._images[key] = found
-            while (
-                len(self._images) > _MOST_REMEMBERED
-                or 3 * sum(picture.num_pixels for picture, _ in self._images.values()) > _REMEMBERED_BYTES
-            ):
-                self._images.popitem(last=False)
-        return found
+        super().__init__(lambda made: 3 * made[0].num_pixels)
 
 
 _recent = _Recent()

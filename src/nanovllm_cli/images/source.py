@@ -6,10 +6,10 @@ Nothing here follows an address or opens a path out of a request: whoever sends 
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.sent import SCHEME, bytes_in
 
 MAX_IMAGE_BYTES = 64 << 20
 KINDS = "PNG, JPEG, WebP, GIF or BMP"
@@ -17,7 +17,6 @@ _BEGINNINGS = re.compile(
     rb"(?P<png>\x89PNG\r\n\x1a\n)|(?P<jpeg>\xff\xd8\xff)|(?P<webp>RIFF.{4}WEBP)|(?P<gif>GIF8[79]a)|(?P<bmp>BM.{12}.\0{3})",
     re.DOTALL,
 )
-_SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]{0,31}):")
 _SEND = "send the image itself, as a data URL: data:image/png;base64,…"
 _CONVERT = f"convert it: what is read is {KINDS}"
 _SHRINK = f"an image may have {MAX_IMAGE_BYTES >> 20} MiB"
@@ -46,16 +45,16 @@ def image_bytes(url: str, where: str) -> bytes:
     """
     if len(url) > 2 * MAX_IMAGE_BYTES:  # base64 is a third longer than what it holds; there may be line ends
         raise _too_large(where)
-    scheme = _SCHEME.match(url)
+    scheme = SCHEME.match(url)
     if scheme is None:
-        data = _bytes_of(url)
+        data = bytes_in(url)
         if data is None or kind_of(data) is None:
             raise UsageError(f"{where} is neither a data URL nor an image in base64", _SEND)
     elif scheme[1].lower() == "data":
         head, comma, body = url[scheme.end() :].partition(",")
         if not comma or not re.fullmatch(r"image/[^,]*;\s*base64\s*", head, re.IGNORECASE):
             raise UsageError(f"{where} is a data URL, but not of an image in base64", _SEND)
-        data = _bytes_of(body)
+        data = bytes_in(body)
         if data is None:
             raise UsageError(f"{where} is not valid base64", _SEND)
     else:
@@ -69,17 +68,6 @@ def no_image(where: str, data: bytes) -> UsageError:
     if not data:
         return UsageError(f"{where} is empty", _CONVERT)
     return UsageError(f"{where} is no image of a kind that is read here", _CONVERT)
-
-
-def _bytes_of(text: str) -> bytes | None:
-    """None where it is not valid base64."""
-    try:
-        plain = text.encode("ascii").translate(None, b" \t\r\n")
-        for code, sign in ((b"%3D", b"="), (b"%3d", b"="), (b"%2B", b"+"), (b"%2b", b"+"), (b"%2F", b"/"), (b"%2f", b"/")):
-            plain = plain.replace(code, sign)
-        return base64.b64decode(plain, validate=True)
-    except (UnicodeEncodeError, binascii.Error):
-        return None
 
 
 def _too_large(where: str) -> UsageError:

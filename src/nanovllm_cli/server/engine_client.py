@@ -210,7 +210,7 @@ class EngineClient:
     ) -> EngineStream:
         link = self._checked_link()
         images = list(prompt_ids.images) if isinstance(prompt_ids, TokenIds) else []
-        image_bytes = sum(len(placed.image.pixels) for placed in images)
+        image_bytes = sum(placed.image.num_bytes for placed in images)
         if image_bytes and self.image_bytes and self.image_bytes + image_bytes > IMAGE_BYTES:  # one is let in, whatever it has
             raise ApiError(429, "too many images are under way", code="too_many_bytes", retry_after=1)
         request_id = next(self._ids)

@@ -1,0 +1,142 @@
+"""How a model hears, as plain values: what a sound is made into before a tower reads it, what the tower is, and which tokens of a
+prompt stand for it. What takes an image's place among what `vision_spec.py` has, so that an engine treats both alike.
+
+Frozen values without tensors, which cross to other processes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm_cli.vision_spec import Clip, ImageTokens, PlacedImage, Sound, VisionSpec
+
+RATE = 16_000
+"""Samples a second of all that is heard here."""
+HOP, WINDOW = 160, 400
+"""Samples from one frame of a spectrogram to the next, and in each of them (Whisper, Radford et al. 2022)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarSpec:
+    """A transformer that reads spectrograms of num_bins bands (Whisper's encoder, Radford et al. 2022).
+
+    front: what makes rows of frames. "line": two convolutions along time, the second of which halves it, and learned positions,
+    as many as `positions`; "plane": frames in chunks of `chunk`, each an image with three convolutions of `channels`, which halve
+    both sides, a matrix, and positions that are sines and cosines and begin anew in each chunk (Qwen3-Omni). activation: of an
+    MLP, down(act(up(x))). key_bias: whether keys have one. pooled: of so many rows behind each other the mean is what counts.
+    joined: so many rows are one to the projector. projector: "two" layers with an activation between them, projector_size rows,
+    or "one"; projector_bias: of theirs.
+    """
+
+    num_bins: int
+    front: Literal["line", "plane"]
+    positions: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    out_size: int
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+    projector: Literal["one", "two"]
+    projector_size: int = 0
+    projector_bias: bool = False
+    projector_activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "gelu"
+    chunk: int = 0
+    channels: int = 0
+    key_bias: bool = False
+    pooled: int = 1
+    joined: int = 1
+    eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        return False
+
+    @property
+    def normed(self) -> bool:
+        return False
+
+    def num_rows(self, frames: int) -> int:
+        """That its layers read."""
+        if self.front == "line":
+            return -(-frames // 2)
+        whole, rest = divmod(frames, self.chunk)
+        return whole * _thrice_halved(self.chunk) + _thrice_halved(rest)
+
+    def num_made(self, frames: int) -> int:
+        """Rows of its output, each of which a token stands for."""
+        return self.num_rows(frames) // (self.pooled * self.joined)
+
+    def layer_work(self, sound: Sound) -> int:
+        """Multiplications of one layer."""
+        rows = self.num_rows(sound.heard)
+        return rows * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + 2 * rows)
+
+
+@dataclass(frozen=True, slots=True)
+class HearingSpec:
+    """All that a model needs to hear. tokens: `token` as often as there are rows of the tower's output. piece: frames that a
+    tower reads at once; the rest of a longer sound are further pieces. padded: the last one is as long, by silence; framed: what
+    is heard of it is not longer for that. least: samples that a sound is padded to by silence. most: pieces of a sound; 0: any
+    number."""
+
+    tower: EarSpec
+    tokens: ImageTokens
+    piece: int
+    padded: bool = False
+    framed: bool = False
+    least: int = 0
+    most: int = 0
+
+    @property
+    def has_grid(self) -> bool:
+        """See `PlacedImage`."""
+        return False
+
+    @property
+    def whole(self) -> bool:
+        """See `VisionSpec`."""
+        return False
+
+    @property
+    def least_tokens(self) -> int:
+        """Of a sound, however short."""
+        return self.tower.num_made(self.piece) if self.padded and not self.framed else 1
+
+    def num_tokens(self, clip: Clip) -> int:
+        """That stand for it, beside what is around them."""
+        return sum(self.tower.num_made(sound.heard) for sound in clip.images)
+
+    def fits(self, sounds: Iterable[PlacedImage], num_tokens: int) -> bool:
+        """Whether pieces are as `placed` gives them, and in their order in a prompt of so many tokens."""
+        end = 0
+        for placed in sounds:
+            sound = placed.image
+            if not isinstance(sound, Sound) or sound.bins != self.tower.num_bins or placed.start < end:
+                return False
+            if not 0 < sound.heard <= sound.frames <= self.piece or len(sound.values) != 4 * sound.frames * sound.bins:
+                return False
+            if placed != self.placed(sound, placed.start) or not placed.num_tokens:
+                return False
+            end = placed.end
+        return end <= num_tokens
+
+    def placed(self, sound: Sound, start: int) -> PlacedImage:
+        """A piece where its first token is the prompt's `start`."""
+        return PlacedImage(sound, start, 1, self.tower.num_made(sound.heard))
+
+
+Sense = VisionSpec | HearingSpec
+"""What an engine's model perceives by, beside its texts."""
+
+
+def _thrice_halved(length: int) -> int:
+    for _ in range(3):
+        length = -(-length // 2)
+    return length
