@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from nanovllm_cli.vision_spec import Clip, ImageTokens, PlacedImage, Sound, VisionSpec
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, VisionSpec
 
 RATE = 16_000
 """Samples a second of all that is heard here."""
@@ -73,8 +73,9 @@ class EarSpec:
         """Rows of its output, each of which a token stands for."""
         return self.num_rows(frames) // (self.pooled * self.joined)
 
-    def layer_work(self, sound: Sound) -> int:
+    def layer_work(self, sound: Image | Sound) -> int:
         """Multiplications of one layer."""
+        assert isinstance(sound, Sound)
         rows = self.num_rows(sound.heard)
         return rows * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + 2 * rows)
 
@@ -109,8 +110,9 @@ class HearingSpec:
         """Of a sound, however short."""
         return self.tower.num_made(self.piece) if self.padded and not self.framed else 1
 
-    def num_tokens(self, clip: Clip) -> int:
+    def num_tokens(self, clip: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
+        assert isinstance(clip, Clip)
         return sum(self.tower.num_made(sound.heard) for sound in clip.images)
 
     def fits(self, sounds: Iterable[PlacedImage], num_tokens: int) -> bool:
@@ -127,8 +129,9 @@ class HearingSpec:
             end = placed.end
         return end <= num_tokens
 
-    def placed(self, sound: Sound, start: int) -> PlacedImage:
+    def placed(self, sound: Image | Sound, start: int) -> PlacedImage:
         """A piece where its first token is the prompt's `start`."""
+        assert isinstance(sound, Sound)
         return PlacedImage(sound, start, 1, self.tower.num_made(sound.heard))
 
 

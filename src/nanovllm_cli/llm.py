@@ -38,13 +38,14 @@ from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
-from nanovllm_cli.images.reading import read_images
-from nanovllm_cli.model_spec import ModelSpec, Pooling
+from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.prompts import Prompt, listed, token_ids
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams, params_for
+from nanovllm_cli.senses import kind_of, read_parts
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
@@ -84,7 +85,7 @@ class LLM:
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
     lora, lora_modules, draft_model, mmproj: the adapters, the draft model and what images are read by, by their paths. mtp:
     whether its own layer guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have
-    as data URLs (`image_url`).
+    as data URLs (`image_url`); hearing: of one that hears sounds (`input_audio`); sense: either.
     max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
@@ -137,11 +138,11 @@ class LLM:
             self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
         self.mmproj: str | None = config.mmproj
-        self.spec: ModelSpec = worker.spec
-        self.sight = worker.sight
-        self.vision: VisionSpec | None = None if self.sight is None else in_vocabulary(self.sight.spec, self.tokenizer)
-        self.dtype: torch.dtype = worker.dtype
-        self.max_model_len: int = worker.max_model_len
+        self.spec, self.sight = worker.spec, worker.sight
+        self.sense: Sense | None = None if self.sight is None else in_vocabulary(self.sight.spec, self.tokenizer)
+        self.vision: VisionSpec | None = self.sense if isinstance(self.sense, VisionSpec) else None
+        self.hearing: HearingSpec | None = self.sense if isinstance(self.sense, HearingSpec) else None
+        self.dtype, self.max_model_len = worker.dtype, worker.max_model_len
         self.num_parameters: int = worker.num_parameters
         self.weight_bytes: int = worker.weight_bytes + worker.draft_bytes
         self.read_bytes: int = worker.read_bytes
@@ -169,7 +170,7 @@ class LLM:
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             further=further,
             second_text=self.tokenizer.second_text if self.spec.tells_texts_apart else None,
-            seeing=seeing_of(self.vision, self.tokenizer, self.spec),
+            seeing=seeing_of(self.sense, self.tokenizer, self.spec),
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
@@ -353,13 +354,12 @@ class LLM:
         """Token ids of a conversation up to where the model answers, and its images. Control tokens inside messages stay text."""
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
-        vision = self.vision
-        parts: list[ImagePart] = []
-        conversation = template_messages(messages, self.chat_template, None if vision is None else parts)
+        sense, parts, variables = self.sense, list[ImagePart](), template_kwargs
+        conversation = template_messages(messages, self.chat_template, None if sense is None else parts, kind_of(sense))
         shaped = None if tools is None else template_tools(tools, self.chat_template)
-        images, variables = read_images(parts, vision), template_kwargs
+        read = read_parts(parts, sense)
         return encode_chat(
-            self.tokenizer, self.chat_template, conversation, tools=shaped, images=images, vision=vision, variables=variables
+            self.tokenizer, self.chat_template, conversation, tools=shaped, images=read, vision=sense, variables=variables
         )
 
     # ---- keeping what was read ----

@@ -256,8 +256,9 @@ class TowerSpec:
         """Pixels on a side of what one row of its output stands for."""
         return self.patch_size * self.merge
 
-    def layer_work(self, image: Image) -> int:
+    def layer_work(self, image: Image | Sound) -> int:
         """Multiplications of one layer, on average."""
+        assert isinstance(image, Image)
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
         num_full = len(self.full) if self.window else self.num_layers
@@ -302,8 +303,9 @@ class VisionSpec:
         side = {"square": self.size.longest_side, "tiles": self.size.tile}.get(self.size.kind, self.tower.cell)
         return (side // self.tower.cell) ** 2
 
-    def num_tokens(self, picture: Picture) -> int:
+    def num_tokens(self, picture: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
+        assert isinstance(picture, Picture)
         return sum(self.placed(image, 0).num_tokens for image in picture.images)
 
     def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
@@ -320,8 +322,9 @@ class VisionSpec:
             end = placed.end
         return end <= num_tokens
 
-    def placed(self, image: Image, start: int) -> PlacedImage:
+    def placed(self, image: Image | Sound, start: int) -> PlacedImage:
         """An image where its first token is the prompt's `start`."""
+        assert isinstance(image, Image)
         cell = self.tower.cell
         return PlacedImage(
             image, start, image.height // cell, image.width // cell, bool(self.tokens.line_end), self.has_grid, self.whole,

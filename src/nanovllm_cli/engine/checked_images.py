@@ -6,22 +6,24 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.hearing_spec import HearingSpec, Sense
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.image_tokens import image_token
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import PlacedImage, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 
 class Seeing(NamedTuple):
-    """How an engine's model sees. image_token: stands for images and nothing else, so that a copy of a prompt's ids that has lost
-    them is no prompt; None where there is no such token. token_work: multiplications with weights for a token of a prompt."""
+    """How an engine's model sees, or hears. image_token: stands for images, or sounds, and nothing else, so that a copy of a
+    prompt's ids that has lost them is no prompt; None where there is no such token. token_work: multiplications with weights for
+    a token of a prompt."""
 
-    vision: VisionSpec
+    vision: Sense
     image_token: int | None
     token_work: int
 
 
-def seeing_of(vision: VisionSpec | None, tokenizer: Tokenizer, model: ModelSpec) -> Seeing | None:
+def seeing_of(vision: Sense | None, tokenizer: Tokenizer, model: ModelSpec) -> Seeing | None:
     return None if vision is None else Seeing(vision, image_token(tokenizer, vision), model.prompt_work)
 
 
@@ -33,12 +35,15 @@ def checked_images(
     images = given.images if isinstance(given, TokenIds) else ()
     if seeing is None:
         if images:
-            raise UnsupportedError("this model reads no images")
+            raise UnsupportedError("this model reads no images, and hears nothing")
         return ()
     vision, image_token, _ = seeing
     if not vision.fits(images, len(prompt)):
+        if isinstance(vision, HearingSpec):
+            raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")
         raise UsageError("a prompt's images are of a size that the model's vision gives, and stand in it in their order")
     there = sum(each.num_rows for each in images)
     if image_token is not None and (found := prompt.count(image_token)) != there:
-        raise UsageError(f"{found} tokens of the prompt stand for images, which it has for {there}", "send them in messages")
+        what = "sounds" if isinstance(vision, HearingSpec) else "images"
+        raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
     return images if salt is None else tuple([each.salted(salt) for each in images])

@@ -24,6 +24,7 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
@@ -31,6 +32,7 @@ from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -98,21 +100,22 @@ class LoadedModel:
         self.sight = self._sight(checkpoint, config, progress) if sees else None
 
     def _sight(self, checkpoint: Checkpoint, config: EngineConfig, progress: LoadProgress) -> Sight | None:
-        """A model whose images nothing here can read still reads texts. Where several processes compute together the tower is
-        loaded now: what fails in the midst of a step ends all of them."""
+        """A model whose images or sounds nothing here can read still reads texts. Where several processes compute together the
+        tower is loaded now: what fails in the midst of a step ends all of them."""
         try:
             sight = sight_of(
                 checkpoint, config.mmproj, self.spec, config.image_max_tokens, self.dtype, self.platform.ops.device
             )
             if sight is not None and self._group is not None:
                 sight.tower()
-            if sight is not None and sight.spec.least_tokens > config.image_max_tokens:
+            if sight is not None and isinstance(sight.spec, VisionSpec) and sight.spec.least_tokens > config.image_max_tokens:
                 progress.note(f"an image has {sight.spec.least_tokens} tokens at least: --image-max-tokens makes it no smaller")
             return sight
         except (CheckpointError, UnsupportedError) as error:
             if config.mmproj is not None:
                 raise
-            progress.note(f"images are not read: {error.message}")
+            what = "sounds are not heard" if ear_family(checkpoint.config) is not None else "images are not read"
+            progress.note(f"{what}: {error.message}")
             return None
 
     def _kit(self) -> Kit:

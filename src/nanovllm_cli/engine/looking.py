@@ -1,20 +1,21 @@
-"""How what towers compute of images is divided among steps. An image takes up to a minute on a CPU, and nobody else is to wait
-that long: so a stage of a tower, which is one of its layers, takes as much of a step's room as the tokens of a prompt that have
-as many multiplications. Planned is only when an image is computed: a runner that meets tokens of one that is not ready computes
-the rest of it.
+"""How what towers compute of images, and of sounds alike, is divided among steps. An image takes up to a minute on a CPU, and
+nobody else is to wait that long: so a stage of a tower, which is one of its layers, takes as much of a step's room as the tokens
+of a prompt that have as many multiplications. Planned is only when an image is computed: a runner that meets tokens of one that
+is not ready computes the rest of it.
 """
 
 from __future__ import annotations
 
 from nanovllm_cli.engine.plan import Look
 from nanovllm_cli.engine.sequence import Sequence
+from nanovllm_cli.hearing_spec import EarSpec
 from nanovllm_cli.vision_spec import TowerSpec
 
 
 class Looking:
     """tower: None where no request has images. token_work: multiplications for a token of a prompt."""
 
-    def __init__(self, tower: TowerSpec | None = None, token_work: int = 1) -> None:
+    def __init__(self, tower: TowerSpec | EarSpec | None = None, token_work: int = 1) -> None:
         self._tower = tower
         self._token_work = max(1, token_work)
         self._look: tuple[Sequence, Look] | None = None

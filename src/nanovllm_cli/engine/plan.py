@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.vision_spec import Image, PlacedImage
+from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
@@ -112,10 +112,11 @@ class Scheduled(NamedTuple):
 
 
 class Look(NamedTuple):
-    """An image of a sequence's prompt of which so many stages are computed, for a later step that has its tokens."""
+    """An image, or a piece of a sound, of a sequence's prompt of which so many stages are computed, for a later step that has its
+    tokens."""
 
     seq_id: int
-    image: Image
+    image: Image | Sound
     num_stages: int
 
 

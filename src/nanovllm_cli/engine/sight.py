@@ -1,4 +1,4 @@
-"""What the images of a step become: rows in the place of tokens' embeddings, and rotary positions.
+"""What the images, or sounds, of a step become: rows in the place of tokens' embeddings, and rotary positions.
 
 A tower is loaded when the first image comes, so that who sends none neither waits nor gives memory for it. It computes one image
 at a time, whatever step that is part of, and a large one a few layers a step (`looking.py`); what it made of the last images is
@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +20,15 @@ import torch
 from nanovllm_cli.batch import ImageRows
 from nanovllm_cli.engine.plan import Look, Scheduled
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UnsupportedError
+from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec, Sense
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.tower import Stages, Tower, TowerRows, next_stage, work_bytes
-from nanovllm_cli.vision_spec import Image, PlacedImage, VisionSpec
+from nanovllm_cli.models import ear
+from nanovllm_cli.models.tower import work_bytes
+from nanovllm_cli.models.tower_layers import Stages, TowerRows, next_stage
+from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.hearing import ear_parts, hearing_bytes, load_ear, read_hearing
 from nanovllm_cli.weights.mmproj import checked_mmproj, load_mmproj, open_mmproj
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
 
@@ -43,22 +48,29 @@ class _Begun:
     seconds: float = 0.0
 
 
-class Sight:
-    """load: gives the tower. num_bytes: what it takes at the most, with an image of the largest size in it. num_computed: images
-    so far. told: called before each layer of one, as that may take seconds."""
+class AnyTower(Protocol):
+    """A `Tower` or an `Ear`, of what it is for."""
 
-    def __init__(self, spec: VisionSpec, load: Callable[[], Tower], num_bytes: int) -> None:
+    @property
+    def stages(self) -> Callable[[Any], Stages]: ...
+
+
+class Sight:
+    """Of a model that sees, or hears. load: gives the tower. num_bytes: what it takes at the most, with an image of the largest
+    size in it. num_computed: images so far. told: called before each layer of one, as that may take seconds."""
+
+    def __init__(self, spec: Sense, load: Callable[[], AnyTower], num_bytes: int) -> None:
         self.spec = spec
         self.num_bytes = num_bytes
         self._load = load
         self.told: Callable[[], object] = lambda: None
-        self._tower: Tower | None = None
+        self._tower: AnyTower | None = None
         self._failure: NanovllmError | None = None
         self.num_computed = 0
         self._kept: OrderedDict[bytes, TowerRows] = OrderedDict()
         self._begun: OrderedDict[bytes, _Begun] = OrderedDict()
 
-    def tower(self) -> Tower:
+    def tower(self) -> AnyTower:
         """Loaded, where it is not yet. A failure is told again without another try: files are large, and others wait."""
         if self._failure is not None:
             raise self._failure
@@ -94,12 +106,12 @@ class Sight:
         """Computes stages of an image for later steps; how many are left."""
         return 0 if self._rows_after(look.image, look.num_stages) is not None else self._begun[look.image.digest].left
 
-    def _made(self, image: Image) -> TowerRows:
+    def _made(self, image: Image | Sound) -> TowerRows:
         made = self._rows_after(image, self.spec.tower.num_layers)
         assert made is not None
         return made
 
-    def _rows_after(self, image: Image, num_stages: int) -> TowerRows | None:
+    def _rows_after(self, image: Image | Sound, num_stages: int) -> TowerRows | None:
         """None where some are left then. What is broken off begins anew."""
         made = self._kept.get(image.digest)
         if made is not None:
@@ -119,23 +131,28 @@ class Sight:
             self._kept.popitem(last=False)
         return made
 
-    def _computed(self, image: Image, begun: _Begun, num_stages: int) -> TowerRows | None:
+    def _computed(self, image: Image | Sound, begun: _Begun, num_stages: int) -> TowerRows | None:
         start, made = time.monotonic(), None
         for _ in range(min(num_stages, begun.left)):
             self.told()
             try:
                 made = next_stage(begun.stages)
             except torch.OutOfMemoryError:
-                told = f"an image of {image.width} x {image.height} pixels does not fit the GPU beside weights and cache"
-                raise DoesNotFitError(told, "--image-max-tokens N makes images smaller, --kv-cache SIZE the cache") from None
+                told = f"{_told(image)} does not fit the GPU beside weights and cache"
+                hint = "--kv-cache SIZE makes the cache smaller, --image-max-tokens N images"
+                raise DoesNotFitError(told, hint) from None
             begun.left -= 1
         begun.seconds += time.monotonic() - start
         if made is not None:
             self.num_computed += 1
-            logger.info(
-                "an image of %d x %d pixels: %d tokens in %.2f s", image.width, image.height, len(made.rows), begun.seconds
-            )
+            logger.info("%s: %d tokens in %.2f s", _told(image), len(made.rows), begun.seconds)
         return made
+
+
+def _told(image: Image | Sound) -> str:
+    if isinstance(image, Sound):
+        return f"a sound of {image.heard * HOP / RATE:.1f} seconds"
+    return f"an image of {image.width} x {image.height} pixels"
 
 
 def sight_of(
@@ -146,18 +163,20 @@ def sight_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Sight | None:
-    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it reads none. mmproj:
-    the file that it sees by, if that is one of its own. Raises CheckpointError and UnsupportedError for a tower that nothing can
-    be made of, UsageError for another model's file."""
-    spec = _vision_of(checkpoint) if mmproj is None else checked_mmproj(mmproj, checkpoint, model.hidden_size)
+    """Of a checkpoint whose model reads images, which are made no larger than so many tokens, or hears; None where it does
+    neither. mmproj: the file that it does it by, if that is one of its own. Raises CheckpointError and UnsupportedError for a
+    tower that nothing can be made of, UsageError for another model's file."""
+    spec = _sense_of(checkpoint) if mmproj is None else checked_mmproj(mmproj, checkpoint, model.hidden_size)
     if spec is None:
         return None
+    if isinstance(spec, HearingSpec):
+        return _hearing(checkpoint, spec, dtype, device)
     windows = [attention.window for attention in model.attentions if attention.window is not None]
     spec = spec.limited(min([most_tokens, *windows] if spec.whole else [most_tokens]))
     if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
         raise UnsupportedError(f"images of {most} tokens that see each other in layers with windows of {min(windows)}")
 
-    def load() -> Tower:
+    def load() -> AnyTower:
         if mmproj is None:
             with open_checkpoint(checkpoint.path) as again:
                 return load_tower(again, spec, dtype, device)
@@ -171,11 +190,24 @@ def sight_of(
     return Sight(spec, load, vision_bytes(spec, dtype) + work + waiting + KEPT_BYTES)
 
 
-def _vision_of(checkpoint: Checkpoint) -> VisionSpec | None:
+def _sense_of(checkpoint: Checkpoint) -> Sense | None:
     spec = read_vision(checkpoint)
     if spec is not None:
         check_tower(checkpoint, spec)
-    return spec
+        return spec
+    hearing = read_hearing(checkpoint)
+    if hearing is not None:
+        ear_parts(checkpoint, hearing)
+    return hearing
+
+
+def _hearing(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, device: torch.device) -> Sight:
+    def load() -> ear.Ear:
+        with open_checkpoint(checkpoint.path) as again:
+            return load_ear(again, spec, dtype, device)
+
+    work = MOST_BEGUN * ear.work_bytes(spec.tower, spec.piece, dtype)
+    return Sight(spec, load, hearing_bytes(spec, dtype) + work + KEPT_BYTES)
 
 
 def _num_bytes(made: TowerRows) -> int:

@@ -27,9 +27,11 @@ from nanovllm_cli.models.families import (
     QWEN2,
     QWEN2_VL,
     QWEN3,
+    QWEN3_ASR,
     QWEN3_MOE,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    VOXTRAL,
 )
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
@@ -86,8 +88,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Cohere2ForCausalLM": COHERE2,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
+    "Qwen2AudioForConditionalGeneration": QWEN2,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
+    "Qwen3ASRForConditionalGeneration": QWEN3_ASR,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "Ernie4_5ForCausalLM": ERNIE4_5,
@@ -146,6 +150,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "XLMRobertaForMaskedLM": ROBERTA,
     "StableLmForCausalLM": STABLELM,
     "Starcoder2ForCausalLM": STARCODER2,
+    "VoxtralForConditionalGeneration": VOXTRAL,
     "YoutuForCausalLM": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {

@@ -4,48 +4,26 @@ plain torch, on the device and in the type of its weights; norms, softmax and ro
 An image is computed alone, so that what comes of it depends on nothing else. Patches lie cell by cell throughout, so that what a
 projector joins lies together, and where layers have windows, window by window; no mask is needed.
 
-Nothing here reads files or configs (towers.py, weights/vision.py), or makes an image's size fit (images/).
+What towers for images and for sounds share is in `tower_layers.py`. Nothing here reads files or configs (towers.py,
+weights/vision.py), or makes an image's size fit (images/).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.models.tower_attention import Attend, HeadNorms, Windows, attention
-from nanovllm_cli.models.tower_products import Product, activated, product
+from nanovllm_cli.models.tower_attention import Windows, attention
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, next_stage
 from nanovllm_cli.vision_spec import Image, TowerSpec
-
-ROWS_TOGETHER = 8192
-"""Of an MLP, whose inner rows are several times as wide: more of them at once only take memory."""
 
 ROWS_KEPT = 17
 """As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
-
-
-class TowerRows(NamedTuple):
-    """rows [n, out_size], for cells of an image line by line. deep: the same for each of the spec's `deep`."""
-
-    rows: torch.Tensor
-    deep: tuple[torch.Tensor, ...] = ()
-
-
-Stages = Generator[None, None, TowerRows]
-
-
-def next_stage(stages: Stages) -> TowerRows | None:
-    """None where more are to come."""
-    try:
-        next(stages)
-    except StopIteration as end:
-        made: TowerRows = end.value
-        return made
-    return None
 
 
 class _Grid(NamedTuple):
@@ -58,9 +36,11 @@ class _Grid(NamedTuple):
     windows: tuple[tuple[int, int], ...]
 
 
-class Tower:
+class Tower(Layers):
     """tensors: by our names (`tower_shapes`), on one device, norms and bounds in float32 and all others in one type. mean, std:
     see `VisionSpec`."""
+
+    spec: TowerSpec
 
     def __init__(
         self,
@@ -69,11 +49,7 @@ class Tower:
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
     ) -> None:
-        self.spec = spec
-        matrices = _matrices(spec)
-        self._tensors = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in matrices}
-        self._products = {name: _products(name, tensors) for name in matrices}
-        self._dtype, self._device = tensors["patch.weight"].dtype, tensors["patch.weight"].device
+        super().__init__(spec, tensors, tower_shapes(spec), "patch")
         self._mean, self._std = (torch.tensor(each, device=self._device).view(3, 1) for each in (mean, std))
 
     def __call__(self, image: Image) -> TowerRows:
@@ -105,13 +81,6 @@ class Tower:
         if spec.post_norm:
             x = self._norm("post_norm", x)
         return TowerRows(_line_by_line(self._projected(x), grid), tuple(_line_by_line(each, grid) for each in deep))
-
-    def _layer(self, layer: str, x: torch.Tensor, attend: Attend) -> None:
-        """Adds to x, in place."""
-        qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
-        seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
-        x += self._normed(f"{layer}.after_attention_norm", seen)
-        x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
 
     def _grid(self, image: Image) -> _Grid:
         cell = self.spec.cell
@@ -165,17 +134,6 @@ class Tower:
         stretched = functional.interpolate(planes, sides, mode="bilinear", align_corners=not smooth, antialias=smooth)
         return stretched[0].permute(1, 2, 0)
 
-    def _head_norms(self, layer: str) -> HeadNorms | None:
-        return HeadNorms(self._tensors[f"{layer}.head_norm.weight"].view(2, -1), self.spec.eps) if self.spec.normed else None
-
-    def _mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        made = []
-        for first in range(0, len(x), ROWS_TOGETHER):
-            inner = self._linear(f"{name}.up", x[first : first + ROWS_TOGETHER])
-            inner = activated(inner, self.spec.activation, gated=self.spec.gated)
-            made.append(self._linear(f"{name}.down", inner))
-        return made[0] if len(made) == 1 else torch.cat(made)
-
     def _projected(self, x: torch.Tensor) -> torch.Tensor:
         """[patches, hidden_size] -> [cells, out_size]."""
         eps = self.spec.projector_eps
@@ -200,46 +158,6 @@ class Tower:
 
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, self.spec.merge**2 * x.shape[-1])
-
-    def _two_layers(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), "gelu", gated=False))
-
-    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        products, bounds = self._products[name]
-        if bounds is None:
-            return products[0](x)
-        parts = [
-            part(x.clamp(low, high)).clamp_(least, most)
-            for part, (low, high, least, most) in zip(products, bounds, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def _normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(name, x) if self.spec.normed else x
-
-    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-        """A layer norm is one that has a bias. eps: the spec's, if not given."""
-        gain, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
-        x, eps = x.to(torch.float32), self.spec.eps if eps is None else eps
-        if bias is None:
-            return functional.rms_norm(x, gain.shape, gain, eps).to(self._dtype)
-        return functional.layer_norm(x, gain.shape, gain, bias, eps).to(self._dtype)
-
-
-def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Product], list[list[float]] | None]:
-    """Of a matrix, or of each of its parts that have bounds of their own, which are [parts, 4]."""
-    weight, bias, bounds = (tensors.get(f"{name}.{kind}") for kind in ("weight", "bias", "bounds"))
-    assert weight is not None
-    if bounds is None:
-        return [product(weight, bias)], None
-    return [product(part, None) for part in weight.chunk(len(bounds))], bounds.tolist()
-
-
-def _matrices(spec: TowerSpec) -> set[str]:
-    """By name: what has a weight of two dimensions, but for tables of positions."""
-    return {name.removesuffix(".weight") for name, shape in tower_shapes(spec).items()
-            if name.endswith(".weight") and len(shape) == 2 and name != "positions.weight"}  # fmt: skip
-
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;

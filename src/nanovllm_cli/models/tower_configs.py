@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.hearing_spec import EarSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS, text_config
 from nanovllm_cli.models.family import ANOTHER
@@ -125,7 +126,7 @@ def text_width(config: ConfigReader) -> int:
     return ConfigReader(values, config.where).integer("hidden_size")
 
 
-def check_width(config: ConfigReader, tower: TowerSpec) -> None:
+def check_width(config: ConfigReader, tower: TowerSpec | EarSpec) -> None:
     if (width := text_width(config)) != tower.out_size:
         raise CheckpointError(
             f"{config.where}: the tower makes rows of {tower.out_size} numbers for a decoder of {width}", BROKEN

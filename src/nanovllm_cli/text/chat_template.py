@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import jinja2
 
 from nanovllm_cli.errors import TemplateError, UsageError
-from nanovllm_cli.text.image_tokens import with_images, with_marks
+from nanovllm_cli.hearing_spec import Sense
+from nanovllm_cli.text.image_tokens import Sent, with_images, with_marks
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Picture, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import TokenIds
 
 Message = Mapping[str, Any]
 
@@ -137,8 +138,8 @@ def prepare_chat(
     continue_final_message: bool = False,
     now: datetime | None = None,
     most_tokens: int | None = None,
-    images: Sequence[Picture] = (),
-    vision: VisionSpec | None = None,
+    images: Sequence[Sent] = (),
+    vision: Sense | None = None,
     **kwargs: Any,
 ) -> ChatPrompt:
     """Renders and tokenizes. No string of the caller can become a control token, also not in pieces.
@@ -147,7 +148,7 @@ def prepare_chat(
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
     text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
     them. most_tokens: a text that has far more is not read to its end, see `Tokenizer.check_fits`. images: those of the
-    messages' parts, in their order; vision: of the model that sees them.
+    messages' parts, in their order, or sounds; vision: of the model that sees or hears them.
     """
     inputs = _plain({"messages": _plain_messages(messages), "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)

@@ -1,6 +1,6 @@
-"""What a message says: a text, or parts. Parts of text become one; images stay where they are between them.
+"""What a message says: a text, or parts. Parts of text become one; images, or sounds, stay where they are between them.
 
-An image is looked at by nobody here: its sender's address of it is handed on.
+An image is looked at by nobody here, and a sound heard: its sender's address of it is handed on.
 """
 
 from __future__ import annotations
@@ -19,24 +19,29 @@ _OTHER_PARTS = {
     "image": "images",
     "input_audio": "audio",
     "audio": "audio",
+    "audio_url": "audio",
     "video_url": "video",
     "video": "video",
     "file": "files",
     "input_file": "files",
 }
-IMAGE_PARTS = frozenset(kind for kind, what in _OTHER_PARTS.items() if what == "images")
-BY_MMPROJ = "a GGUF model sees by a file of its own, --mmproj FILE"
+IMAGES, SOUNDS = "images", "audio"
+PARTS = {each: frozenset(kind for kind, what in _OTHER_PARTS.items() if what == each) for each in (IMAGES, SOUNDS)}
+"""Kinds of parts, by what they are."""
+BY_MMPROJ = "a GGUF model sees and hears by a file of its own, --mmproj FILE"
+_REFUSED = {IMAGES: "reads no images", SOUNDS: "hears no audio"}
 _IMAGE = "image part"
 
 
 class ImagePart(NamedTuple):
-    """An image of a message, as its sender wrote it, and where that stands."""
+    """An image of a message, or a sound, as its sender wrote it, and where that stands."""
 
     url: str
     where: str
 
 
-def content_of(content: Any, where: str, *, reads_images: bool) -> Content:
+def content_of(content: Any, where: str, *, reads: str | None) -> Content:
+    """reads: IMAGES or SOUNDS, if the model does either."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -44,16 +49,18 @@ def content_of(content: Any, where: str, *, reads_images: bool) -> Content:
     parts: list[str | ImagePart] = []
     for place, part in enumerate(content):
         at = f"{where}.content[{place}]"
-        kind = part.get("type") if reads_images and isinstance(part, Mapping) else None
-        parts.append(_image(part, at) if isinstance(kind, str) and kind in IMAGE_PARTS else _part(part, at))
+        kind = part.get("type") if reads is not None and isinstance(part, Mapping) else None
+        is_other = reads is not None and isinstance(kind, str) and kind in PARTS[reads]
+        parts.append(_IN_PARTS[str(reads)](part, at) if is_other else _part(part, at))
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "\n".join(texts)
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image", _IMAGE: part} for part in parts]
+    other = {"type": "image"} if reads == IMAGES else {"type": "audio", "audio": ""}  # some templates look for the second
+    return [{"type": "text", "text": part} if isinstance(part, str) else {**other, _IMAGE: part} for part in parts]
 
 
 def take_images(messages: list[dict[str, Any]]) -> Iterator[ImagePart]:
-    """The images of messages, where a template sees that they are."""
+    """The images, or sounds, of messages, where a template sees that they are."""
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if _IMAGE in part:
@@ -77,13 +84,28 @@ def _image(part: Mapping[str, Any], where: str) -> ImagePart:
     return ImagePart(url, where)
 
 
+def _sound(part: Mapping[str, Any], where: str) -> ImagePart:
+    """Base64 in an object's `data`, or an address: a text, or an object's `url`."""
+    given = next((part[name] for name in ("input_audio", "audio_url", "audio", "url") if part.get(name) is not None), None)
+    if isinstance(given, Mapping):
+        given = given.get("data", given.get("url"))
+    if not isinstance(given, str):
+        form = 'write {"type": "input_audio", "input_audio": {"data": "…base64…", "format": "wav"}}'
+        raise UsageError(f"{where} has no sound", form)
+    return ImagePart(given, where)
+
+
+_IN_PARTS = {IMAGES: _image, SOUNDS: _sound}
+
+
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in _OTHER_PARTS:
-        if kind in IMAGE_PARTS:
-            raise UnsupportedError(f"{where} is of type {kind!r}: this model reads no images", f"take one that does; {BY_MMPROJ}")
+        if (what := _OTHER_PARTS[kind]) in _REFUSED:
+            told = f"{where} is of type {kind!r}: this model {_REFUSED[what]}"
+            raise UnsupportedError(told, f"take one that does; {BY_MMPROJ}")
         raise UnsupportedError(f"{where} is of type {kind!r}: models here read no {_OTHER_PARTS[kind]}", "send its text instead")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise UsageError(f"{where} is no part of a message", 'write {"type": "text", "text": "…"}')

@@ -1,19 +1,23 @@
-"""Where images stand in a prompt: what a chat template wrote for each becomes the tokens that the model reads in its place."""
+"""Where images, or sounds, stand in a prompt: what a chat template wrote for each becomes the tokens that the model reads in its
+place."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from nanovllm_cli.errors import CheckpointError, TemplateError
+from nanovllm_cli.hearing_spec import Sense
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Image, Picture, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import Clip, Picture, TokenIds
+
+Sent = Picture | Clip
 
 
-def in_vocabulary(vision: VisionSpec, tokenizer: Tokenizer) -> VisionSpec:
+def in_vocabulary(vision: Sense, tokenizer: Tokenizer) -> Sense:
     """With a token that stands for an image and that the tokenizer has, where there is one."""
     tokens = vision.tokens
     if tokens.token in tokenizer.control_tokens or tokens.instead not in tokenizer.control_tokens:
@@ -21,7 +25,7 @@ def in_vocabulary(vision: VisionSpec, tokenizer: Tokenizer) -> VisionSpec:
     return replace(vision, tokens=replace(tokens, token=tokens.instead))
 
 
-def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, pictures: Sequence[Picture]) -> tuple[str, set[int]]:
+def with_marks(text: str, plain_at: Collection[int], vision: Sense, pictures: Sequence[Sent]) -> tuple[str, set[int]]:
     """A rendered conversation with one `token` for each of the pictures' images, and what surrounds it; and `plain_at` in it,
     where a control token is a text's own. TemplateError where the template wrote fewer images than pictures, or more."""
     tokens, count = vision.tokens, len(pictures)
@@ -41,7 +45,7 @@ def with_marks(text: str, plain_at: Collection[int], vision: VisionSpec, picture
     return "".join([*pieces, text[start:]]), moved
 
 
-def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, pictures: Sequence[Picture]) -> TokenIds:
+def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: Sense, pictures: Sequence[Sent]) -> TokenIds:
     """Ids with one `token` for each image of the pictures, as they are with all that stand for it. CheckpointError where the
     tokenizer lacks what images are made of."""
     tokens, images = vision.tokens, [image for picture in pictures for image in picture.images]
@@ -49,7 +53,7 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, pi
     line_end, last_end = (_id(tokenizer, text) if text else part for text in (tokens.line_end, tokens.last_end))
     if (count := list(ids).count(part)) != len(images):
         raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} images")
-    left: Iterator[Image] = iter(images)
+    left = iter(images)
     out: list[int] = []
     placed = []
     for token_id in ids:
@@ -66,7 +70,7 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: VisionSpec, pi
     return TokenIds(out, placed)
 
 
-def image_token(tokenizer: Tokenizer, vision: VisionSpec) -> int | None:
+def image_token(tokenizer: Tokenizer, vision: Sense) -> int | None:
     """The token that stands for images and nothing else, where there is one."""
     if vision.tokens.token == vision.tokens.instead:
         return None

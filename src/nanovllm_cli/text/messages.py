@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm_cli.errors import TemplateError, UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.content_parts import Content, ImagePart, content_of, take_images, together
+from nanovllm_cli.text.content_parts import IMAGES, Content, ImagePart, content_of, take_images, together
 from nanovllm_cli.text.tool_calls import LETTERS
 from nanovllm_cli.text.tool_formats import tool_format
 
@@ -30,9 +30,11 @@ _RESULTS = "tool_responses"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def template_messages(messages: Any, template: ChatTemplate, images: list[ImagePart] | None = None) -> list[dict[str, Any]]:
-    """The conversation as `template` wants it. images: gets those that messages have, in their order; None where there may be
-    none.
+def template_messages(
+    messages: Any, template: ChatTemplate, images: list[ImagePart] | None = None, reads: str | None = IMAGES
+) -> list[dict[str, Any]]:
+    """The conversation as `template` wants it. images: gets those that messages have, in their order, or sounds, which of them
+    `reads` says; None where there may be none.
 
     Text parts become one text, a line each; beside images they stay parts. Arguments become objects, or text where the template
     wants that; those of a call that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the
@@ -49,7 +51,8 @@ def template_messages(messages: Any, template: ChatTemplate, images: list[ImageP
         raise UsageError("messages must be a list of objects")
     if not messages:
         raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
-    plain = [_message(message, f"messages[{place}]", template, images) for place, message in enumerate(messages)]
+    reads = None if images is None else reads
+    plain = [_message(message, f"messages[{place}]", template, reads) for place, message in enumerate(messages)]
     if any(len(message.get("tool_calls", ())) > 1 for message in plain) and writes_one_call(template):
         plain = _one_call_each(plain)
     if any("tool_calls" in message and message["content"] for message in plain) and writes_content_last(template):
@@ -76,7 +79,7 @@ def _tool(tool: Mapping[str, Any], needed: frozenset[str]) -> dict[str, Any]:
     return {**tool, "function": {**said, **{name: _EMPTY[name] for name in _EMPTY if name in needed - said.keys()}}}
 
 
-def _message(message: Any, where: str, template: ChatTemplate, images: list[ImagePart] | None) -> dict[str, Any]:
+def _message(message: Any, where: str, template: ChatTemplate, reads: str | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{where} is not an object with a role and a content")
     plain = {name: value for name, value in message.items() if value is not None}
@@ -88,7 +91,7 @@ def _message(message: Any, where: str, template: ChatTemplate, images: list[Imag
         plain["tool_calls"] = _calls(calls, where, template)
     content = plain.get("content")
     if content is not None:
-        plain["content"] = content_of(content, where, reads_images=images is not None)
+        plain["content"] = content_of(content, where, reads=reads)
     elif calls and _KEEPS_NULL.search(template.source):
         plain["content"] = None
     else:

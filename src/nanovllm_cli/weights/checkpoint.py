@@ -369,7 +369,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: no config.json beside the weights", "download the whole model, with its config.json"
         )
-    return read_json_file(folder / "config.json", MAX_CONFIG_BYTES, infinity=True)
+    config = read_json_file(folder / "config.json", MAX_CONFIG_BYTES, infinity=True)
+    thinker = config.get("thinker_config")  # in which the first Qwen3-ASR folders have what others have outside
+    return {**thinker, **config} if isinstance(thinker, dict) else config
 
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:

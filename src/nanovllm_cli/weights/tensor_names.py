@@ -17,7 +17,8 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.further import gguf_dense_tensors
 from nanovllm_cli.weights.heads import head_tensors
 
-_OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.", "model.text_model.")
+_OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.", "model.text_model.", "thinker.model.")
+_HEADS = "language_model.", "thinker."
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
@@ -39,8 +40,8 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     if prefix is None:
         return bare_names(table, family_of(checkpoint)) if is_bare(checkpoint) else table
     renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
-    head = "language_model." + table["head.weight"]
-    return table | renamed | ({"head.weight": head} if head in checkpoint.names() else {})
+    heads = {before + table["head.weight"] for before in _HEADS}.intersection(checkpoint.names())
+    return table | renamed | dict.fromkeys(["head.weight"] if heads else [], min(heads, default=""))
 
 
 def bare_names(table: Mapping[str, str], family: Family) -> dict[str, str]:
@@ -139,7 +140,8 @@ def _other_parts(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     if prefix is None:
         flat = checkpoint.format == "hf" and checkpoint.config.get("vision_config") is not None
         return {name for name in names if (flat and name.startswith(_SEES))} | _further(checkpoint, names)
-    return {name for name in names if not name.startswith((prefix, "language_model.")) and name != "lm_head.weight"}
+    heads = {before + "lm_head.weight" for before in ("", *_HEADS)}
+    return {name for name in names if not name.startswith((prefix, "language_model.")) and name not in heads}
 
 
 def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:

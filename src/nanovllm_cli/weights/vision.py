@@ -44,7 +44,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
         return None
     if not any(_ROOT.match(name) for name in checkpoint.names()):
         return None
-    return family.read(ConfigReader(checkpoint.config, "config.json"), _image_settings(folder_of(checkpoint.path)))
+    return family.read(ConfigReader(checkpoint.config, "config.json"), settings_of(folder_of(checkpoint.path), "image_processor"))
 
 
 def vision_bytes(spec: VisionSpec, dtype: torch.dtype) -> int:
@@ -76,13 +76,13 @@ def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, dev
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
 
-def _image_settings(folder: Path) -> ConfigReader:
-    """Of the image processor, as transformers finds them; empty where the folder has none."""
+def settings_of(folder: Path, processor: str) -> ConfigReader:
+    """Of the image processor or feature extractor, as transformers finds them; empty where the folder has none."""
     whole, own = folder / "processor_config.json", folder / "preprocessor_config.json"
     if whole.is_file():
         section = ConfigReader(read_json_file(whole, MAX_CONFIG_BYTES), whole.name)
-        if section.has("image_processor"):
-            return section.section("image_processor")
+        if section.has(processor):
+            return section.section(processor)
     return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES) if own.is_file() else {}, own.name)
 
 
@@ -90,24 +90,36 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
     """See `tower_parts`."""
     family = tower_family(checkpoint.config)
     assert family is not None
+    plain = {name: _ROOT.sub(r"\1.", name, count=1) for name in reader.names() if _ROOT.match(name)}
+    plain = {name: own for name, own in plain.items() if not _UNREAD.fullmatch(own)}
+    return compared(checkpoint.path, reader, plain, family.names, stored_shapes(spec))
+
+
+def compared(
+    path: Path,
+    reader: WeightReader,
+    plain: Mapping[str, str],
+    patterns: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, list[str]]:
+    """Our names of a tower's tensors -> the folder's. plain: its names -> without what they may begin with. patterns: our names,
+    {i} for a layer -> those. shapes: of what is stored for each of ours. Raises as `match_tensors`."""
     there: dict[str, str] = {}
     extra = []
-    for name in sorted(reader.names()):
-        if _ROOT.match(name) and not _UNREAD.fullmatch(plain := _ROOT.sub(r"\1.", name, count=1)):
-            if plain in there:
-                extra.append(name)
-            else:
-                there[plain] = name
+    for name in sorted(plain):
+        if plain[name] in there:
+            extra.append(name)
+        else:
+            there[plain[name]] = name
     names: dict[str, list[str]] = {}
-    for ours in tower_shapes(spec):
-        layer = _LAYER.search(ours)
-        pattern = family.names[_LAYER.sub("{i}", ours)]
-        names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
     wanted: dict[str, tuple[int, ...]] = {}
-    for ours, (rows, *others) in stored_shapes(spec).items():
+    for ours, (rows, *others) in shapes.items():
+        layer = _LAYER.search(ours)
+        pattern = patterns[_LAYER.sub("{i}", ours)]
+        names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
         wanted |= dict.fromkeys(names[ours], (rows // len(names[ours]), *others))
-    match_tensors(checkpoint.path, wanted, {plain: (name, reader.shape(name) or (1,)) for plain, name in there.items()}, extra)
-    return {ours: [there[plain] for plain in own] for ours, own in names.items()}
+    match_tensors(path, wanted, {own: (name, reader.shape(name) or (1,)) for own, name in there.items()}, extra)
+    return {ours: [there[each] for each in own] for ours, own in names.items()}
 
 
 def match_tensors(
@@ -125,7 +137,7 @@ def match_tensors(
     problems = [("missing", missing), ("not part of it", extra), (MISSHAPEN, misshapen)]
     lines = [f"{len(names)} {what}: {some(sorted(names))}" for what, names in problems if names]
     if lines:
-        raise CheckpointError(f"{path}: tensors don't match the vision tower: {'; '.join(lines)}", OTHER_MODEL)
+        raise CheckpointError(f"{path}: tensors don't match the tower: {'; '.join(lines)}", OTHER_MODEL)
 
 
 def stored_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:

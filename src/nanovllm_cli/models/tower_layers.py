@@ -1,0 +1,126 @@
+"""What towers for images (`tower.py`) and for sounds (`ear.py`) have in common: the layers of a transformer that sees all of its
+rows, and how they are computed one after another.
+
+On a CPU the matrices and attention are the decoder's (`tower_products.py`, `tower_attention.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+from nanovllm_cli.models.tower_attention import Attend, HeadNorms
+from nanovllm_cli.models.tower_products import Product, activated, product
+
+ROWS_TOGETHER = 8192
+"""Of an MLP, whose inner rows are several times as wide: more of them at once only take memory."""
+
+
+class TowerRows(NamedTuple):
+    """rows [n, out_size], for cells of an image line by line. deep: the same for each of the spec's `deep`."""
+
+    rows: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+
+Stages = Generator[None, None, TowerRows]
+
+
+def next_stage(stages: Stages) -> TowerRows | None:
+    """None where more are to come."""
+    try:
+        next(stages)
+    except StopIteration as end:
+        made: TowerRows = end.value
+        return made
+    return None
+
+
+class LayersSpec(Protocol):
+    """What the layers of a spec are; see `TowerSpec`."""
+
+    @property
+    def activation(self) -> str: ...
+
+    @property
+    def gated(self) -> bool: ...
+
+    @property
+    def normed(self) -> bool: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
+class Layers:
+    """tensors: by our names, of these shapes, on one device; norms and bounds in float32 and all others in the type of the matrix
+    that is called `first`."""
+
+    def __init__(
+        self, spec: LayersSpec, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], first: str
+    ) -> None:
+        self.spec = spec
+        matrices = _matrices(shapes)
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in matrices}
+        self._products = {name: _products(name, tensors) for name in matrices}
+        self._dtype, self._device = tensors[f"{first}.weight"].dtype, tensors[f"{first}.weight"].device
+
+    def _layer(self, layer: str, x: torch.Tensor, attend: Attend) -> None:
+        """Adds to x, in place."""
+        qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
+        seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
+        x += self._normed(f"{layer}.after_attention_norm", seen)
+        x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
+
+    def _head_norms(self, layer: str) -> HeadNorms | None:
+        return HeadNorms(self._tensors[f"{layer}.head_norm.weight"].view(2, -1), self.spec.eps) if self.spec.normed else None
+
+    def _mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for first in range(0, len(x), ROWS_TOGETHER):
+            inner = self._linear(f"{name}.up", x[first : first + ROWS_TOGETHER])
+            inner = activated(inner, self.spec.activation, gated=self.spec.gated)
+            made.append(self._linear(f"{name}.down", inner))
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _two_layers(self, name: str, x: torch.Tensor, activation: str = "gelu") -> torch.Tensor:
+        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), activation, gated=False))
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        products, bounds = self._products[name]
+        if bounds is None:
+            return products[0](x)
+        parts = [
+            part(x.clamp(low, high)).clamp_(least, most)
+            for part, (low, high, least, most) in zip(products, bounds, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(name, x) if self.spec.normed else x
+
+    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        """A layer norm is one that has a bias. eps: the spec's, if not given."""
+        gain, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
+        x, eps = x.to(torch.float32), self.spec.eps if eps is None else eps
+        if bias is None:
+            return functional.rms_norm(x, gain.shape, gain, eps).to(self._dtype)
+        return functional.layer_norm(x, gain.shape, gain, bias, eps).to(self._dtype)
+
+
+def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Product], list[list[float]] | None]:
+    """Of a matrix, or of each of its parts that have bounds of their own, which are [parts, 4]."""
+    weight, bias, bounds = (tensors.get(f"{name}.{kind}") for kind in ("weight", "bias", "bounds"))
+    assert weight is not None
+    if bounds is None:
+        return [product(weight, bias)], None
+    return [product(part, None) for part in weight.chunk(len(bounds))], bounds.tolist()
+
+
+def _matrices(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """By name: what has a weight of two dimensions, but for tables of positions."""
+    return {name.removesuffix(".weight") for name, shape in shapes.items()
+            if name.endswith(".weight") and len(shape) == 2 and name != "positions.weight"}  # fmt: skip

@@ -1,0 +1,90 @@
+"""From a folder to a tower for sounds, in the three steps of `vision.py`: what the model hears by, whether its tensors are there,
+the tower itself. Not covered: GGUF files, whose towers are files of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+
+from nanovllm_cli.hearing_spec import EarSpec, HearingSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ear import Ear, ear_dtype, ear_shapes
+from nanovllm_cli.models.ears import ear_family
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import folder_of
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.vision import compared, read_whole, settings_of
+from nanovllm_cli.weights.weight_reader import WeightReader
+
+_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector)\.")
+_FRONT = "front0.weight", "front1.weight", "front2.weight"
+
+
+def read_hearing(checkpoint: Checkpoint) -> HearingSpec | None:
+    """What a model hears by. None where it is of a kind that doesn't hear, or its folder lacks all of the tower's tensors, or it
+    is a GGUF file.
+
+    Raises CheckpointError for configs that are broken, UnsupportedError for what they ask and no tower here can be.
+    """
+    family = ear_family(checkpoint.config) if checkpoint.format == "hf" else None
+    if family is None or checkpoint.config.get("audio_config") is None:
+        return None
+    if not any(_ROOT.match(name) for name in checkpoint.names()):
+        return None
+    settings = settings_of(folder_of(checkpoint.path), "feature_extractor")
+    return family.read(ConfigReader(checkpoint.config, "config.json"), settings)
+
+
+def hearing_bytes(spec: HearingSpec, dtype: torch.dtype) -> int:
+    """What the tower's weights take."""
+    return sum(math.prod(shape) * ear_dtype(name, dtype).itemsize for name, shape in ear_shapes(spec.tower).items())
+
+
+def ear_parts(checkpoint: Checkpoint, spec: HearingSpec) -> dict[str, list[str]]:
+    """Our names -> the folder's tensors, whose rows lie behind each other in ours, compared by headers alone. All differences are
+    one CheckpointError."""
+    return _compared(checkpoint, spec.tower, open_reader(checkpoint))
+
+
+def load_ear(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Ear:
+    """The tower with its weights, to compute in `dtype`. Raises as `ear_parts`."""
+    reader = open_reader(checkpoint)
+    tensors = {}
+    for ours, theirs in _compared(checkpoint, spec.tower, reader).items():
+        parts = [read_whole(reader, name) for name in theirs]
+        tensors[ours] = put_together(ours, parts, spec.tower).to(device, ear_dtype(ours, dtype)).contiguous()
+    return Ear(spec.tower, tensors)
+
+
+def _compared(checkpoint: Checkpoint, spec: EarSpec, reader: WeightReader) -> dict[str, list[str]]:
+    family = ear_family(checkpoint.config)
+    assert family is not None
+    plain = {name: _ROOT.sub(r"\1.", name, count=1) for name in reader.names() if _ROOT.match(name)}
+    first = family.other_names
+    is_first = first is not None and any(own.startswith("audio_tower.proj") for own in plain.values())
+    names: Mapping[str, tuple[str, ...]] = first if is_first and first is not None else family.names
+    return compared(checkpoint.path, reader, plain, names, stored_ear_shapes(spec))
+
+
+def stored_ear_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
+    """Of what files have for each of ours, all that lies behind each other in it taken together."""
+    shapes = ear_shapes(spec)
+    for name, (rows, *others) in list(shapes.items()):
+        if name in _FRONT:
+            places = (3,) if spec.front == "line" else (3, 3)
+            shapes[name] = (rows, others[0] // math.prod(places), *places)
+        elif name.endswith(".qkv.bias") and not spec.key_bias:
+            shapes[name] = (rows // 3 * 2,)
+    return shapes
+
+
+def put_together(ours: str, parts: list[torch.Tensor], spec: EarSpec) -> torch.Tensor:
+    """As `ear_shapes` has it."""
+    if ours.endswith(".qkv.bias") and not spec.key_bias:
+        parts = [parts[0], torch.zeros_like(parts[0]), parts[1]]
+    whole = torch.cat(parts)
+    return whole.flatten(1) if ours in _FRONT else whole
