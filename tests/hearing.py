@@ -50,9 +50,8 @@ def config_of(family: str, **text: Any) -> Any:
 
 
 def random_ear(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> Any:
-    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
+    from transformers import AutoModelForMultimodalLM
 
-    assert AutoModelForImageTextToText
     return random_model(config_of(family, **text), seed, dtype, AutoModelForMultimodalLM)
 
 
@@ -96,12 +95,13 @@ def heard_by_transformers(spec: HearingSpec, prompt: TokenIds) -> dict[str, torc
 
 def hearing_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "qwen3-asr") -> Path:
     """A Qwen3-ASR: bytes are tokens, of a spectrogram of nine bands."""
-    config = config_of(family, vocab_size=FIRST + len(WORDS), eos_token_id=FIRST + 1)
-    config.audio_token_id = FIRST + 3
     from transformers import AutoModelForMultimodalLM
 
+    config = config_of(family, vocab_size=FIRST + len(WORDS), eos_token_id=FIRST + 1)
+    config.audio_token_id = FIRST + 3
     save(random_model(config, seed, dtype, AutoModelForMultimodalLM), folder)
-    write_byte_tokenizer(folder, WORDS)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps({"feature_size": 9, "min_length": 800}))
+    write_byte_tokenizer(folder, tuple(WORDS))
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
     return folder

@@ -18,10 +18,12 @@ from nanovllm_cli.chat.loop import Chat, Leave, count
 from nanovllm_cli.cli import progress_line
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.source import KINDS, data_url, kind_of
+from nanovllm_cli.sounds import source as sounds
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.options import Choice
@@ -214,6 +216,8 @@ def _file(chat: Chat, argument: str) -> None:
     data = read_file(str(path))
     if b"\0" in data and kind_of(data) is not None:
         raise UsageError(f"{path} is an image", "/image PATH sends it")
+    if b"\0" in data and sounds.kind_of(data) is not None:
+        raise UsageError(f"{path} is a sound", "/audio PATH sends it")
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
     if b"\0" in data:
@@ -232,7 +236,7 @@ def _image(chat: Chat, argument: str) -> None:
     if not argument:
         raise UsageError("which image?", "/image PATH")
     if argument in ('""', "''"):
-        chat.images.clear()
+        chat.images[:] = filter(is_sound, chat.images)
         chat.display.say("no image goes with the next message")
         return
     path = _named(argument)
@@ -242,8 +246,19 @@ def _image(chat: Chat, argument: str) -> None:
     say_attached(chat, data_url(data, str(path)), str(path))
 
 
+def _audio(chat: Chat, argument: str) -> None:
+    if not argument:
+        raise UsageError("which sound?", "/audio PATH")
+    if argument in ('""', "''"):
+        chat.images[:] = [url for url in chat.images if not is_sound(url)]
+        chat.display.say("no sound goes with the next message")
+        return
+    path = _named(argument)
+    say_attached(chat, sounds.data_url(read_file(str(path)), str(path)), str(path))
+
+
 def say_attached(chat: Chat, url: str, name: str) -> None:
-    """An image, as a data URL, goes with the next message."""
+    """An image or a sound, as a data URL, goes with the next message."""
     tokens = chat.attach(url, name)
     size = progress_line.size(len(url) * 3 / 4) if tokens is None else count(tokens, "token")
     chat.display.say(f"{name} ({size}) goes with the next message")
@@ -308,16 +323,21 @@ def _context(chat: Chat, argument: str) -> None:
     parts = {name: tokens for name, text in texts.items() if (tokens := chat.model.tokens_of(text)) is not None}
     seen = [url for each in messages for url in each.images]
     if parts:
-        parts |= {"images": _image_tokens(chat, seen)} if seen else {}
+        parts |= {_name_of(seen): _image_tokens(chat, seen)} if seen else {}
         parts["template and reasoning"] = max(used - sum(parts.values()), 0)
-        parts |= {"images of the next message": _image_tokens(chat, chat.images)} if chat.images else {}
+        parts |= {f"{_name_of(chat.images)} of the next message": _image_tokens(chat, chat.images)} if chat.images else {}
     if chat.attachments and (tokens := chat.model.tokens_of(chat.attachments)) is not None:
         parts["files for the next message"] = tokens
     chat.display.say("\n".join([*lines, *(f"  {name:26} {tokens:8,}" for name, tokens in parts.items())]))
 
 
 def _image_tokens(chat: Chat, urls: Sequence[str]) -> int:
-    return sum(chat.model.tokens_of_image(url, "an image") or 0 for url in urls)
+    return sum(chat.model.tokens_of_image(url, "a sound" if is_sound(url) else "an image") or 0 for url in urls)
+
+
+def _name_of(urls: Sequence[str]) -> str:
+    """No model here both sees and hears."""
+    return "sounds" if is_sound(urls[0]) else "images"
 
 
 def _copy(chat: Chat, argument: str) -> None:
@@ -384,6 +404,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(("continue",), "", "Go on with the last answer.", lambda chat, argument: chat.go_on()),
     Command(("file",), "PATH", "Send a text file with the next message.", _file, _paths),
     Command(("image",), "PATH", 'Send an image with the next message; "" sends none.', _image, _paths),
+    Command(("audio",), "PATH", 'Send a sound with the next message; "" sends none.', _audio, _paths),
     Command(("think",), "[on|off]", "Whether the model reasons first.", _think, _words("on", "off")),
     Command(("model",), "[NAME]", "Another model for the same conversation.", _model, _model_names),
     Command(("stats",), "", "How fast the last answer was.", _stats),

@@ -7,11 +7,11 @@ events give the same conversation again: `session.py` keeps them. No files, mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from nanovllm_cli.cli.question import said
+from nanovllm_cli.cli.question import SOUND, is_sound, said
 from nanovllm_cli.errors import SessionError, UsageError
 
 Event = dict[str, Any]
@@ -28,7 +28,7 @@ TITLE_CHARS = 60
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered. `images`: data
-    URLs, of a person's message; they stand before its text."""
+    URLs, of a person's message, of sounds, too; they stand before its text."""
 
     id: int
     parent: int | None
@@ -47,8 +47,15 @@ class Message:
 
     def shown(self, text: str) -> str:
         """`text`, which is of its content, behind a mark that stands for its images."""
-        mark = "[image]" if len(self.images) == 1 else f"[{len(self.images)} images]"
-        return f"{mark} {text}".rstrip() if self.images else text
+        told = counted_images(self.images)
+        return f"[{told.removeprefix('1 ')}] {text}".rstrip() if self.images else text
+
+
+def counted_images(urls: Sequence[str]) -> str:
+    """In words: how many images and sounds."""
+    num_sounds = sum(map(is_sound, urls))
+    numbers = ((len(urls) - num_sounds, "image"), (num_sounds, "sound"))
+    return " and ".join(f"{number} {what}{'' if number == 1 else 's'}" for number, what in numbers if number)
 
 
 class Conversation:
@@ -208,7 +215,7 @@ def _message_of(event: Mapping[str, Any]) -> Message:
 
 
 _ALWAYS = ("id", "parent", "content")
-_IMAGE = "data:image/"
+_IMAGE = "data:image/", SOUND
 
 
 def _is_int(value: object) -> bool:

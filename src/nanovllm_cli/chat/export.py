@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Cut
+from nanovllm_cli.cli.question import is_sound
 
 CUT: dict[Cut, str] = {
     "interrupted": "stopped",
@@ -16,8 +17,8 @@ CUT: dict[Cut, str] = {
 
 
 def as_markdown(conversation: Conversation, model: str) -> str:
-    """A heading for each message. Reasoning is a quotation before its answer; images are only noted: they are megabytes of
-    base64."""
+    """A heading for each message. Reasoning is a quotation before its answer; images and sounds are only noted: they are
+    megabytes of base64."""
     parts = [f"# {conversation.title or 'Conversation'}", f"Model: {model}"]
     if conversation.system is not None:
         parts += ["## System", conversation.system]
@@ -25,7 +26,7 @@ def as_markdown(conversation: Conversation, model: str) -> str:
         parts.append("## You" if message.role == "user" else f"## {message.model or model}")
         if message.reasoning:
             parts.append("\n".join(f"> {line}".rstrip() for line in message.reasoning.splitlines()))
-        parts.append(" ".join(["*(image)*"] * len(message.images)))
+        parts.append(" ".join(["*(sound)*" if is_sound(url) else "*(image)*" for url in message.images]))
         parts.append(message.content)
         if message.cut is not None:
             parts.append(f"*({CUT[message.cut]})*")

@@ -71,6 +71,10 @@ class LocalModel(Model):
         return self.llm.vision is not None
 
     @property
+    def hears(self) -> bool:
+        return self.llm.hearing is not None
+
+    @property
     def facts(self) -> str:
         llm = self.llm
         return f"{llm.resolved.told_as(llm.name)}, {llm.num_parameters:,} parameters, context {self.limit:,} tokens"

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_cli.chat.conversation import Conversation, Event, Message
+from nanovllm_cli.chat.conversation import Conversation, Event, Message, counted_images
 from nanovllm_cli.chat.model import Model
 from nanovllm_cli.chat.prompt import OVERFLOW_HINT
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
+from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, UsageError
 
@@ -115,7 +116,7 @@ class Chat:
             self._draft, again = question.content, "here it is again"
             if self.edits and question.images:
                 self.images = [*question.images, *self.images]
-                again += f", with {count(len(question.images), 'image')}"
+                again += f", with {counted_images(question.images)}"
             self.display.warn("the last message has had no answer" + (f": {again}" if self.edits else ", and is left out"))
         self.resumed_model = last_model(events) or None
         self.model.kept = kept_ids(events)
@@ -204,9 +205,12 @@ class Chat:
             self.ask(text[1:] if text.startswith("//") else text)
 
     def attach(self, url: str, name: str) -> int | None:
-        """An image, as a data URL, goes with the next message. Returns its tokens, None where nobody knows. Raises UsageError for
-        one that can't be read, or where the model reads none."""
-        if self.model.reads_images is False:
+        """An image or a sound, as a data URL, goes with the next message. Returns its tokens, None where nobody knows. Raises
+        UsageError for one that can't be read, or where the model reads none."""
+        if is_sound(url):
+            if self.model.hears is False:
+                raise UsageError(f"{self.model.name} hears nothing", "/model NAME takes another model")
+        elif self.model.reads_images is False:
             raise UsageError(f"{self.model.name} reads no images", "/model NAME takes another model")
         tokens, limit = self.model.tokens_of_image(url, name), self.model.limit
         if tokens is not None and limit is not None and tokens >= limit:

@@ -67,6 +67,11 @@ class Model(Protocol):
         return None
 
     @property
+    def hears(self) -> bool | None:
+        """The same of sounds."""
+        return None
+
+    @property
     def facts(self) -> str:
         """What it is, in one line."""
 
@@ -109,7 +114,7 @@ class Model(Protocol):
     def tokens_of(self, texts: Iterable[str]) -> int | None: ...
 
     def tokens_of_image(self, url: str, where: str) -> int | None:
-        """Of a data URL. where: what an error calls it, such as that it is damaged."""
+        """Of a data URL, of a sound, too. where: what an error calls it, such as that it is damaged."""
 
     def load_kv(self, path: Path) -> None: ...
 

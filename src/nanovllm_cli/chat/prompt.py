@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.chat.conversation import Message
+from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
-from nanovllm_cli.images.reading import read_images
+from nanovllm_cli.hearing_spec import HearingSpec
+from nanovllm_cli.senses import read_parts
+from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 # Where the context is full, a quarter of it is made free: the next turns find the rest in the prefix cache.
 _FREE_SHARE = 4
 NO_IMAGES_HINT = '/model NAME takes another model; /undo, /clear or /image "" leaves images out'
+NO_SOUNDS_HINT = NO_IMAGES_HINT.replace("image", "audio").replace("audios", "sounds")
 OVERFLOW_HINT = "/undo or /clear makes room; --context-overflow shift drops the oldest turns; -c raises the limit"
 
 
@@ -95,11 +99,11 @@ class Prompts:
 
     def tokens_of_image(self, url: str, where: str) -> int:
         """0 where the model reads none. Raises UsageError for what is no image, or damaged."""
-        vision = self.prompting.llm.vision
-        if vision is None:
+        sense = self.prompting.llm.sense
+        if sense is None or is_sound(url) != isinstance(sense, HearingSpec):
             return 0
-        (image,) = read_images([(url, where)], vision)
-        return vision.num_tokens(image)
+        (image,) = read_parts([ImagePart(url, where)], sense)
+        return sense.num_tokens(image)
 
     def _fitting(
         self,
@@ -135,9 +139,12 @@ class Prompts:
         return opened + tokenizer.encode(last.reasoning, add_special_tokens=False, parse_special=False)
 
     def _told(self, system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """As the template takes it. Raises UsageError for images of a conversation that was with another model."""
-        if any(each.images for each in messages) and self.prompting.llm.vision is None:
-            raise UsageError(f"{self.prompting.llm.name} reads no images, and the conversation has some", NO_IMAGES_HINT)
+        """As the template takes it. Raises UsageError for images or sounds of a conversation that was with another model."""
+        llm, sent = self.prompting.llm, [url for each in messages for url in each.images]
+        if llm.vision is None and not all(map(is_sound, sent)):
+            raise UsageError(f"{llm.name} reads no images, and the conversation has some", NO_IMAGES_HINT)
+        if llm.hearing is None and any(map(is_sound, sent)):
+            raise UsageError(f"{llm.name} hears nothing, and the conversation has sounds", NO_SOUNDS_HINT)
         return for_template(system, messages)
 
     def _opened(self, ids: list[int]) -> list[int]:

@@ -35,6 +35,7 @@ from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
 from nanovllm_cli.images.source import data_url
+from nanovllm_cli.sounds.source import data_url as sound_url
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.loop import Chat
@@ -216,7 +217,7 @@ def _converse(
 
 
 class _First(NamedTuple):
-    """What is said first, "" where that is still to come. images: names of files and data URLs."""
+    """What is said first, "" where that is still to come. images: names of files and data URLs, of sounds, too."""
 
     text: str
     images: list[tuple[str, str]]
@@ -227,6 +228,7 @@ def _first_message(talk: ChatOptions, spoken: list[str]) -> _First:
     words = [*([talk.prompt] if talk.prompt is not None else []), *spoken]
     texts.append(" ".join(inputs.checked(word) for word in words))
     images = [(name, data_url(inputs.read_file(name), name)) for name in talk.image or []]
+    images += [(name, sound_url(inputs.read_file(name), name)) for name in talk.audio or []]
     return _First("\n\n".join(text for text in texts if text), images)
 
 

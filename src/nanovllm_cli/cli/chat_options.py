@@ -30,6 +30,9 @@ class ChatOptions:
     image: list[str] | None = option(
         "--image", help="An image that the first message is about. Repeatable.", panel=PROMPT, metavar="FILE", envvar=None
     )
+    audio: list[str] | None = option(
+        "--audio", help="A sound that the first message is about. Repeatable.", panel=PROMPT, metavar="FILE", envvar=None
+    )
     think: Choice | None = option(
         "--think", help="Whether the model reasons first, where its template has a switch.", panel=CONVERSATION
     )

@@ -211,9 +211,9 @@ _EXPLAINED = {
     ("--image-min-tokens",): "an image is no smaller than the model has it: leave it out",
     ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path", "--allowed-media-domains",
      "--media-path", "--language-model-only"):
-        "requests bring images as data URLs, and nothing is opened for them; what sees is loaded with the first: leave it out",
-    ("--audio", "--video", "--video-fps", "--video-timestamp-interval", "--video-ffmpeg-dir"):
-        "sound and video are not supported",
+        "requests bring images and sounds along, and nothing is opened for them; a tower is loaded with the first: leave it out",
+    ("--video", "--video-fps", "--video-timestamp-interval", "--video-ffmpeg-dir"):
+        "video is not supported",
     ("--speculative-config",): "here it is --draft-model NAME or --mtp, and --speculate N for how many tokens",
     ("-ngld", "--n-gpu-layers-draft", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft", "-ctkd",
      "-ctvd", "-td", "--threads-draft", "-tbd", "--threads-batch-draft", "--cache-type-k-draft", "--cache-type-v-draft",

@@ -11,7 +11,7 @@ Mmproj = Annotated[
     str | None,
     typer_option(
         "-mm", "--mmproj",
-        help="What a GGUF model sees by: its file mmproj-….gguf, or a name on the hub. [the one beside the model]",
+        help="What a GGUF model sees or hears by: its file mmproj-….gguf, or a name on the hub. [the one beside the model]",
         panel=ENGINE, metavar="FILE",
     ),
 ]  # fmt: skip
@@ -19,7 +19,7 @@ MmprojAuto = Annotated[
     bool,
     typer_option(
         "--mmproj-auto/--no-mmproj",
-        help="Look for what a GGUF model sees by beside it, and download it with a model from the hub. [on]",
+        help="Look for what a GGUF model sees or hears by beside it, and download it with a model from the hub. [on]",
         panel=ENGINE,
     ),
 ]

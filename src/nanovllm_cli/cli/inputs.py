@@ -23,20 +23,23 @@ STANDARD_INPUT = "-"
 _WAIT_SECONDS = 1.0
 
 
-def images(files: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Image files as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError, AccessRefusedError."""
+def attached(images: Sequence[str], sounds: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Files of images and sounds as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError,
+    AccessRefusedError."""
     from nanovllm_cli.images.source import data_url
+    from nanovllm_cli.sounds.source import data_url as sound_url
 
-    if [*files, *others].count(STANDARD_INPUT) > 1 and STANDARD_INPUT in files:
-        raise UsageError("standard input can be one thing only, and --image - is it", "name a file for the others")
+    flag = "--image" if STANDARD_INPUT in images else "--audio"
+    if [*images, *sounds, *others].count(STANDARD_INPUT) > 1 and STANDARD_INPUT in (*images, *sounds):
+        raise UsageError(f"standard input can be one thing only, and {flag} - is it", "name a file for the others")
     found = []
-    for name in files:
+    for name, made in [*((name, data_url) for name in images), *((name, sound_url) for name in sounds)]:
         if name == STANDARD_INPUT:
             source = standard_input()
             data, name = b"" if source is None else source.read(MAX_INPUT_BYTES + 1), "standard input"
         else:
             data = read_file(name)
-        found.append(data_url(data, name))
+        found.append(made(data, name))
     return found
 
 

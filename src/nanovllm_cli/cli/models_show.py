@@ -152,7 +152,8 @@ def _record(
         "parameters": facts.num_parameters, "active_parameters": facts.num_active,
         "stored": facts.stored, "tensor_bytes": facts.num_bytes,
         "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
-        "attention": _heads(facts), "mtp": facts.predicts_further, "images": _images(facts), "vocabulary": spec.vocab_size,
+        "attention": _heads(facts), "mtp": facts.predicts_further, "images": _images(facts),
+        "sounds": _sounds(facts), "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
                       "numbers": None if facts.embedding.ranks else facts.embedding.width(spec.hidden_size),
@@ -187,6 +188,19 @@ def _images(facts: Facts) -> dict[str, int]:
     from nanovllm_cli.weights.vision import vision_bytes
 
     return {"tokens": most_rows_of_all(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
+
+
+def _sounds(facts: Facts) -> dict[str, int]:
+    """Empty of a model that hears nothing. tokens: for a minute, of about that; bytes: of what hears it, in 16 bits."""
+    if (hearing := facts.hearing) is None:
+        return {}
+    import torch
+
+    from nanovllm_cli.hearing_spec import HOP, RATE
+    from nanovllm_cli.weights.hearing import hearing_bytes
+
+    minute = 60 * RATE // HOP * hearing.tower.num_made(hearing.piece) / hearing.piece
+    return {"tokens": round(minute), "bytes": hearing_bytes(hearing, torch.bfloat16)}
 
 
 def _heads_in_words(heads: dict[str, int]) -> str:
@@ -242,6 +256,10 @@ def _print(
         tower, (tokens, num_bytes) = vision.tower, _images(facts).values()
         lines.insert(3, ("images", f"{tokens:,} tokens at most for each, of {tower.cell} x {tower.cell} pixels; read by "
                                    f"{tower.num_layers} layers of {tower.hidden_size:,}, {size(num_bytes)} in 16 bits"))
+    if (hearing := facts.hearing) is not None:
+        ear, (tokens, num_bytes) = hearing.tower, _sounds(facts).values()
+        lines.insert(3, ("sounds", f"{tokens:,} tokens for a minute; heard by {ear.num_layers} layers of {ear.hidden_size:,}, "
+                                   f"{size(num_bytes)} in 16 bits"))
     if facts.predicts_further:
         lines.insert(3, ("guesses", "by a layer of its own: --mtp"))
     if tokenizer is not None:

@@ -195,8 +195,9 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
         f"{spec.architecture}, {count(facts.num_parameters)} parameters{active} in {facts.stored}, {spec.num_layers} layers, "
         f"context {spec.max_position:,}"
     )
-    if facts.vision is not None:
-        yield "images are read by a part that takes more, once there is one; nanovllm models show says how much"
+    if facts.vision is not None or facts.hearing is not None:
+        what = "images" if facts.vision is not None else "sounds"
+        yield f"{what} are read by a part that takes more, once there is one; nanovllm models show says how much"
     machine = f"computed on {made.processor} in {made.dtype}, {size(made.free_bytes)} of memory free"
     if made.speed is not None:
         machine += f", which is read at {made.speed.read_gb_s:.1f} GB/s"

@@ -10,6 +10,8 @@ from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.errors import UsageError
 
+SOUND = "data:audio/"
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -25,7 +27,7 @@ class Question:
 
 
 def new_question(text: str, *, chats: bool, system: str | None, images: Sequence[str] = ()) -> Question:
-    """images: data URLs."""
+    """images: data URLs, of sounds, too."""
     if not chats:
         _refuse_images(images)
         return Question(text=text)
@@ -33,16 +35,29 @@ def new_question(text: str, *, chats: bool, system: str | None, images: Sequence
 
 
 def said(text: str, images: Sequence[str] = ()) -> Message:
-    """A user's message; images stand before what is said of them, as models have mostly read them."""
+    """A user's message; images and sounds, as data URLs, stand before what is said of them, as models have mostly read them."""
     if not images:
         return {"role": "user", "content": text}
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    parts: list[dict[str, Any]] = list(map(_part, images))
     return {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
+
+
+def is_sound(url: str) -> bool:
+    """Of a data URL."""
+    return url.startswith(SOUND)
+
+
+def _part(url: str) -> dict[str, Any]:
+    if not is_sound(url):
+        return {"type": "image_url", "image_url": {"url": url}}
+    head, _, data = url.partition(";base64,")
+    return {"type": "input_audio", "input_audio": {"data": data, "format": head.removeprefix(SOUND)}}
 
 
 def _refuse_images(images: Sequence[str]) -> None:
     if images:
-        raise UsageError("--image has no meaning without a chat template, which says where images stand", "leave --raw out")
+        flag, what = ("--audio", "sounds") if is_sound(images[0]) else ("--image", "images")
+        raise UsageError(f"{flag} has no meaning without a chat template, which says where {what} stand", "leave --raw out")
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:

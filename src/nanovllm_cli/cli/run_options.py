@@ -30,6 +30,10 @@ class PromptOptions:
         "--image", help="An image that the prompt is about; - is standard input. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
     )
+    audio: list[str] | None = option(
+        "--audio", help="A sound that the prompt is about; - is standard input. Repeatable.",
+        panel=PROMPT, metavar="FILE", envvar=None,
+    )
     system_prompt: str | None = option(
         "-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"
     )

@@ -180,7 +180,7 @@ class LimitOptions:
         default=MAX_REQUESTS, panel=LIMITS,
     )
     max_body: int | None = option(
-        "--max-body", help="Largest request. [16M; 64M where a model reads images]",
+        "--max-body", help="Largest request. [16M; 64M where a model reads images or hears]",
         panel=LIMITS, metavar="SIZE", parser=parsers.memory,
     )
     timeout: float | None = _seconds("--timeout", "Longest time for one request.", None, "no limit")

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm_cli.hearing_spec import HearingSpec
 from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest
+from nanovllm_cli.weights.hearing import read_hearing
 from nanovllm_cli.weights.loader import hf_spec, read_spec
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
@@ -46,7 +48,7 @@ class TensorClass:
 class Facts:
     """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq"). predicts_further:
     whether it has a layer that can guess (`--mtp`), which nothing else here counts. embedding: how it makes vectors of texts.
-    vision: of one that reads images, whose tower nothing else here counts."""
+    vision: of one that reads images, hearing: of one that hears, whose towers nothing else here counts."""
 
     spec: ModelSpec
     classes: tuple[TensorClass, ...]
@@ -54,6 +56,7 @@ class Facts:
     predicts_further: bool = False
     embedding: Embedding = field(default_factory=Embedding)
     vision: VisionSpec | None = None
+    hearing: HearingSpec | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -89,7 +92,8 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
                    for each in stored]  # fmt: skip
     embedding, predicts_further = use_of(embedding, spec), mtp_names_of(checkpoint) is not None
-    return Facts(spec, tuple(classes), _stored(checkpoint, classes), predicts_further, embedding, read_vision(checkpoint))
+    senses = read_vision(checkpoint), read_hearing(checkpoint)
+    return Facts(spec, tuple(classes), _stored(checkpoint, classes), predicts_further, embedding, *senses)
 
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:

@@ -73,7 +73,7 @@ def create_app(context: ServerContext) -> FastAPI:
         exception_handlers=dict.fromkeys((ApiError, NanovllmError, HTTPException, RequestValidationError), _tell),
     )
     app.state.settings, app.state.gate = settings, gate
-    app.state.max_body_bytes = lambda: settings.body_bytes(reads_images=_may_read_images(context))
+    app.state.max_body_bytes = lambda: settings.body_bytes(reads_more=_may_read_more(context))
     routers = [router(context) for router in ROUTERS]
     for router in routers:
         app.include_router(router)
@@ -82,10 +82,10 @@ def create_app(context: ServerContext) -> FastAPI:
     return app
 
 
-def _may_read_images(context: ServerContext) -> bool:
-    """Whether one of the models does, as far as anybody knows of those that have not been loaded."""
+def _may_read_more(context: ServerContext) -> bool:
+    """Whether one of the models reads images or hears, as far as anybody knows of those that have not been loaded."""
     all_facts = [engine.facts for engine in context.models.engines().values()]
-    return any(facts is None or facts.vision is not None for facts in all_facts)
+    return any(facts is None or facts.sense is not None for facts in all_facts)
 
 
 async def build_routes(app: FastAPI) -> None:

@@ -1,6 +1,7 @@
-"""A conversation made into its prompt: its messages as the model's template wants them, its images read, both made into tokens.
+"""A conversation made into its prompt: its messages as the model's template wants them, its images, or sounds, read, and all made
+into tokens.
 
-Images come from anybody, and each may take seconds and a gigabyte to decode. So they are read one by one, in threads of their
+They come from anybody, and each may take seconds and a gigabyte to decode. So they are read one by one, in threads of their
 own, where no text waits behind them, and the next one only while all so far are within bounds.
 """
 
@@ -12,19 +13,22 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
-from nanovllm_cli.images.reading import read_sent
+from nanovllm_cli.hearing_spec import Sense
+from nanovllm_cli.senses import kind_of, read_part
 from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.ports import ChatAsked, ServedModel
 from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.chat_template import encode_chat, strings
-from nanovllm_cli.text.content_parts import IMAGE_PARTS, ImagePart
+from nanovllm_cli.text.content_parts import IMAGES, PARTS, ImagePart
+from nanovllm_cli.text.image_tokens import Sent
 from nanovllm_cli.text.messages import template_messages, template_tools
-from nanovllm_cli.vision_spec import Picture, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import TokenIds
 
 MAX_IMAGES = 64
-"""Of a request."""
+"""Of a request, and sounds."""
 MAX_PIXELS = 1 << 28
-"""Of all images of a request, as they were sent or as the model is shown them, whichever are more: 768 MiB."""
+"""Of all images of a request, as they were sent or as the model is shown them, whichever are more: 768 MiB, which all sounds of
+one may have, too, as spectrograms."""
 
 
 MOST_AT_ONCE = 8
@@ -59,19 +63,21 @@ class _Begun(NamedTuple):
 
 async def _images(
     model: ServedModel, asked: ChatAsked, begun: _Begun, salt: str | None, threads: Executor
-) -> list[Picture]:
+) -> list[Sent]:
     loop = asyncio.get_running_loop()
-    vision, limit = model.facts.vision, model.facts.context_len
-    assert vision is not None
-    images: list[Picture] = []
-    num_pixels = num_tokens = 0
+    sense, limit = model.facts.sense, model.facts.context_len
+    assert sense is not None
+    images: list[Sent] = []
+    num_bytes = num_tokens = 0
     for part in begun.images:
-        image, num_sent = await loop.run_in_executor(threads, _read, part, vision, salt)
-        num_pixels += max(num_sent, image.num_pixels)
-        num_tokens += vision.num_tokens(image)
-        if num_pixels > MAX_PIXELS:
-            told = f"{part.where}: a request's images may have {MAX_PIXELS >> 20} million pixels, and with this one have more"
-            raise invalid_value(f"{told}; make them smaller", part.where)
+        image, taken = await loop.run_in_executor(threads, _read, part, sense, salt)
+        num_bytes += taken
+        num_tokens += sense.num_tokens(image)
+        if num_bytes > 3 * MAX_PIXELS:
+            what = f"images may have {MAX_PIXELS >> 20} million pixels"
+            if model.facts.hearing is not None:
+                what = f"sounds may have {3 * MAX_PIXELS >> 20} MiB of spectrograms"
+            raise invalid_value(f"{part.where}: a request's {what}, and with this one have more; make them smaller", part.where)
         if num_tokens >= limit:
             raise too_long(num_tokens, limit, asked.param, at_least=True)
         images.append(image)
@@ -84,11 +90,13 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
         raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
-    variables, paths = _variables(model, asked), _image_paths(asked)
-    _check_images(list(paths.values()), model)
+    kind = kind_of(model.facts.sense) or IMAGES
+    _check_images(asked.image_paths, model)
+    variables, paths = _variables(model, asked), _image_paths(asked, kind)
+    _check_images(list(paths.values()), model, kind)
     images: list[ImagePart] = []
     try:
-        messages = template_messages(asked.messages, model.chat_template, images if paths else None)
+        messages = template_messages(asked.messages, model.chat_template, images if paths else None, kind)
     except NanovllmError as error:
         raise ApiError.of(error, asked.param) from error
     model.check_length(sum(map(len, strings([*messages, *asked.tools]))), asked.param)
@@ -96,7 +104,7 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
     return begun if images else _encoded(model, asked, begun, ())
 
 
-def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequence[Picture]) -> TokenIds:
+def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequence[Sent]) -> TokenIds:
     template = model.chat_template
     assert template is not None
     try:
@@ -109,7 +117,7 @@ def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequen
             continue_final_message=asked.continues,
             most_tokens=model.facts.context_len,
             images=images,
-            vision=model.facts.vision,
+            vision=model.facts.sense,
             variables=begun.variables,
         )
     except PromptTooLongError as error:
@@ -129,31 +137,33 @@ def _variables(model: ServedModel, asked: ChatAsked) -> dict[str, Any]:
     return {**model.chat_defaults.variables, **variables}
 
 
-def _check_images(paths: Sequence[str], model: ServedModel) -> None:
+def _check_images(paths: Sequence[str], model: ServedModel, kind: str = IMAGES) -> None:
     """Before any of them is looked at."""
-    if paths and model.facts.vision is None:
+    if paths and kind == IMAGES and model.facts.vision is None:
         told = f"{paths[0]}: the model {model.id!r} reads no images; send texts alone"
         raise ApiError(400, told, code="unsupported", param=paths[0])
     if len(paths) > MAX_IMAGES:
-        told = f"{paths[MAX_IMAGES]}: a request may have {MAX_IMAGES} images, and this one has {len(paths)}"
+        what = "images" if kind == IMAGES else "sounds"
+        told = f"{paths[MAX_IMAGES]}: a request may have {MAX_IMAGES} {what}, and this one has {len(paths)}"
         raise invalid_value(told, paths[MAX_IMAGES])
 
 
-def _image_paths(asked: ChatAsked) -> dict[str, str]:
-    """Where the images of its messages are, as `template_messages` calls that and as the client's request does, in order."""
+def _image_paths(asked: ChatAsked, kind: str) -> dict[str, str]:
+    """Where the images of its messages are, or sounds, as `template_messages` calls that and as the client's request does, in
+    order."""
     places = [
         f"messages[{number}].content[{place}]"
         for number, message in enumerate(asked.messages)
         if isinstance(content := message.get("content"), list)
         for place, part in enumerate(content)
-        if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in IMAGE_PARTS
+        if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in PARTS[kind]
     ]
     return dict(zip(places, asked.image_paths or places, strict=True))
 
 
-def _read(part: ImagePart, vision: VisionSpec, salt: str | None) -> tuple[Picture, int]:
-    """An image, and how many pixels were sent."""
+def _read(part: ImagePart, sense: Sense, salt: str | None) -> tuple[Sent, int]:
+    """See `read_part`."""
     try:
-        return read_sent(part.url, vision, part.where, salt)
+        return read_part(part, sense, salt)
     except NanovllmError as error:
         raise ApiError.of(error, part.where) from error

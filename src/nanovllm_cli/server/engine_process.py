@@ -157,6 +157,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         has_head=llm.spec.has_head,
         ranks=llm.embedding.ranks,
         vision=llm.vision,
+        hearing=llm.hearing,
     )
 
 

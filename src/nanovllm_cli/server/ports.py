@@ -174,14 +174,14 @@ class ModelAbout(NamedTuple):
 
 class ModelCard(NamedTuple):
     """A line of /v1/models. created: Unix seconds, when this server first had it. parent: the model that an adapter is for.
-    reads_images: None until it was loaded once, as context_len is."""
+    modalities: what it reads, by OpenRouter's names; None until it was loaded once, as context_len is."""
 
     id: str
     created: int
     state: EngineState
     context_len: int | None
     parent: str | None = None
-    reads_images: bool | None = None
+    modalities: tuple[str, ...] | None = None
 
 
 class Models(Protocol):

@@ -68,7 +68,7 @@ def _place(cards: Sequence[ModelCard], name: str, param: str) -> int:
 
 def _openai(card: ModelCard) -> Mapping[str, Any]:
     """What nobody knows of a model that was never loaded is left out: clients take no null there."""
-    seen = {} if card.reads_images is None else {"architecture": {"input_modalities": ["text", *["image"] * card.reads_images]}}
+    seen = {} if card.modalities is None else {"architecture": {"input_modalities": list(card.modalities)}}
     return {
         "id": card.id,
         "object": "model",

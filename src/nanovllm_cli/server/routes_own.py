@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from nanovllm_cli import __version__
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.senses import kind_of
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse, openai_form
@@ -148,7 +149,7 @@ def _props(served: ServedModel) -> dict[str, Any]:
         "chat_template": None if served.chat_template is None else served.chat_template.source,
         "bos_token": served.tokenizer.bos_token,
         "eos_token": served.tokenizer.eos_token,
-        "modalities": {"vision": served.facts.vision is not None, "audio": False},
+        "modalities": {"vision": served.facts.vision is not None, "audio": served.facts.hearing is not None},
         "build_info": f"nanovllm {__version__}",
     }
 
@@ -199,6 +200,8 @@ def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
         raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
     variables = {**served.chat_defaults.variables, **template_variables(body.chat_template_kwargs)}
     template = served.chat_template
-    messages = template_messages(body.messages, template, None if served.facts.vision is None else [])
+    messages = template_messages(
+        body.messages, template, None if served.facts.sense is None else [], kind_of(served.facts.sense)
+    )
     tools = template_tools(body.tools, template) if body.tools else None
     return template.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)

@@ -63,12 +63,21 @@ class ImageUrl(TypedDict, total=False):
 
 
 @with_config(OPEN)
+class InputAudio(TypedDict, total=False):
+    """data: a sound's file in base64. format: what its client calls it, which is not relied on."""
+
+    data: Required[str]
+    format: ShortText | None
+
+
+@with_config(OPEN)
 class ContentPart(TypedDict, total=False):
     """Of a message. Which kinds can be read is said by text/content_parts.py."""
 
     type: Required[ShortText]
     text: str
     image_url: str | ImageUrl | None
+    input_audio: InputAudio | None
 
 
 @with_config(OPEN)

@@ -75,7 +75,7 @@ class ApplyTemplateAnswer(BaseModel):
 
 
 class Architecture(BaseModel):
-    input_modalities: list[Literal["text", "image"]]
+    input_modalities: list[Literal["text", "image", "audio"]]
 
 
 class ModelAnswer(BaseModel):

@@ -101,8 +101,11 @@ class _Slot:
         return self.engine.facts.context_len if self.engine.facts is not None else None
 
     @property
-    def reads_images(self) -> bool | None:
-        return self.engine.facts.vision is not None if self.engine.facts is not None else None
+    def modalities(self) -> tuple[str, ...] | None:
+        facts = self.engine.facts
+        if facts is None:
+            return None
+        return "text", *["image"] * (facts.vision is not None), *["audio"] * (facts.hearing is not None)
 
     def admit(self) -> None:
         self.users += self.waiting
@@ -161,7 +164,7 @@ class ServedModels:
     def cards(self) -> list[ModelCard]:
         return [
             ModelCard(
-                name, slot.created, self._state_of(slot), slot.context_len, adapter and slot.settings.names[0], slot.reads_images
+                name, slot.created, self._state_of(slot), slot.context_len, adapter and slot.settings.names[0], slot.modalities
             )
             for name, (slot, adapter) in self._by_name.items()
         ]

@@ -31,8 +31,8 @@ class ServeSettings:
     besides this machine's own and `host` (`*` is any). cors_origins: whose pages may read answers; none by default.
 
     max_*: what one request may cost, and how many are under way at once (more are answered 429); max_body_bytes: None is
-    TEXTS_BODY, or IMAGES_BODY where a model reads images. *_seconds: how long a request may take to arrive, a connection to lie
-    idle, a client not to read, an answer to take in all (None sets no limit), running answers to finish after SIGTERM;
+    TEXTS_BODY, or IMAGES_BODY where a model reads images or hears. *_seconds: how long a request may take to arrive, a connection
+    to lie idle, a client not to read, an answer to take in all (None sets no limit), running answers to finish after SIGTERM;
     ping_seconds: between comments on a silent stream.
     """
 
@@ -82,9 +82,9 @@ class ServeSettings:
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{_OPTIONS.get(name, name)} must be a number of seconds, more than 0")
 
-    def body_bytes(self, *, reads_images: bool) -> int:
+    def body_bytes(self, *, reads_more: bool) -> int:
         """Most of a request's body."""
-        return self.max_body_bytes or (IMAGES_BODY if reads_images else TEXTS_BODY)
+        return self.max_body_bytes or (IMAGES_BODY if reads_more else TEXTS_BODY)
 
     @property
     def needs_key(self) -> bool:
