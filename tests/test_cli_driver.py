@@ -122,7 +122,7 @@ class LLM:
         self.dtype, self.num_parameters, self.weight_bytes, self.kv_bytes = "float32", 1000, 1 << 20, 1 << 19
         self.kv_dtypes = "float32", "float32"
         self.spec = types.SimpleNamespace(vocab_size=VOCABULARY, has_head=True)
-        self.vision = None
+        self.sense = self.vision = self.hearing = None
 
     def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, template_kwargs: Any = None) -> list[int]:
         if any(message["role"] == "martian" for message in messages):

@@ -448,10 +448,10 @@ def test_a_repository_has_it_beside_the_model() -> None:
             files.choose_mmproj(["mmproj-a-F16.gguf", "mmproj-b-F16.gguf"], "a/m", quant=quant)
 
 
-def with_merges(folder: Path) -> Path:
+def with_merges(folder: Path, words: list[str] = WORDS) -> Path:
     """The same model with more tokens, whose tokenizer a file can hold."""
     backend = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    backend.add_special_tokens(WORDS)
+    backend.add_special_tokens(words)
     backend.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["vocab_size"] = backend.get_vocab_size()
@@ -563,7 +563,7 @@ def test_a_gemmas_file_may_lack_the_token_of_images(made: Callable[[str], Made],
     for tokens, part in (whole, "<image_soft_token>"), (cut, "<pad>"):
         tokenizer: Any = SimpleNamespace(control_tokens=tokens)
         known = in_vocabulary(spec, tokenizer)
-        text, _ = with_marks("a<start_of_image>b", [], known, [Picture((one,))])
+        text, _ = with_marks("a<start_of_image>b", [], known.tokens, [Picture((one,))])
         assert text == f"a\n\n<start_of_image>{part}<end_of_image>\n\nb"
         ids = with_images([7, tokens[part], 8], tokenizer, known, [Picture((one,))])
         assert list(ids) == [7, *[tokens[part]] * 16, 8]

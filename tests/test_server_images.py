@@ -391,7 +391,8 @@ def test_a_model_of_texts_refuses_images_and_names_them(server: Server) -> None:
         ({"type": "image_url", "image_url": {"url": 5}}, "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": {"url": "data:", "detail": "huge"}}, "messages[0].content[0].image_url.detail"),
         ({"type": "image_url"}, "messages"),
-        ({"type": "input_audio", "input_audio": {}}, "messages"),
+        ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].input_audio.data"),
+        ({"type": "input_audio", "input_audio": {"data": "AA"}}, "messages"),
         ({"type": "video_url", "video_url": {"url": "data:"}}, "messages"),
     ],
 )

@@ -72,7 +72,8 @@ def test_a_file_is_what_transformers_makes_of_it(folder: Path, llm: LLM) -> None
     text = llm.tokenizer.decode([each for each in prompt if each != 259], skip_special_tokens=False)
     assert text.startswith("<|im_start|>user\n<|audio_start|><|audio_end|>What?<|im_end|>")
     assert [placed.num_tokens for placed in prompt.images] == [26, 13]
-    assert list(prompt).count(259) == 39 and prompt.images[0].start == list(prompt).index(259)
+    assert list(prompt).count(259) == 39
+    assert prompt.images[0].start == list(prompt).index(259)
     model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
     (output,) = llm.generate(prompt, GREEDY)
     whole = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
@@ -168,8 +169,8 @@ def test_run_hears_files_and_standard_input(run: Any, llm: LLM) -> None:
     assert one[:2] == run("--audio", "-", "What?", stdin=SOUNDS[1])[:2]
     assert one[1] != expected
     code, out, _ = run("--continue", "And?")
-    assert (code, out) == (0, llm.chat([*asked(SOUNDS[1]), {"role": "assistant", "content": one[1]},
-                                        {"role": "user", "content": "And?"}], params)[0].outputs[0].text.removesuffix("\n"))  # fmt: skip
+    turns = [*asked(SOUNDS[1]), {"role": "assistant", "content": one[1]}, {"role": "user", "content": "And?"}]
+    assert (code, out) == (0, llm.chat(turns, params)[0].outputs[0].text.removesuffix("\n"))
 
 
 def test_run_tells_what_it_cannot_hear(run: Any, tmp_path: Path) -> None:
@@ -265,7 +266,8 @@ def test_a_conversation_with_sounds_is_no_matter_for_a_model_that_hears_nothing(
     before, llm.hearing = llm.hearing, None
     try:
         assert "hears nothing (/model NAME" in told(chat, "/audio 0.wav")[-1]
-        assert 'has sounds (/model NAME takes another model; /undo, /clear or /audio "" leaves sounds out)' in told(chat, "more")[-1]
+        hint = '/model NAME takes another model; /undo, /clear or /audio "" leaves sounds out'
+        assert f"has sounds ({hint})" in told(chat, "more")[-1]
     finally:
         llm.hearing = before
 
@@ -289,12 +291,12 @@ def test_a_server_hears_what_clients_send(live: LiveServer, llm: LLM) -> None:
     assert tokens["tokens"] == list(llm.encode_chat(asked(SOUNDS[0])))
     assert live.get("/v1/models")[1]["data"][0]["architecture"] == {"input_modalities": ["text", "audio"]}
     assert live.get("/props")[1]["modalities"] == {"vision": False, "audio": True}
+    seen = {"type": "image_url", "image_url": {"url": "data:"}}
     refused: list[tuple[str, dict[str, Any], str, str | None]] = [
         ("/v1/chat/completions", {"messages": asked(SOUNDS[0][:60])}, "shorter than 0.1 seconds", "messages[0].content[0]"),
         ("/v1/chat/completions", {"messages": asked(saved(noise(RATE * 60)))}, "tokens", "messages"),
         ("/v1/chat/completions", {"messages": asked(*[SOUNDS[0]] * 65)}, "64 sounds", "messages[0].content[64]"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-         "reads no images", "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [seen]}]}, "reads no images", "messages"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {
             "type": "base64", "media_type": "image/png", "data": "AA"}}]}]}, "reads no images", None),
     ]  # fmt: skip

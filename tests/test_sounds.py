@@ -30,9 +30,10 @@ SHAPE: dict[str, Any] = {
     "activation": "gelu", "projector": "one",
 }  # fmt: skip
 LINE, PLANE = EarSpec(**SHAPE, front="line"), EarSpec(**SHAPE, front="plane", chunk=100, channels=3)
-VOXTRAL = HearingSpec(LINE, TOKENS, piece=3000, padded=True)
-QWEN2 = HearingSpec(LINE, TOKENS, piece=3000, padded=True, framed=True, most=1)
-QWEN3 = HearingSpec(PLANE, TOKENS, piece=800, least=8000)
+AROUND = "<|audio_start|>", "<|audio_end|>"
+VOXTRAL = HearingSpec(LINE, TOKENS, 3000, AROUND, padded=True)
+QWEN2 = HearingSpec(LINE, TOKENS, 3000, AROUND, padded=True, framed=True, most=1)
+QWEN3 = HearingSpec(PLANE, TOKENS, 800, AROUND, least=8000)
 
 
 def values_of(sound: Sound) -> np.ndarray:

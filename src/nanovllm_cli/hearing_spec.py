@@ -85,11 +85,13 @@ class HearingSpec:
     """All that a model needs to hear. tokens: `token` as often as there are rows of the tower's output. piece: frames that a
     tower reads at once; the rest of a longer sound are further pieces. padded: the last one is as long, by silence; framed: what
     is heard of it is not longer for that. least: samples that a sound is padded to by silence. most: pieces of a sound; 0: any
-    number."""
+    number. around: what stands in front of a sound's tokens and behind them, where a chat template knows nothing of sounds and
+    does not write it."""
 
     tower: EarSpec
     tokens: ImageTokens
     piece: int
+    around: tuple[str, str]
     padded: bool = False
     framed: bool = False
     least: int = 0

@@ -29,6 +29,7 @@ from nanovllm_cli.models.tower_layers import Stages, TowerRows, next_stage
 from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.hearing import ear_parts, hearing_bytes, load_ear, read_hearing
+from nanovllm_cli.weights.hearing_gguf import load_ear_gguf
 from nanovllm_cli.weights.mmproj import checked_mmproj, load_mmproj, open_mmproj
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
 
@@ -170,7 +171,7 @@ def sight_of(
     if spec is None:
         return None
     if isinstance(spec, HearingSpec):
-        return _hearing(checkpoint, spec, dtype, device)
+        return _hearing(checkpoint, mmproj, spec, dtype, device)
     windows = [attention.window for attention in model.attentions if attention.window is not None]
     spec = spec.limited(min([most_tokens, *windows] if spec.whole else [most_tokens]))
     if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
@@ -201,10 +202,15 @@ def _sense_of(checkpoint: Checkpoint) -> Sense | None:
     return hearing
 
 
-def _hearing(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, device: torch.device) -> Sight:
+def _hearing(
+    checkpoint: Checkpoint, mmproj: str | None, spec: HearingSpec, dtype: torch.dtype, device: torch.device
+) -> Sight:
     def load() -> ear.Ear:
-        with open_checkpoint(checkpoint.path) as again:
-            return load_ear(again, spec, dtype, device)
+        if mmproj is None:
+            with open_checkpoint(checkpoint.path) as again:
+                return load_ear(again, spec, dtype, device)
+        with open_mmproj(mmproj) as file:
+            return load_ear_gguf(file, spec, dtype, device)
 
     work = MOST_BEGUN * ear.work_bytes(spec.tower, spec.piece, dtype)
     return Sight(spec, load, hearing_bytes(spec, dtype) + work + KEPT_BYTES)

@@ -29,6 +29,7 @@ MAX_BINS, MAX_PIECE = 1 << 10, 1 << 14
 """Of a spectrogram, whatever files say."""
 _QWEN3_TOKENS = ImageTokens("<|audio_pad|>", "<|audio_pad|>")  # the template writes what is around them
 _QWEN2_TOKENS = ImageTokens("<|AUDIO|>", "<|AUDIO|>")
+_QWEN2_AROUND = "<|audio_bos|>", "<|audio_eos|>"
 _VOXTRAL_TOKENS = ImageTokens("[AUDIO]", "[AUDIO]")
 
 Read = Callable[[ConfigReader, ConfigReader], HearingSpec]
@@ -67,14 +68,15 @@ def _voxtral(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
         projector_activation=activation_of(config, "gelu", "projector_hidden_act"),
         joined=joined,
     )
-    return _whole(tower, sounds, audio, HearingSpec(tower, _VOXTRAL_TOKENS, piece=2 * tower.positions, padded=True))
+    spec = HearingSpec(tower, _VOXTRAL_TOKENS, 2 * tower.positions, ("[BEGIN_AUDIO]", ""), padded=True)
+    return _whole(tower, sounds, audio, spec)
 
 
 def _qwen2_audio(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     audio = config.section("audio_config")
     shape = _whisper_shape(audio, ("d_model", 1280), ("encoder_layers", 32), ("encoder_attention_heads", 20), 5120)
     tower = EarSpec(**shape, out_size=text_width(config), projector="one", projector_bias=True, pooled=2)
-    spec = HearingSpec(tower, _QWEN2_TOKENS, piece=2 * tower.positions, padded=True, framed=True, most=1)
+    spec = HearingSpec(tower, _QWEN2_TOKENS, 2 * tower.positions, _QWEN2_AROUND, padded=True, framed=True, most=1)
     return _whole(tower, sounds, audio, spec)
 
 
@@ -107,7 +109,7 @@ def _qwen3_asr(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     least = sounds.integer("min_length", 8000, least=0)
     if least > RATE:
         raise CheckpointError(f"{sounds.where}: sounds of at least {least} samples are not believed", BROKEN)
-    return HearingSpec(tower, _QWEN3_TOKENS, piece=window, least=least)
+    return HearingSpec(tower, _QWEN3_TOKENS, window, ("<|audio_start|>", "<|audio_end|>"), least=least)
 
 
 def _whole(tower: EarSpec, sounds: ConfigReader, audio: ConfigReader, spec: HearingSpec) -> HearingSpec:

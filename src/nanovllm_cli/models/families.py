@@ -68,19 +68,12 @@ QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3vlmoe", hf_na
                        experts=replace(QWEN_KEYS, norm_topk=True),
                        defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16})  # fmt: skip
 # Of models that hear: all tokens of a sound have positions of their own, as those of a text.
-QWEN3_ASR = replace(QWEN3, has_window=False, gguf_name="qwen3vl", tied_by_default=True,
-                    gguf_keys=lambda spec: {"rope.dimension_sections": _thirds(spec)},
+QWEN3_ASR = replace(QWEN3_VL, tied_by_default=True,
                     defaults={"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 65536,
                               "rope_theta": 1e6})  # fmt: skip
 VOXTRAL = replace(LLAMA, name="voxtral",
                   defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e8, "head_dim": 128,
                             "rms_norm_eps": 1e-5})  # fmt: skip
-
-
-def _thirds(spec: ModelSpec) -> list[int]:
-    """What llama.cpp wants to know of positions that are all the same."""
-    pairs = spec.attention.head_dim // 2
-    return [pairs - 2 * (5 * pairs // 16), 5 * pairs // 16, 5 * pairs // 16, 0]
 
 
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jinja2
 
 from nanovllm_cli.errors import TemplateError, UsageError
-from nanovllm_cli.hearing_spec import Sense
-from nanovllm_cli.text.image_tokens import Sent, with_images, with_marks
+from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.text.image_tokens import Sent, sounds_in_texts, with_images, with_marks
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -150,7 +150,10 @@ def prepare_chat(
     them. most_tokens: a text that has far more is not read to its end, see `Tokenizer.check_fits`. images: those of the
     messages' parts, in their order, or sounds; vision: of the model that sees or hears them.
     """
-    inputs = _plain({"messages": _plain_messages(messages), "tools": tools, "documents": documents, "kwargs": kwargs})
+    told, tokens = _plain_messages(messages), None if vision is None else vision.tokens
+    if images and isinstance(vision, HearingSpec) and "audio" not in template.source.lower():
+        told, tokens = sounds_in_texts(told, vision)
+    inputs = _plain({"messages": told, "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)
     veiled = {name: veil.over(value) for name, value in inputs.items()}
     text = template.render(
@@ -163,8 +166,8 @@ def prepare_chat(
         **veiled["kwargs"],
     )
     text, plain_at = veil.lift(text)
-    if vision is not None and images:
-        text, plain_at = with_marks(text, plain_at, vision, images)
+    if tokens is not None and images:
+        text, plain_at = with_marks(text, plain_at, tokens, images)
     if most_tokens is not None:
         tokenizer.check_fits(text, most_tokens)
     ids = tokenizer.encode_guarded(text, plain_at)

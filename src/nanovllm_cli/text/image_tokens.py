@@ -4,15 +4,17 @@ place."""
 from __future__ import annotations
 
 import re
+import secrets
 from bisect import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, TemplateError
-from nanovllm_cli.hearing_spec import Sense
+from nanovllm_cli.hearing_spec import HearingSpec, Sense
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Clip, Picture, TokenIds
+from nanovllm_cli.vision_spec import Clip, ImageTokens, Picture, TokenIds
 
 Sent = Picture | Clip
 
@@ -25,14 +27,29 @@ def in_vocabulary(vision: Sense, tokenizer: Tokenizer) -> Sense:
     return replace(vision, tokens=replace(tokens, token=tokens.instead))
 
 
-def with_marks(text: str, plain_at: Collection[int], vision: Sense, pictures: Sequence[Sent]) -> tuple[str, set[int]]:
+def sounds_in_texts(messages: Sequence[Any], hearing: HearingSpec) -> tuple[list[Any], ImageTokens]:
+    """Messages for a template that knows nothing of sounds: their parts are one text each, with a mark that nobody can have
+    written where a sound is, and which tokens that becomes."""
+    before, after = hearing.around
+    mark = f"\u241f{secrets.token_hex(16)}"
+    told = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            texts = [mark if part.get("type") == "audio" else str(part.get("text", "")) for part in content]
+            message = {**message, "content": "".join(texts)}
+        told.append(message)
+    return told, replace(hearing.tokens, marker=mark, before=before, after=after)
+
+
+def with_marks(text: str, plain_at: Collection[int], tokens: ImageTokens, pictures: Sequence[Sent]) -> tuple[str, set[int]]:
     """A rendered conversation with one `token` for each of the pictures' images, and what surrounds it; and `plain_at` in it,
     where a control token is a text's own. TemplateError where the template wrote fewer images than pictures, or more."""
-    tokens, count = vision.tokens, len(pictures)
+    count = len(pictures)
     marks = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
     if len(marks) != count:
         raise TemplateError(
-            f"the chat template writes {len(marks)} places ({tokens.marker}) for {count} images",
+            f"the chat template writes {len(marks)} places ({tokens.marker}) for {count} {_name_of(pictures)}",
             "use the model's own template" if len(marks) < count else None,
         )
     instead = [tokens.text(picture) for picture in pictures]
@@ -52,7 +69,7 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: Sense, picture
     part = _id(tokenizer, tokens.token)
     line_end, last_end = (_id(tokenizer, text) if text else part for text in (tokens.line_end, tokens.last_end))
     if (count := list(ids).count(part)) != len(images):
-        raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} images")
+        raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} {_name_of(pictures)}")
     left = iter(images)
     out: list[int] = []
     placed = []
@@ -68,6 +85,10 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: Sense, picture
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end
     return TokenIds(out, placed)
+
+
+def _name_of(sent: Sequence[Sent]) -> str:
+    return "sounds" if any(isinstance(each, Clip) for each in sent) else "images"
 
 
 def image_token(tokenizer: Tokenizer, vision: Sense) -> int | None:

@@ -1,8 +1,9 @@
-"""What a GGUF model sees by, in a file of its own (llama.cpp's mmproj-*.gguf), in the three steps of `vision.py`: what it says,
-whether its tensors are there, the tower itself. And whether it is of this model: nothing in either file names the other.
+"""What a GGUF model sees or hears by, in a file of its own (llama.cpp's mmproj-*.gguf), in the three steps of `vision.py`: what
+it says, whether its tensors are there, the tower itself. And whether it is of this model: nothing in either file names the other.
 
 Which tensors these are is in `models/towers_gguf.py`. Block types become plain numbers. What the file may have beside a tower is
-left aside: what hears, and the embedding of a token, which the model has, too.
+left aside: what hears, where it sees, too, and the embedding of a token, which the model has as well. A file that only hears is
+read by `hearing_gguf.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.hearing_spec import HearingSpec, Sense
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ears_gguf import ear_projector_of, hears
 from nanovllm_cli.models.tower import Tower, tower_dtype
 from nanovllm_cli.models.towers_gguf import names_in_gguf, projector_of, vision_from_gguf
 from nanovllm_cli.progress import LoadProgress
@@ -24,6 +27,7 @@ from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_names import pairs_to_halves
 from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.hearing_gguf import compared_ear, read_ear
 from nanovllm_cli.weights.vision import arranged, match_tensors, read_whole, stored_shapes
 from nanovllm_cli.weights.weight_reader import GGUFReader
 
@@ -41,14 +45,19 @@ def open_mmproj(path: str | Path) -> Checkpoint:
     return file
 
 
-def read_mmproj(file: Checkpoint) -> VisionSpec:
+def read_mmproj(file: Checkpoint) -> Sense:
     """Raises CheckpointError for a file that is broken, UnsupportedError for what no tower here can be."""
+    if hears(_metadata(file)):
+        return read_ear(file)
     return vision_from_gguf(_metadata(file), _shapes(file))
 
 
-def check_mmproj(file: Checkpoint, spec: VisionSpec) -> None:
+def check_mmproj(file: Checkpoint, spec: Sense) -> None:
     """As `vision.check_tower`."""
-    _compared(file, spec.tower)
+    if isinstance(spec, HearingSpec):
+        compared_ear(file, spec.tower)
+    else:
+        _compared(file, spec.tower)
 
 
 def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tower:
@@ -60,7 +69,7 @@ def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: 
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
 
-def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> VisionSpec:
+def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> Sense:
     """Of a file that is whole, and of this model, whose width that is. Raises what the three steps do, and UsageError for another
     model's."""
     with open_mmproj(path) as file:
@@ -87,27 +96,34 @@ def with_mmproj(
     try:
         _check_tokens(checked_mmproj(beside, model, hidden_size), beside, control_tokens)
     except NanovllmError as error:
-        progress.note(f"images are not read: {error.message}")
+        progress.note(f"images and sounds are not read: {error.message}")
         return config
-    progress.note(f"with images by {beside.name}")
+    progress.note(f"with {'sounds' if is_ear(beside) else 'images'} by {beside.name}")
     return replace(config, mmproj=str(beside))
 
 
-def _check_belongs(file: Checkpoint, spec: VisionSpec, model: Checkpoint, hidden_size: int) -> None:
+def is_ear(path: str | Path) -> bool:
+    """Whether a file that is whole is of what hears."""
+    with open_mmproj(path) as file:
+        return hears(_metadata(file))
+
+
+def _check_belongs(file: Checkpoint, spec: Sense, model: Checkpoint, hidden_size: int) -> None:
     if model.format != "gguf":
         raise UsageError(f"{model.path} is no GGUF model, and brings along what it sees by, if it does", "leave --mmproj out")
-    architecture, known = str(model.config.get("general.architecture"))[:40], projector_of(_metadata(file)).texts
+    architecture = str(model.config.get("general.architecture"))[:40]
+    known = (ear_projector_of if isinstance(spec, HearingSpec) else projector_of)(_metadata(file)).texts
     if architecture not in known:
         raise UsageError(f"{file.path} is of models of the kind {' or '.join(known)}, not of {architecture}", ANOTHER_FILE)
     if spec.tower.out_size != hidden_size:
         raise UsageError(f"{file.path} makes rows of {spec.tower.out_size} numbers for a model of {hidden_size}", ANOTHER_FILE)
-    deep = model.config.get(f"{architecture}.n_deepstack_layers")
-    if deep is not None and deep != len(spec.tower.deep):
-        raise UsageError(f"{file.path} adds rows behind {len(spec.tower.deep)} layers of a model, not {deep}", ANOTHER_FILE)
+    deep, own = model.config.get(f"{architecture}.n_deepstack_layers"), len(getattr(spec.tower, "deep", ()))
+    if deep is not None and deep != own:
+        raise UsageError(f"{file.path} adds rows behind {own} layers of a model, not {deep}", ANOTHER_FILE)
 
 
-def _check_tokens(spec: VisionSpec, path: str | Path, control_tokens: Collection[str]) -> None:
-    """UsageError where a vocabulary lacks what images are made of."""
+def _check_tokens(spec: Sense, path: str | Path, control_tokens: Collection[str]) -> None:
+    """UsageError where a vocabulary lacks what images, or sounds, are made of."""
     tokens = spec.tokens
     needed = {tokens.instead or tokens.token, tokens.line_end, tokens.last_end} - {""}
     if missing := needed.difference(control_tokens):

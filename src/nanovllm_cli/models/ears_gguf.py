@@ -1,0 +1,123 @@
+"""Towers for sounds in GGUF files of their own (mmproj-*.gguf, "clip"): metadata -> HearingSpec, and what tensors are called.
+
+As for images (`towers_gguf.py`), what metadata say is put as a folder's config has it, and read as that is (ears.py). Keys and
+names: gguf-py's constants, and tools/mtmd of llama.cpp, which reads them. Files are untrusted, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.hearing_spec import EarSpec, HearingSpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.ear import ear_shapes
+from nanovllm_cli.models.ears import EARS
+
+Shapes = Mapping[str, tuple[int, ...]]
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarProjector:
+    """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
+    it belongs to. audio: of what metadata and shapes say, the section of a config that is the family's own. names: of its
+    modules, beside those of layers."""
+
+    model: str
+    texts: tuple[str, ...]
+    audio: Callable[[ConfigReader, Shapes], Config]
+    names: Mapping[str, str]
+
+
+def hears(read: ConfigReader) -> bool:
+    """Whether a file is of what hears, and sees nothing."""
+    return read.flag("clip.has_audio_encoder", False) and not read.flag("clip.has_vision_encoder", False)
+
+
+def ear_projector_of(read: ConfigReader) -> EarProjector:
+    """UnsupportedError for those that nothing here computes."""
+    name = read.text("clip.projector_type", read.text("clip.audio.projector_type", "none"))
+    if name not in EAR_PROJECTORS:
+        raise UnsupportedError(
+            f"{read.where}: sounds by the projector {name[:40]!r} are not supported", f"known: {', '.join(EAR_PROJECTORS)}"
+        )
+    return EAR_PROJECTORS[name]
+
+
+def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
+    """Raises CheckpointError for a file that is broken, UnsupportedError for what it asks and no tower here can be."""
+    projector = ear_projector_of(read)
+    keys = {
+        "d_model": "embedding_length", "encoder_layers": "block_count", "encoder_attention_heads": "attention.head_count",
+        "encoder_ffn_dim": "feed_forward_length", "num_mel_bins": "num_mel_bins",
+    }  # fmt: skip
+    audio: Config = {ours: read.integer(f"clip.audio.{theirs}") for ours, theirs in keys.items()}
+    out = read.integer("clip.audio.projection_dim")
+    config = {
+        "architectures": [projector.model], "text_config": {"hidden_size": out},
+        "audio_config": audio | projector.audio(read, shapes),
+    }  # fmt: skip
+    spec = EARS[projector.model].read(ConfigReader(config, read.where), ConfigReader({}, read.where))
+    eps = read.number("clip.audio.attention.layer_norm_epsilon", spec.tower.eps)
+    return replace(spec, tower=replace(spec.tower, eps=eps))
+
+
+def ear_names_in_gguf(spec: EarSpec, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Our names (`ear_shapes`) -> those in a file, whose rows lie behind each other in ours. names: see `EarProjector`."""
+    modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in (_NAMES | dict(names)).items()}
+    for i in range(spec.num_layers):
+        modules |= {f"layers.{i}.{ours}": tuple(f"a.blk.{i}.{each}" for each in theirs) for ours, theirs in _LAYER.items()}
+    found = {}
+    for ours in ear_shapes(spec):
+        module, _, kind = ours.rpartition(".")
+        theirs = modules[module]
+        if ours.endswith(".qkv.bias") and not spec.key_bias:
+            theirs = theirs[0], theirs[2]
+        found[ours] = tuple(f"{each}.{kind}" for each in theirs)
+    return found
+
+
+def _rows(read: ConfigReader, shapes: Shapes, name: str) -> int:
+    shape = shapes.get(name)
+    if not shape or 0 in shape:
+        raise CheckpointError(f"{read.where}: tensor {name!r} is missing, or empty", BROKEN)
+    return shape[0]
+
+
+def _whisper(read: ConfigReader, shapes: Shapes) -> Config:
+    return {"max_source_positions": _rows(read, shapes, "a.position_embd.weight")}
+
+
+def _voxtral(read: ConfigReader, shapes: Shapes) -> Config:
+    hidden, inner, joined = (
+        read.integer(f"clip.audio.{key}") for key in ("embedding_length", "feed_forward_length", "projector.stack_factor")
+    )
+    if inner != hidden * joined:
+        raise CheckpointError(f"{read.where}: {joined} rows of {hidden} are joined to {inner}", BROKEN)
+    layers, heads = (read.integer(f"clip.audio.{key}") for key in ("block_count", "attention.head_count"))
+    return _whisper(read, shapes) | {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+def _qwen3(read: ConfigReader, shapes: Shapes) -> Config:
+    """Into which chunks and windows sounds are divided no file says."""
+    out = read.integer("clip.audio.projection_dim")
+    return {"downsample_hidden_size": _rows(read, shapes, "a.conv2d.1.weight"), "output_dim": out}
+
+
+_NAMES = {"front0": "a.conv1d.1", "front1": "a.conv1d.2", "positions": "a.position_embd", "post_norm": "a.post_ln"}
+_LAYER = {
+    "attention_norm": ("ln1",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_out",), "mlp_norm": ("ln2",),
+    "up": ("ffn_up",), "down": ("ffn_down",),
+}  # fmt: skip
+_TWO = {"projector.up": "mm.a.mlp.1", "projector.down": "mm.a.mlp.2"}
+EAR_PROJECTORS = {
+    "voxtral": EarProjector("VoxtralForConditionalGeneration", ("llama",), _voxtral, _TWO),
+    "qwen2a": EarProjector("Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, {"projector.out": "mm.a.fc"}),
+    "qwen3a": EarProjector(
+        "Qwen3ASRForConditionalGeneration", ("qwen3vl",), _qwen3,
+        _TWO | {"front_out": "a.conv_out", **{f"front{i}": f"a.conv2d.{i + 1}" for i in range(3)}},
+    ),
+}  # fmt: skip
