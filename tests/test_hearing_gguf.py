@@ -7,16 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from ears_gguf import write_ear
-from engines import save
-from hearing import WORDS, a_sound, hearing_model
+from engines import random_model, save
+from hearing import WORDS, a_sound, config_of, hearing_model
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.convert_mmproj import tower_file, tower_or_note
 from nanovllm_cli.weights.hearing import load_ear, read_hearing
 from nanovllm_cli.weights.hearing_gguf import load_ear_gguf
 from nanovllm_cli.weights.mmproj import open_mmproj, read_mmproj
@@ -25,6 +29,7 @@ from sounding import wav as saved
 from test_hearing import FAMILIES, model_of
 from test_mmproj import with_merges
 
+transformers = pytest.importorskip("transformers")
 PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}<|im_end|>
 {% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -110,3 +115,45 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     for path, told_of_it in ((other, "of models of the kind llama"), (wide, "rows of 64 numbers for a model of 48")):
         with pytest.raises(UsageError, match=told_of_it):
             LLM(str(ours), config=EngineConfig(threads=2, mmproj=str(path)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_becomes_the_file_that_llama_cpp_makes(family: str, tmp_path: Path) -> None:
+    folder = save(as_published(family), tmp_path / "model")
+    reference = gguf.GGUFReader(write_ear(folder, tmp_path / "reference.gguf"))
+    with open_checkpoint(folder) as checkpoint:
+        made = tower_file(checkpoint, "f32", "m")
+        assert made is not None
+        wrote = made.write(tmp_path / "m-F32.gguf", replace=False, progress=NullProgress())
+        assert (wrote.path.name, str(wrote)) == ("mmproj-m-F32.gguf", f"what it hears by: {wrote.path}")
+        assert made.names == {name for name in checkpoint.names() if "tower" in name or "projector" in name}
+    found = gguf.GGUFReader(wrote.path)
+    tensors, wanted = ({tensor.name: tensor for tensor in file.tensors} for file in (found, reference))
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert list(tensors[name].shape) == list(tensor.shape), name
+        is_short = name.startswith("a.conv") and name.endswith("weight")  # which llama.cpp wants in float16
+        assert tensors[name].tensor_type.name == ("F16" if is_short else "F32")
+        if name != "a.position_embd.weight" or tensor.data.any():
+            near = {"rtol": 1e-3, "atol": 1e-7} if is_short else {"rtol": 0, "atol": 0}
+            np.testing.assert_allclose(tensors[name].data, tensor.data, **near)
+    fields = {key: field.contents() for key, field in found.fields.items()}
+    for key, field in reference.fields.items():
+        if not key.startswith("GGUF."):
+            assert fields[key] == pytest.approx(field.contents()), key
+
+
+def as_published(family: str) -> Any:
+    """With the windows that no file says."""
+    if family != "qwen3-asr":
+        return model_of(family)
+    config = config_of(family)
+    config.audio_config.n_window_infer = 800
+    return random_model(config, auto=transformers.AutoModelForMultimodalLM)
+
+
+def test_what_no_file_says_is_told(tmp_path: Path) -> None:
+    folder = save(model_of("qwen3-asr"), tmp_path / "model")
+    with open_checkpoint(folder) as checkpoint:
+        tower, notes = tower_or_note(checkpoint, "f32", "m")
+    assert (tower, notes) == (None, ["what it hears by: a GGUF file can't say this of a tower: piece"])

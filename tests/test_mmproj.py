@@ -27,7 +27,7 @@ from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_mark
 from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.convert_mmproj import tower_file
+from nanovllm_cli.weights.convert_mmproj import tower_file, tower_or_note
 from nanovllm_cli.weights.hub_http import Listing
 from nanovllm_cli.weights.mmproj import check_mmproj, checked_mmproj, load_mmproj, open_mmproj, read_mmproj, with_mmproj
 from nanovllm_cli.weights.source import RemoteModel, files_for, locate, resolve
@@ -655,7 +655,7 @@ def test_a_converted_model_sees_as_its_folder_does(chatting: tuple[Path, Path], 
         assert plan.tower is not None
         assert not any("sees" in note for note in plan.notes)
         wrote = plan.tower.write(output, replace=False, progress=NullProgress())
-        assert wrote == (tmp_path / "mmproj-m-F32.gguf", True)
+        assert wrote == (tmp_path / "mmproj-m-F32.gguf", True, "sees")
         again = plan.tower.write(output, replace=False, progress=NullProgress())
         assert (again.is_new, str(again)) == (False, f"what it sees by: {wrote.path}, which is there already, and stays")
         assert plan.tower.write(output, replace=True, progress=NullProgress()).is_new
@@ -707,7 +707,7 @@ def test_a_tower_that_no_file_can_say_is_left_out(
     if name == "qwen3" and settings:
         (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
         with open_checkpoint(tmp_path) as checkpoint:
-            plan = convert._tower(checkpoint, "f32", "m")
+            plan = tower_or_note(checkpoint, "f32", "m")
         assert plan[0] is None
         assert words in plan[1][0]
 

@@ -84,7 +84,7 @@ class Ear(Layers):
             made.append(planes.permute(0, 2, 3, 1).flatten(2))  # a frame's channels behind each other, the bands of each
         together = torch.cat(made)
         rows = self._linear("front_out", together.flatten(0, 1)).view(*together.shape[:2], -1)
-        return (rows + _waves(together.shape[1], spec.hidden_size).to(self._device)).to(self._dtype).flatten(0, 1)
+        return (rows + waves(together.shape[1], spec.hidden_size).to(self._device)).to(self._dtype).flatten(0, 1)
 
     def _activated(self, name: str, seen: torch.Tensor) -> torch.Tensor:
         return activated(self._linear(name, seen.contiguous()), "gelu", gated=False)
@@ -153,7 +153,7 @@ def _halved(length: int, times: int) -> int:
     return length if not times else _halved(-(-length // 2), times - 1)
 
 
-def _waves(count: int, width: int) -> torch.Tensor:
+def waves(count: int, width: int) -> torch.Tensor:
     """[count, width] float32: sines, then cosines (Vaswani et al. 2017)."""
     half = width // 2
     turns = torch.exp(-math.log(_SLOWEST) / (half - 1) * torch.arange(half, dtype=torch.float64))

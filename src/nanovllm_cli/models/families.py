@@ -69,11 +69,16 @@ QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3vlmoe", hf_na
                        defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16})  # fmt: skip
 # Of models that hear: all tokens of a sound have positions of their own, as those of a text.
 QWEN3_ASR = replace(QWEN3_VL, tied_by_default=True,
-                    defaults={"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 65536,
-                              "rope_theta": 1e6})  # fmt: skip
-VOXTRAL = replace(LLAMA, name="voxtral",
-                  defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e8, "head_dim": 128,
-                            "rms_norm_eps": 1e-5})  # fmt: skip
+                    defaults={"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+                              "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 65536})  # fmt: skip
+QWEN2_AUDIO = replace(QWEN2, defaults=_QWEN_DEFAULTS | {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
+})  # fmt: skip
+VOXTRAL = replace(LLAMA, name="voxtral", defaults={
+    "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1e8, "rms_norm_eps": 1e-5,
+})  # fmt: skip
 
 
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:

@@ -82,6 +82,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "32b": "Qwen/Qwen3-VL-32B-Instruct",
         "30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
     },
+    "qwen3-asr": {"0.6b": "Qwen/Qwen3-ASR-0.6B", "1.7b": "Qwen/Qwen3-ASR-1.7B"},
+    "qwen2-audio": {"7b": "Qwen/Qwen2-Audio-7B-Instruct"},
     "qwen2.5vl": {
         "3b": "Qwen/Qwen2.5-VL-3B-Instruct",
         "7b": "Qwen/Qwen2.5-VL-7B-Instruct",

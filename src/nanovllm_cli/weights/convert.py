@@ -33,7 +33,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
-from nanovllm_cli.weights.convert_mmproj import TowerFile, tower_file
+from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from nanovllm_cli.weights.convert_names import (
     attention_of,
     gguf_family_of,
@@ -63,6 +63,7 @@ from nanovllm_cli.weights.convert_tensors import (
     safetensors_type,
     slices,
 )
+from nanovllm_cli.weights.convert_towers import TowerFile
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
 from nanovllm_cli.weights.heads import head_tensors
@@ -242,7 +243,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         ahead = mtp_spec(spec)
         whole = replace(spec, blocks=(*spec.blocks, *ahead.blocks))
         named |= mtp_on_both_sides(ahead, further, mtp_gguf_names(family, spec.num_layers))
-    tower, notes = _tower(source, outtype, model_name)
+    tower, notes = tower_or_note(source, outtype, model_name)
     notes += _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec, tower)
     missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains
     steps = []
@@ -263,14 +264,6 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
     return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head, tower=tower)
-
-
-def _tower(source: Checkpoint, outtype: str, model_name: str) -> tuple[TowerFile | None, list[str]]:
-    """What it sees by, or a line for why that is left out."""
-    try:
-        return tower_file(source, outtype, model_name), []
-    except (CheckpointError, UnsupportedError) as error:
-        return None, [f"what it sees by: {error.message}"]
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:

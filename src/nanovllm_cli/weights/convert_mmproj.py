@@ -8,30 +8,26 @@ as the folder has them, or in the plain type that was asked for; a model's block
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
-from gguf.constants import GGUFType, LlamaFileType
+from gguf.constants import LlamaFileType
 
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.models.towers import TOWERS, tower_family
 from nanovllm_cli.models.towers_gguf import PROJECTORS, Projector, names_in_gguf, vision_from_gguf
-from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
-from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, CheckpointView, TensorInfo
-from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.convert_ears import ear_file
 from nanovllm_cli.weights.convert_names import halves_to_pairs
-from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type, main_type, slices
-from nanovllm_cli.weights.files import some, without_quant
-from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, HeaderBuilder
-from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj
+from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
+from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
+from nanovllm_cli.weights.gguf_writer import Header
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.vision import arranged, read_vision, read_whole, tower_parts
-from nanovllm_cli.weights.writer import OutputFile
 
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
@@ -40,62 +36,20 @@ _OF_ANY_SIZE = 256
 """What llama.cpp's converter says is the side of images where it means nothing."""
 
 
-class Written(NamedTuple):
-    """A file, and whether it is new: one of its name, which holds the same, stays."""
-
-    path: Path
-    is_new: bool
-
-    def __str__(self) -> str:
-        return f"what it sees by: {self.path}" + ("" if self.is_new else ", which is there already, and stays")
-
-
-@dataclass
-class TowerFile:
-    """What will be written. names: of the folder's tensors that it holds; num_deep: of decoder layers behind which it adds."""
-
-    checkpoint: Checkpoint
-    steps: list[Step]
-    header: Header
-    names: frozenset[str]
-    num_deep: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(step.num_bytes for step in self.steps)
-
-    def path(self, output: Path) -> Path:
-        """Beside a model's file, or in the folder of its parts."""
-        stem = without_quant(output.name.removesuffix(".gguf")) or "model"
-        is_file = output.suffix == ".gguf" or output.is_file()  # else parts are in a folder
-        return (output.parent if is_file else output) / f"mmproj-{stem}-{_type(self.steps)}.gguf"
-
-    def write(self, output: Path, *, replace: bool, progress: LoadProgress) -> Written:
-        """For a model that was written there. The file appears whole or not at all, and has been read again before it does."""
-        path = self.path(output)
-        if path.exists() and not replace:
-            return Written(path, False)
-        by_name = {step.name: step for step in self.steps}
-        progress.stage("converting what it sees by", self.num_bytes, "B")
-        try:
-            with OutputFile(path, replace=replace) as file:
-                writer = GGUFPartWriter(file.file, self.header, [step.gguf() for step in self.steps])
-                writer.write_all(lambda tensor: slices(self.checkpoint, by_name[tensor.name]), progress)
-                file.file.flush()
-                with open_mmproj(file.temporary) as written:
-                    check_mmproj(written, read_mmproj(written))
-                file.commit()
-        finally:
-            progress.done()
-        return Written(path, True)
+def tower_or_note(source: Checkpoint, outtype: str, name: str) -> tuple[TowerFile | None, list[str]]:
+    """What it sees or hears by, or a line for why that is left out."""
+    try:
+        return tower_file(source, outtype, name), []
+    except (CheckpointError, UnsupportedError) as error:
+        return None, [f"what it {'sees' if ear_family(source.config) is None else 'hears'} by: {error.message}"]
 
 
 def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
-    """None for a model that sees nothing. name: of the model. Raises UnsupportedError for a tower that such a file can't say,
-    CheckpointError for one that is broken."""
+    """Of a model that sees, or hears; None for one that does neither. name: of the model. Raises UnsupportedError for a tower
+    that such a file can't say, CheckpointError for one that is broken."""
     spec = read_vision(source)
     if spec is None:
-        return None
+        return ear_file(source, outtype, name)
     parts = tower_parts(source, spec)
     label, projector = _projector(source)
     view = _TowerView(source, spec.tower, parts, projector)
@@ -109,14 +63,9 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
-    header = _header(spec, label, name, file_type(_type(steps)))
+    header = _header(spec, label, name, file_type(plain_type_of(steps)))
     _check(header, {info.name: info.shape for info in infos}, spec)
     return TowerFile(view, steps, header, frozenset(each for names in parts.values() for each in names), len(spec.tower.deep))
-
-
-def _type(steps: list[Step]) -> str:
-    """That the layers' matrices have."""
-    return main_type([step for step in steps if ".blk." in step.name])
 
 
 class _TowerView(CheckpointView):
@@ -201,33 +150,11 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
     if label == "qwen3vl_merger":
         keys["clip.vision.is_deepstack_layers"] = [layer in tower.deep for layer in range(tower.num_layers)]
-    builder = HeaderBuilder(TOWER)
-    builder.add_type(GGUFType.MMPROJ)
-    builder.add_name(name)
-    builder.add_file_type(kind)
-    builder.add_quantization_version(QUANTIZATION_VERSION)
-    add = {bool: builder.add_bool, int: builder.add_uint32, float: builder.add_float32, str: builder.add_string,
-           list: builder.add_array}  # fmt: skip
-    for key, value in keys.items():
-        add[type(value)](key, value)
-    return builder.header()
+    return tower_header(name, kind, keys)
 
 
 def _check(header: Header, shapes: dict[str, tuple[int, ...]], spec: VisionSpec) -> None:
     """Reads the header as it will be read. Which token stands for an image is not its matter."""
     read = ConfigReader({key: field.value for key, field in header.items()}, "the file")
     found = vision_from_gguf(read, shapes)
-    lost = sorted(_differences(asdict(replace(spec, tokens=found.tokens)), asdict(found)))
-    if lost:
-        raise UnsupportedError(f"a GGUF file can't say this of a tower: {some(lost)}", "keep the model as a Hugging Face folder")
-
-
-def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    for key, value in wanted.items():
-        if isinstance(value, dict):
-            yield from _differences(value, found[key])
-        elif isinstance(value, float):
-            if not math.isclose(value, found[key], rel_tol=1e-6):
-                yield key
-        elif value != found[key]:
-            yield key
+    check_spec(replace(spec, tokens=found.tokens), found)

@@ -96,16 +96,18 @@ def with_mmproj(
     try:
         _check_tokens(checked_mmproj(beside, model, hidden_size), beside, control_tokens)
     except NanovllmError as error:
-        progress.note(f"images and sounds are not read: {error.message}")
+        progress.note(f"{_what_comes_by(beside)} are not read: {error.message}")
         return config
-    progress.note(f"with {'sounds' if is_ear(beside) else 'images'} by {beside.name}")
+    progress.note(f"with {_what_comes_by(beside)} by {beside.name}")
     return replace(config, mmproj=str(beside))
 
 
-def is_ear(path: str | Path) -> bool:
-    """Whether a file that is whole is of what hears."""
-    with open_mmproj(path) as file:
-        return hears(_metadata(file))
+def _what_comes_by(path: Path) -> str:
+    try:
+        with open_mmproj(path) as file:
+            return "sounds" if hears(_metadata(file)) else "images"
+    except NanovllmError:
+        return "images"
 
 
 def _check_belongs(file: Checkpoint, spec: Sense, model: Checkpoint, hidden_size: int) -> None:

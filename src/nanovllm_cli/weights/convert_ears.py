@@ -1,0 +1,105 @@
+"""What a folder's model hears by, as a GGUF file of its own beside the model's, as `convert_mmproj.py` has what one sees by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.hearing_spec import HearingSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ear import waves
+from nanovllm_cli.models.ears import EARS, ear_family
+from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_names_in_gguf, hearing_from_gguf
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
+from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
+from nanovllm_cli.weights.hearing import ear_parts, read_hearing
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.vision import read_whole
+
+_CONVOLVED = "a.conv1d.", "a.conv2d.", "a.conv_out."
+"""Whose matrices llama.cpp wants in float16."""
+_POSITIONS = "a.position_embd.weight"
+_NUM_WAVES = 1500
+"""Positions that its files have of those that follow from nothing but their number."""
+
+
+def ear_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
+    """As `convert_mmproj.tower_file`; None for a model that hears nothing."""
+    spec = read_hearing(source)
+    if spec is None:
+        return None
+    parts, label = ear_parts(source, spec), _label(source)
+    view = _EarView(source, spec, parts, label)
+    kind = outtype if outtype in PLAIN_TYPES else "auto"
+    steps = []
+    for info in map(view.info, view.names()):
+        after = gguf_type(info.name, info.shape, info.dtype_name, kind)
+        if info.name.startswith(_CONVOLVED) or info.name == _POSITIONS:
+            after = "F16" if info.name.endswith(".weight") and info.name != _POSITIONS else "F32"
+        steps.append(
+            Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, gguf_bytes(info.shape, after))
+        )
+    shapes = {step.name: step.shape for step in steps}
+    if not spec.tower.positions:
+        value = waves(_NUM_WAVES, spec.tower.hidden_size)
+        shape = tuple(value.shape)
+        steps.append(Step(_POSITIONS, None, shape, "-", 0, "F32", gguf_bytes(shape, "F32"), value=value))
+    header = tower_header(name, file_type(plain_type_of(steps)), _keys(spec, label))
+    found = hearing_from_gguf(ConfigReader({key: field.value for key, field in header.items()}, "the file"), shapes)
+    check_spec(replace(spec, tokens=found.tokens), found)
+    return TowerFile(view, steps, header, frozenset(each for names in parts.values() for each in names), 0, "hears")
+
+
+class _EarView(CheckpointView):
+    """A folder's tower under the names of a GGUF file."""
+
+    def __init__(self, source: Checkpoint, spec: HearingSpec, parts: dict[str, list[str]], label: str) -> None:
+        super().__init__(source)
+        self.format = "gguf"
+        self._reader = open_reader(source)
+        self._ones = 1 if spec.tower.front == "line" else 2
+        names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label].names)
+        self._own = {each: own for ours, theirs in names.items() for each, own in zip(theirs, parts[ours], strict=True)}
+
+    def names(self) -> list[str]:
+        return list(self._own)
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._inner.info(self._own[name])
+        return TensorInfo(name, (*info.shape, *self._behind(name)), info.dtype_name, info.num_bytes)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        whole = read_whole(self._reader, self._own[name])
+        whole = whole.view(*whole.shape, *self._behind(name))
+        return whole if rows is None else whole[slice(*rows)]
+
+    def release(self, name: str) -> None:
+        """Reading lets pages go."""
+
+    def _behind(self, name: str) -> tuple[int, ...]:
+        """A convolution's bias has a row for each channel there."""
+        return (1,) * self._ones if name.startswith(_CONVOLVED) and name.endswith(".bias") else ()
+
+
+def _label(source: Checkpoint) -> str:
+    family = ear_family(source.config)
+    for label, projector in EAR_PROJECTORS.items():
+        if EARS[projector.model] is family:
+            return label
+    raise UnsupportedError(f"{source.path}: no file is written of what such a model hears by")
+
+
+def _keys(spec: HearingSpec, label: str) -> dict[str, Any]:
+    tower = spec.tower
+    keys: dict[str, Any] = {
+        "clip.has_audio_encoder": True, "clip.audio.projector_type" if label == "qwen3a" else "clip.projector_type": label,
+        "clip.audio.projection_dim": tower.out_size, "clip.audio.embedding_length": tower.hidden_size,
+        "clip.audio.feed_forward_length": tower.intermediate_size, "clip.audio.block_count": tower.num_layers,
+        "clip.audio.attention.head_count": tower.num_heads, "clip.audio.num_mel_bins": tower.num_bins,
+        "clip.audio.attention.layer_norm_epsilon": tower.eps,
+    }  # fmt: skip
+    return keys | ({"clip.audio.projector.stack_factor": tower.joined} if label == "voxtral" else {})
