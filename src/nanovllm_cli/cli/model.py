@@ -96,7 +96,7 @@ def say_parts(config: EngineConfig, console: Console) -> None:
     if config.draft_model is not None:
         console.say(f"with guesses by {config.draft_model}", "dim")
     if config.mmproj is not None:
-        console.say(f"with images by {Path(config.mmproj).name}", "dim")
+        console.say(f"with images or sounds by {Path(config.mmproj).name}", "dim")
     if config.mtp:
         console.say("with guesses by its own layer for further tokens", "dim")
 

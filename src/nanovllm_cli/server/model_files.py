@@ -10,6 +10,7 @@ from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.server.ports import FileFacts
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps
+from nanovllm_cli.weights.mmproj import what_comes_by
 from nanovllm_cli.weights.source import resolve
 
 
@@ -31,12 +32,15 @@ def read_files(path: Path, config: EngineConfig, created: float) -> FileFacts:
         spec.num_layers,
         spec.has_head and not facts.embedding.ranks,
         not facts.embedding.ranks and (facts.embedding.pooling is not None or not spec.has_head),
-        facts.vision is not None or _has_mmproj(path, config),
+        facts.vision is not None or _sees_by_mmproj(path, config),
         hashlib.sha256(told).hexdigest(),
         max((time / 1e9 for _, _, time in stamps), default=created),
     )
 
 
-def _has_mmproj(path: Path, config: EngineConfig) -> bool:
-    """Whether there is a file that it will be loaded with, to see by."""
-    return config.mmproj is not None or (config.mmproj_auto and resolve(str(path), offline=True).mmproj is not None)
+def _sees_by_mmproj(path: Path, config: EngineConfig) -> bool:
+    """Whether there is a file that it will be loaded with, and not to hear by."""
+    found: str | Path | None = config.mmproj
+    if found is None and config.mmproj_auto:
+        found = resolve(str(path), offline=True).mmproj
+    return found is not None and what_comes_by(Path(found)) == "images"

@@ -96,13 +96,14 @@ def with_mmproj(
     try:
         _check_tokens(checked_mmproj(beside, model, hidden_size), beside, control_tokens)
     except NanovllmError as error:
-        progress.note(f"{_what_comes_by(beside)} are not read: {error.message}")
+        progress.note(f"{what_comes_by(beside)} are not read: {error.message}")
         return config
-    progress.note(f"with {_what_comes_by(beside)} by {beside.name}")
+    progress.note(f"with {what_comes_by(beside)} by {beside.name}")
     return replace(config, mmproj=str(beside))
 
 
-def _what_comes_by(path: Path) -> str:
+def what_comes_by(path: Path) -> str:
+    """images or sounds; images where a file can't say."""
     try:
         with open_mmproj(path) as file:
             return "sounds" if hears(_metadata(file)) else "images"
