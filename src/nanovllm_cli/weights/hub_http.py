@@ -78,6 +78,7 @@ def list_files(repo: str, revision: str) -> Listing:
 def file_info(repo: str, commit: str, name: str) -> FileInfo:
     """One request and the hub's own redirects, and what the HTTP client raises besides typed errors."""
     with _answer("HEAD", _url(repo, commit, name), repo, commit, name) as answer:
+        answer.read()  # nothing, after which the connection can be used again
         headers = answer.headers
         etag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").removeprefix("W/").strip('"')
         size = headers.get("X-Linked-Size") or (None if answer.has_redirect_location else headers.get("Content-Length"))
@@ -121,7 +122,8 @@ def _answer(
         with closing(session.send(request, stream=True, follow_redirects=False)) as answer:
             following = answer.next_request
             leaves = following is not None and _origin(following.url) != _origin(request.url)
-            if following is None or (method == "HEAD" and leaves and "X-Linked-Etag" in answer.headers):
+            is_told = "X-Linked-Etag" in answer.headers or "ETag" in answer.headers
+            if following is None or (method == "HEAD" and leaves and is_told):
                 _check(answer, repo, revision, what)
                 yield answer
                 return
