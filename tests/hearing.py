@@ -97,7 +97,7 @@ def hearing_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float3
     """A Qwen3-ASR: bytes are tokens, of a spectrogram of nine bands."""
     from transformers import AutoModelForMultimodalLM
 
-    config = config_of(family, vocab_size=FIRST + len(WORDS), eos_token_id=FIRST + 1)
+    config = config_of(family, vocab_size=FIRST + len(WORDS), eos_token_id=FIRST + 1, max_position_embeddings=1024)
     config.audio_token_id = FIRST + 3
     save(random_model(config, seed, dtype, AutoModelForMultimodalLM), folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"feature_size": 9, "min_length": 800}))

@@ -18,10 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from hearing import hearing_model
 from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.weights.aliases import ALIASES
 from openai_server import OpenAIServer, Reply, Request
 from seeing import png, seeing_model
+from sounding import noise, wav
 from test_cli_driver import environment
 from tiny_adapter import write_adapter
 from warm_command import warm_command
@@ -32,7 +34,9 @@ SHORT = {
     "PREDICT": "8", "NUM_SAMPLES": "1", "VERIFY_TOKENS": "32", "REPETITIONS": "1", "NO_WARMUP": "1", "ROOFLINE": "off",
     "WARMUP": "0", "CTX_SIZE": "1024", "NUM_PROMPTS": "2", "INPUT_LEN": "16", "OUTPUT_LEN": "8",
 }  # fmt: skip
-SEEING = ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m")
+MODELS = dict.fromkeys(("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m"), "seeing") | {
+    "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing",
+}  # fmt: skip
 GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
     r"^(brew |python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
@@ -122,6 +126,9 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     seeing_model(folder / "seeing")
     for name in ("photo.jpg", "page.png", "a.png", "b.png"):
         (folder / name).write_bytes(png())
+    hearing_model(folder / "hearing")
+    for name in ("talk.wav", "bell.mp3"):  # a name says nothing
+        (folder / name).write_bytes(wav(noise(4000)))
     make = (
         "nanovllm convert tiny -q -o model.gguf && nanovllm convert tiny -q --to gguf --split-max-size 2500K -o parts &&"
         "for part in parts/*; do mv $part model${part#parts/parts}; done &&"
@@ -139,7 +146,7 @@ def place(tmp_path: Path, material: Path) -> Path:
     shutil.copytree(material, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     (tmp_path / "home/.config/nanovllm").mkdir(parents=True, exist_ok=True)
     (tmp_path / "home/.config/fish/completions").mkdir(parents=True)
-    aliases = "".join(f'"{alias}" = "{"seeing" if alias in SEEING else "tiny"}"\n' for alias in ALIASES)
+    aliases = "".join(f'"{alias}" = "{MODELS.get(alias, "tiny")}"\n' for alias in ALIASES)
     (tmp_path / "home/.config/nanovllm/config.toml").write_text(f"[aliases]\n{aliases}")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     return tmp_path

@@ -294,7 +294,7 @@ def test_a_server_hears_what_clients_send(live: LiveServer, llm: LLM) -> None:
     seen = {"type": "image_url", "image_url": {"url": "data:"}}
     refused: list[tuple[str, dict[str, Any], str, str | None]] = [
         ("/v1/chat/completions", {"messages": asked(SOUNDS[0][:60])}, "shorter than 0.1 seconds", "messages[0].content[0]"),
-        ("/v1/chat/completions", {"messages": asked(saved(noise(RATE * 60)))}, "tokens", "messages"),
+        ("/v1/chat/completions", {"messages": asked(saved(noise(RATE * 90)))}, "tokens", "messages"),
         ("/v1/chat/completions", {"messages": asked(*[SOUNDS[0]] * 65)}, "64 sounds", "messages[0].content[64]"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [seen]}]}, "reads no images", "messages"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {

@@ -75,7 +75,7 @@ QWEN2_AUDIO = replace(QWEN2, defaults=_QWEN_DEFAULTS | {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
 })  # fmt: skip
-VOXTRAL = replace(LLAMA, name="voxtral", defaults={
+VOXTRAL = replace(LLAMA, name="voxtral", gguf_name="llama", defaults={
     "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1e8, "rms_norm_eps": 1e-5,
 })  # fmt: skip
