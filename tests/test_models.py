@@ -29,6 +29,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     ExaoneMoeConfig,
+    FalconH1Config,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
@@ -138,6 +139,12 @@ NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_
 }
 NEMOTRON_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33,
                     "moe_shared_expert_intermediate_size": 41, "routed_scaling_factor": 2.5}  # fmt: skip
+FALCON_H1 = SMALL | {
+    "head_dim": 24, "mamba_d_ssm": 60, "mamba_n_heads": 6, "mamba_d_head": 10, "mamba_d_state": 16, "mamba_n_groups": 2,
+    "embedding_multiplier": 5.7, "lm_head_multiplier": 0.4, "key_multiplier": 0.6, "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.6],
+    "ssm_multipliers": [0.7, 0.8, 1.1, 1.4, 0.6],
+}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -428,6 +435,11 @@ CASES: dict[str, Any] = {
         **NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "E*M", "n_routed_experts": 8, "num_experts_per_tok": 2},
         n_group=2, topk_group=1, norm_topk_prob=False,
     ),
+    "falcon h1": FalconH1Config(**FALCON_H1),
+    "falcon h1, a norm of groups, no bias, tied": FalconH1Config(
+        **FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 3, "mamba_conv_bias": False,
+                       "mamba_d_conv": 3, "tie_word_embeddings": True, "num_hidden_layers": 2},
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
     "afmoe, 2 of 5 and shared": AfmoeConfig(
         **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=33, num_dense_layers=1,
@@ -544,7 +556,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 
 COUNTED = [
-    "nemotron h",
+    "nemotron h", "falcon h1",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",

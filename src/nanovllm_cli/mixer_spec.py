@@ -182,7 +182,7 @@ class DeltaSpec:
     """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have
     a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint
     has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see `kernels.reference.state_space`.
-    conv_bias: of its convolution. Behind mamba's rule is a norm of all values, those of each key head by
+    conv_bias: of its convolution. normed: behind mamba's rule is a norm of all values, those of each key head by
     themselves.
     """
 
@@ -195,6 +195,7 @@ class DeltaSpec:
     log_decay: bool = True
     mamba: bool = False
     conv_bias: bool = False
+    normed: bool = True
 
     @property
     def values(self) -> int:
@@ -214,5 +215,29 @@ class DeltaSpec:
         return matrices + self.channels * self.width + tables
 
 
-MixerSpec = AttentionSpec | ConvSpec | DeltaSpec
+@dataclass(frozen=True, slots=True)
+class PairSpec:
+    """Attention and a state space side by side (Falcon-H1): both read what one norm gives, and what they find is added up."""
+
+    attention: AttentionSpec
+    state: DeltaSpec
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        return self.attention.num_weights(hidden_size) + self.state.num_weights(hidden_size)
+
+
+MixerSpec = AttentionSpec | ConvSpec | DeltaSpec | PairSpec
 """What carries numbers from token to token in a layer."""
+
+
+def attention_in(mixer: MixerSpec | None) -> AttentionSpec | None:
+    """What a layer has of it, alone or beside a state."""
+    mixer = mixer.attention if isinstance(mixer, PairSpec) else mixer
+    return mixer if isinstance(mixer, AttentionSpec) else None
+
+
+def state_in(mixer: MixerSpec | None) -> DeltaSpec | None:
+    """The same of what keeps a state."""
+    mixer = mixer.state if isinstance(mixer, PairSpec) else mixer
+    return mixer if isinstance(mixer, DeltaSpec) else None

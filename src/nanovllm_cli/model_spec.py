@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, RopeSpec, attention_in, state_in
 
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
@@ -256,7 +256,13 @@ class ModelSpec:
 
     def each_attention(self, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
         """The same with each layer's AttentionSpec as `change` has it."""
-        mixers = (change(i, mixer) if isinstance(mixer, AttentionSpec) else mixer for i, mixer in enumerate(self.mixers))
+
+        def changed(layer: int, mixer: MixerSpec | None) -> MixerSpec | None:
+            if isinstance(mixer, PairSpec):
+                return replace(mixer, attention=change(layer, mixer.attention))
+            return change(layer, mixer) if isinstance(mixer, AttentionSpec) else mixer
+
+        mixers = (changed(i, mixer) for i, mixer in enumerate(self.mixers))
         blocks = (replace(block, mixer=mixer) for block, mixer in zip(self.blocks, mixers, strict=True))
         return replace(self, blocks=tuple(blocks))
 
@@ -278,7 +284,7 @@ class ModelSpec:
     @property
     def attentions(self) -> list[AttentionSpec]:
         """Of the layers that have one."""
-        return [mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)]
+        return [attention for mixer in self.mixers if (attention := attention_in(mixer)) is not None]
 
     @property
     def reads_both_ways(self) -> bool:
@@ -293,7 +299,7 @@ class ModelSpec:
     @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state, which only the tokens behind it can go on from."""
-        return any(isinstance(mixer, DeltaSpec) for mixer in self.mixers)
+        return any(state_in(mixer) is not None for mixer in self.mixers)
 
     @property
     def last_keeper(self) -> int:

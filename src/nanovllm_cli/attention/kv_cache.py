@@ -11,13 +11,13 @@ keep one have num_states of them (kernels/states.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, PairSpec, state_in
 
 ALIGNMENT = 64
 """Of each tensor: the kernels' widest loads, and lines of a CPU's caches."""
@@ -41,6 +41,10 @@ LayerCache = tuple[torch.Tensor, ...]
 """Keys and values of one layer, the inputs of its convolution, or its states; the first axis counts blocks, or states."""
 BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
+
+
+STATE_PARTS = 6
+"""Tensors of what a layer keeps in a state."""
 
 
 def state_parts(mixer: DeltaSpec, dtype: torch.dtype, max_guesses: int) -> list[BlockPart]:
@@ -97,19 +101,21 @@ class KVCache:
 
     def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec | None], layout: CacheLayout, num_states: int = 1) -> None:
         self.num_blocks = num_blocks
-        counts = [num_states if isinstance(mixer, DeltaSpec) else num_blocks for mixer in mixers]
-        layers = [parts_of(mixer, layout) for mixer in mixers]  # none of those that read another's, or have none
-        sizes = [count * _num_bytes(part) for count, parts in zip(counts, layers, strict=True) for part in parts]
+        parts = [[*_block_parts(mixer, layout), *_state_parts(mixer, layout)] for mixer in mixers]
+        kept = [len(_block_parts(mixer, layout)) for mixer in mixers]  # none of those that read another's, or have none
+        counts = [[num_blocks] * own + [num_states] * (len(every) - own) for own, every in zip(kept, parts, strict=True)]
+        sizes = [n * _num_bytes(part) for ns, every in zip(counts, parts, strict=True) for n, part in zip(ns, every, strict=True)]
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         pieces = torch.split(layout.empty_cache(sum(rooms)), rooms)
         memory = iter([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
         self.layers: list[LayerCache] = [
-            tuple(next(memory).view(dtype).view(count, *shape) for shape, dtype in parts)
-            for count, parts in zip(counts, layers, strict=True)
+            tuple(next(memory).view(dtype).view(n, *shape) for n, (shape, dtype) in zip(ns, every, strict=True))
+            for ns, every in zip(counts, parts, strict=True)
         ]
-        kept = [layer for layer, mixer in zip(self.layers, mixers, strict=True) if isinstance(mixer, DeltaSpec)]
-        self.blocks = layout.block_mover([each for each in self.layers if each and not any(each is state for state in kept)])
-        self.states = layout.block_mover(kept) if kept else None
+        split = [(layer[:own], layer[own:]) for layer, own in zip(self.layers, kept, strict=True)]
+        self.blocks = layout.block_mover([blocks for blocks, _ in split if blocks])
+        states = [state for _, state in split if state]
+        self.states = layout.block_mover(states) if states else None
         for i, mixer in enumerate(mixers):
             if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
                 self.layers[i] = self.layers[mixer.reads]
@@ -127,26 +133,35 @@ class KVCache:
 
 
 def parts_of(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
-    """What a layer keeps in a block, or in a state."""
-    if mixer is None or (isinstance(mixer, AttentionSpec) and mixer.reads is not None):
-        return []
-    if isinstance(mixer, DeltaSpec):
-        return state_parts(mixer, layout.dtype, layout.max_guesses)
-    return layout.block_parts(mixer)
+    """What a layer keeps: in a block, then in a state."""
+    return [*_block_parts(mixer, layout), *_state_parts(mixer, layout)]
+
+
+def taken_apart(cache: LayerCache) -> tuple[LayerCache, LayerCache]:
+    """Of a layer with attention and a state beside it: what each of them keeps."""
+    return cache[:-STATE_PARTS], cache[-STATE_PARTS:]
 
 
 def block_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
-    return _sum_bytes((mixer for mixer in mixers if not isinstance(mixer, DeltaSpec)), layout)
+    return sum(_num_bytes(part) for mixer in mixers for part in _block_parts(mixer, layout))
 
 
 def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Memory of one state over all layers; 0 where none has one."""
-    return _sum_bytes((mixer for mixer in mixers if isinstance(mixer, DeltaSpec)), layout)
+    return sum(_num_bytes(part) for mixer in mixers for part in _state_parts(mixer, layout))
 
 
-def _sum_bytes(mixers: Iterable[MixerSpec | None], layout: CacheLayout) -> int:
-    return sum(_num_bytes(part) for mixer in mixers for part in parts_of(mixer, layout))
+def _block_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
+    mixer = mixer.attention if isinstance(mixer, PairSpec) else mixer
+    if mixer is None or isinstance(mixer, DeltaSpec) or (isinstance(mixer, AttentionSpec) and mixer.reads is not None):
+        return []
+    return layout.block_parts(mixer)
+
+
+def _state_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
+    state = state_in(mixer)
+    return [] if state is None else state_parts(state, layout.dtype, layout.max_guesses)
 
 
 def _num_bytes(part: BlockPart) -> int:

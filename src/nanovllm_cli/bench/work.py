@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.bench.sweep import Trial
-from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class ModelWork(NamedTuple):
         """read_bytes, expert_bytes: as the weights are kept (see LLM.read_bytes)."""
         kv_bytes = state_bytes = 0.0
         for mixer in spec.mixers:
-            if isinstance(mixer, DeltaSpec):
-                state_bytes += 8 * mixer.key_dim * mixer.values
+            if (state := state_in(mixer)) is not None:
+                state_bytes += 8 * state.key_dim * state.values
         for attention in spec.attentions:
             kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kept)
@@ -98,8 +98,8 @@ def _multiplied(spec: ModelSpec) -> tuple[float, float]:
     for block in spec.blocks:
         linear += block.num_active(spec.hidden_size)
         linear += 0 if block.mlp is None else 3 * spec.hidden_size * spec.per_layer_width
-        if isinstance(block.mixer, DeltaSpec):
-            linear += 3 * block.mixer.key_dim * block.mixer.values
+        if (state := state_in(block.mixer)) is not None:
+            linear += 3 * state.key_dim * state.values
     for attention in spec.attentions:
         looks += 2 * attention.num_heads * attention.head_dim
     return linear, looks

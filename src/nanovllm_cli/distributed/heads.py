@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 
 Mixer = TypeVar("Mixer", bound=MixerSpec)
@@ -34,6 +34,8 @@ def own_units(mixer: MixerSpec, rank: int, size: int) -> range | None:
 
 def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
     """What a process computes of a layer."""
+    if isinstance(mixer, PairSpec):
+        return replace(mixer, attention=own_mixer(mixer.attention, rank, size))
     own = own_units(mixer, rank, size)
     changes: dict[str, Any] = {}
     if own is not None:

@@ -21,7 +21,7 @@ from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.ears import ear_family
@@ -229,8 +229,9 @@ class LoadedModel:
                 return gates_first(up, mixer.head_dim)
             case "k", AttentionSpec(keys_are_values=True):
                 return torch.cat([up, up])
-            case "mamba_in", DeltaSpec() as mixer:
-                return next(rows for rows in mamba_rows(up, mixer) if len(rows) == count)
+            case "mamba_in", DeltaSpec() | PairSpec(state=DeltaSpec()) as mixer:
+                state = mixer.state if isinstance(mixer, PairSpec) else mixer
+                return next(rows for rows in mamba_rows(up, state) if len(rows) == count)
         return up
 
 

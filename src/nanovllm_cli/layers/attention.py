@@ -9,7 +9,7 @@ from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
-from nanovllm_cli.layers.mixer import Mixer
+from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import NormSpec
@@ -22,7 +22,7 @@ def gates_first(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return torch.cat([heads[:, 1].flatten(0, 1), heads[:, 0].flatten(0, 1)])
 
 
-class Attention(Mixer):
+class Attention(Projected):
     """out(attend(qkv(x))). Where several processes compute the model, each has some of the heads, and their part of the cache."""
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:

@@ -9,12 +9,12 @@ from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
-from nanovllm_cli.layers.mixer import Mixer
+from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.mixer_spec import ConvSpec
 
 
-class ShortConv(Mixer):
+class ShortConv(Projected):
     """See `ConvSpec`. weight [width, channels]: channels lie side by side, as in what it is multiplied with; checkpoints have it
     the other way."""
 

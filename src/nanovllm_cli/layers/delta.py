@@ -11,7 +11,7 @@ from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
-from nanovllm_cli.layers.mixer import Mixer
+from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import DeltaSpec
@@ -19,7 +19,7 @@ from nanovllm_cli.model_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 
-class Delta(Mixer):
+class Delta(Projected):
     """See `DeltaSpec`. What decides how much of a state is kept and changed (b, a) has plain weights: it is little, and all that
     comes later depends on it. Where several processes compute the model, each has some of the heads, and their states."""
 
@@ -81,7 +81,7 @@ def mamba_rows(rows: torch.Tensor, spec: DeltaSpec) -> tuple[torch.Tensor, torch
     return torch.cat([q, k, v, z]), gates
 
 
-class Mamba(Mixer):
+class Mamba(Projected):
     """`DeltaSpec` with mamba. What it projects is one tensor of the checkpoint: z, v, k, q and gates, as the delta rule calls
     them. Its gates are a weight of their own, whose results are fp32. The norm behind it is of heads that share a key head."""
 
@@ -98,7 +98,7 @@ class Mamba(Mixer):
         nothing = torch.empty(0, device=kit.ops.device)
         taps = kit.zeros(spec.width, spec.channels)
         self.weights = DeltaWeights(taps, decay, decay_bias, nothing, norm.eps, skip, taps_bias)
-        self.norm = RMSNorm(norm, spec.values, kit)
+        self.norm = RMSNorm(norm, spec.values, kit) if spec.normed else None
         self.out = Linear(spec.values, {"mamba_out": hidden_size}, kit)
         self.dtype = kit.dtype
 
@@ -106,6 +106,8 @@ class Mamba(Mixer):
         gates = self.gates.matmul(x, None, torch.float32)
         projected = self.projection.matmul(x, None, self.dtype)
         found = self.backend.recur(self.spec, projected, gates, self.weights, cache, inputs.step)
+        if self.norm is None:
+            return found
         if self.spec.num_keys == 1:
             return self.norm.alone(found)
         return self.norm.alone(found.view(-1, self.spec.values // self.spec.num_keys)).view(found.shape)
@@ -117,8 +119,9 @@ class Mamba(Mixer):
             "taps": WeightSlot((spec.channels, spec.width), self._load_taps),
             "decay": WeightSlot((spec.num_values,), self._load_decay),
             "decay_bias": table_slot(weights.decay_bias),
-            "norm.weight": self.norm.slots()["weight"],
         }
+        if self.norm is not None:
+            own["norm.weight"] = self.norm.slots()["weight"]
         assert weights.skip is not None
         own["skip"] = table_slot(weights.skip)
         if weights.taps_bias is not None:

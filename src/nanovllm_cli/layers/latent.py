@@ -11,7 +11,7 @@ from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
-from nanovllm_cli.layers.mixer import Mixer
+from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot
 from nanovllm_cli.mixer_spec import AttentionSpec
@@ -19,7 +19,7 @@ from nanovllm_cli.model_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
 
 
-class LatentAttention(Mixer):
+class LatentAttention(Projected):
     """See `LatentSpec`. The checkpoint's kv_b has each head's key_dim rows of keys and then its value_dim rows of values. They
     are kept in the compute type whatever they come in: keys are turned over, along which no format has its scales. Where several
     processes compute the model each has some of the heads, and all have what is kept of a token."""

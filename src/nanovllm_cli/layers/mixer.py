@@ -1,4 +1,4 @@
-"""What carries numbers from token to token in a block: attention, or a short convolution."""
+"""What carries numbers from token to token in a block: attention, a short convolution, a state, or two of them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,31 @@ from nanovllm_cli.layers.slots import Slots
 
 
 class Mixer(ABC):
+    """Reads what the block's norm gives, or the residual stream."""
+
+    @abstractmethod
+    def __call__(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        """What joins the residual stream. The layer's own past is in the cache, and what x adds to it is written there."""
+
+    def onto(self, residual: torch.Tensor, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor | None:
+        """See `Linear.onto`."""
+        return self(x, inputs, cache)
+
+    @abstractmethod
+    def slots(self) -> Slots: ...
+
+
+class Projected(Mixer):
     """out(mix(x)). out: the last projection of the layer."""
 
     out: Linear
 
     @abstractmethod
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
-        """What the last projection reads; the layer's own past is in the cache, and what x adds to it is written there."""
-
-    @abstractmethod
-    def slots(self) -> Slots: ...
+        """What the last projection reads; see `Mixer`."""
 
     def __call__(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         return self.out(self.mix(x, inputs, cache))
 
     def onto(self, residual: torch.Tensor, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor | None:
-        """See `Linear.onto`."""
         return self.out.onto(residual, self.mix(x, inputs, cache))

@@ -23,10 +23,11 @@ from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
+from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots, number_slot
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, PairSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 NOBODY = 0
@@ -181,6 +182,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return Delta(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
+        case PairSpec():
+            return Pair(spec, norm, width, kit)
     return Attention(spec, norm, width, kit)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
@@ -295,9 +295,20 @@ def spec_from_gguf(
         tied_head="output.weight" not in names,
     )
     spec = family.gguf(spec, whole, key)
+    if not any(name.endswith(".ssm_norm.weight") for name in names):
+        spec = _without_state_norms(spec)
     if spec.entry is not None and "token_types.weight" not in names:
         spec = replace(spec, entry=replace(spec.entry, segments=0))
     return _both_ways(spec, family, both_ways=not read.flag(key("attention.causal"), True))
+
+
+def _without_state_norms(spec: ModelSpec) -> ModelSpec:
+    """The same where no state beside attention has a norm behind it, of which metadata says nothing."""
+    mixers = (
+        replace(mixer, state=replace(mixer.state, normed=False)) if isinstance(mixer, PairSpec) else mixer
+        for mixer in spec.mixers
+    )
+    return replace(spec, blocks=tuple(replace(block, mixer=mixer) for block, mixer in zip(spec.blocks, mixers, strict=True)))
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:

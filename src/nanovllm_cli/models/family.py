@@ -21,6 +21,19 @@ FromHF = Callable[[ModelSpec, ConfigReader], ModelSpec]
 FromGGUF = Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]
 """The third: a key's name without the architecture -> with it."""
 
+Sections = tuple[tuple[int | None, float], ...]
+"""Of a weight's rows: so many (None: all) are multiplied with a factor, those behind them with the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """Factors of weights that a folder's config has and its weights do not. sections: of which weights, by our names; without:
+    the config of a folder whose weights have them."""
+
+    sections: Callable[[ConfigReader], Mapping[str, Sections]]
+    without: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
 GGUFField = float | str | list[bool] | list[int] | list[float]
 
 
@@ -50,7 +63,8 @@ class Family:
     gguf_heads_dealt: and value heads of the delta rule dealt out to key
     heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model,
     where that is another. mtp_names: of what its folders have beside the block of a layer that predicts further tokens; empty
-    where none is known. mtp_gguf_names: of its files, where they are others than MTP_GGUF_NAMES.
+    where none is known. mtp_gguf_names: of its files, where they are others than MTP_GGUF_NAMES. folding: see
+    `weights/folded.py`.
     """
 
     name: str
@@ -94,6 +108,7 @@ class Family:
     gguf_like: Callable[[ModelSpec], Family] | None = None
     mtp_names: Mapping[str, str] = field(default_factory=dict)
     mtp_gguf_names: Mapping[str, str] = field(default_factory=dict)
+    folding: Folding | None = None
 
     def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
         """Our names of slots, {i} for the layer -> those in its files."""

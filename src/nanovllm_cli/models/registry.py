@@ -17,6 +17,7 @@ from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YO
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.exaone import EXAONE4, EXAONE_MOE
+from nanovllm_cli.models.falcon_h1 import FALCON_H1
 from nanovllm_cli.models.families import (
     ARCEE,
     EUROBERT,
@@ -101,6 +102,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Exaone4ForCausalLM": EXAONE4,
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "FalconH1ForCausalLM": FALCON_H1,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -217,6 +219,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "dots1": DOTS1,
     "exaone4": EXAONE4,
     "exaone-moe": EXAONE_MOE,
+    "falcon-h1": FALCON_H1,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,

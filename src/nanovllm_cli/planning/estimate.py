@@ -22,7 +22,7 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_byte
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
@@ -125,7 +125,8 @@ def _is_plain(outer: TensorClass) -> bool:
 def _widths(spec: ModelSpec) -> set[int]:
     found = {spec.per_layer_width, spec.num_layers * spec.per_layer_width} - {0}
     for block in spec.blocks:
-        found |= {spec.hidden_size} | ({_mixed(block.mixer)} if block.mixer is not None else set())
+        halves = (block.mixer.attention, block.mixer.state) if isinstance(block.mixer, PairSpec) else (block.mixer,)
+        found |= {spec.hidden_size} | {_mixed(half) for half in halves if half is not None}
         if isinstance(block.mixer, AttentionSpec) and block.mixer.latent is not None:
             found |= {block.mixer.latent.query_rank or spec.hidden_size}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
@@ -133,7 +134,7 @@ def _widths(spec: ModelSpec) -> set[int]:
     return found
 
 
-def _mixed(mixer: MixerSpec) -> int:
+def _mixed(mixer: AttentionSpec | ConvSpec | DeltaSpec) -> int:
     """How wide what its last projection reads is."""
     match mixer:
         case ConvSpec():
@@ -189,7 +190,7 @@ def longest_context(room: int, bytes_per_block: int, bytes_of_state: int, block_
 def read_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, depth: int) -> float:
     """Of a cache, for one token `depth` tokens into its context: keys and values of all before it, the inputs of convolutions of
     a few, and states, which are written as well."""
-    keys = block_bytes([each for each in spec.mixers if isinstance(each, AttentionSpec)], layout) / block_size
+    keys = block_bytes(spec.attentions, layout) / block_size
     return depth * keys + state_bytes(spec.mixers, layout)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import ConvSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -113,8 +113,8 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     for block in spec.blocks:
         mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer
-        if isinstance(block.mixer, DeltaSpec):
-            found["norms"] += block.mixer.values if block.mixer.mamba else block.mixer.value_dim
+        if (state := state_in(block.mixer)) is not None and state.normed:
+            found["norms"] += state.values if state.mamba else state.value_dim
         found["mlp"] += mlp
         found["norms"] += len(block.norms) * hidden * (1 + spec.norm.shifted)
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:

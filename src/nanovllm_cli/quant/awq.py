@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, MoESpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
@@ -83,6 +83,10 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
     if isinstance(mixer, ConvSpec):
         middle = slice(mixer.channels, 2 * mixer.channels)
         return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
+    if isinstance(mixer, PairSpec):
+        gains = [_Fold("delta.norm", ("mamba_out",), "mamba_out")] if mixer.state.normed else []
+        inner = _Fold("v", ("o",), "o", (mixer.attention.num_kv_heads, mixer.attention.queries_a_key))
+        return [_Fold("attention_norm", ("q", "k", "v", "mamba_in"), "qkv"), inner, *gains, *mlp]
     if isinstance(mixer, DeltaSpec) and mixer.mamba:
         return [
             _Fold("attention_norm", ("mamba_in",), "mamba_in"), _Fold("delta.norm", ("mamba_out",), "mamba_out"), *mlp,

@@ -42,6 +42,7 @@ from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
+from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
@@ -285,6 +286,8 @@ class _Block:
                 found = {"delta_qkv": delta.projection, "delta_out": delta.out}
             case Mamba() as mamba:
                 found = {"mamba_in": mamba.projection, "mamba_out": mamba.out}
+            case Pair(attention=attention, state=mamba):
+                found = {"qkv": attention.qkv, "o": attention.out, "mamba_in": mamba.projection, "mamba_out": mamba.out}
             case LatentAttention() as latent:
                 found = {"qkv": latent.q, "q_b": latent.q_b, "o": latent.out}
             case Attention() as attention:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from gguf import LlamaFileType
 
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.mixer_spec import DeltaSpec, MixerSpec, attention_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
@@ -103,13 +103,13 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
 
 def _has_values(mixer: MixerSpec | None) -> bool:
     """Whether a layer has a weight that makes values of its own."""
-    if isinstance(mixer, AttentionSpec):
-        return mixer.reads is None and not mixer.keys_are_values
+    if (attention := attention_in(mixer)) is not None:
+        return attention.reads is None and not attention.keys_are_values
     return isinstance(mixer, DeltaSpec) and not mixer.mamba
 
 
 def _queries_a_key(spec: ModelSpec) -> int:
     """llama.cpp's, which looks at the first layer: 0 where that has no keys."""
     first = spec.mixers[0]
-    has_keys = isinstance(first, AttentionSpec) or (isinstance(first, DeltaSpec) and not first.mamba)
+    has_keys = attention_in(first) is not None or (isinstance(first, DeltaSpec) and not first.mamba)
     return spec.attention.queries_a_key if has_keys else 0

@@ -13,6 +13,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.files import folder_of
+from nanovllm_cli.weights.folded import folded
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tokenizer import load_tokenizer
@@ -52,4 +53,5 @@ def open_original(name: str, path: Path) -> Iterator[Original]:
     """Raises what `open_checkpoint`, `open_reader` and `read_spec` raise."""
     with open_checkpoint(path) as checkpoint:
         reader = open_reader(checkpoint)
+        checkpoint = folded(checkpoint)  # what is copied is as what is read
         yield Original(name, checkpoint, reader, read_spec(checkpoint, reader))

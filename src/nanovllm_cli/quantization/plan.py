@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
@@ -310,19 +310,21 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
     decides how much of a state is kept, and what is taken apart by head (loader.PLAIN); in a folder a shared expert does, too."""
     mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
     mixer: tuple[str, ...]
-    match block.mixer:
+    read = block.mixer.attention if isinstance(block.mixer, PairSpec) else block.mixer
+    match read:
         case None:
             mixer = ()
         case ConvSpec():
             mixer = CONV
         case DeltaSpec():
-            mixer = MAMBA if block.mixer.mamba else DELTA
+            mixer = MAMBA if read.mamba else DELTA
         case AttentionSpec(latent=LatentSpec() as latent):
             mixer = (*(("q",) if latent.query_rank is None else ("q_a", "q_b")), "kv_a", "o")
         case _:
-            kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
-            mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")
-            mixer = ("attention_gate", *mixer) if block.mixer.gate_apart else mixer
+            kept = () if read.reads is not None else ("k",) if read.keys_are_values else ("k", "v")
+            mixer = ("qkv", "o") if read.fused_qkv else ("q", *kept, "o")
+            mixer = ("attention_gate", *mixer) if read.gate_apart else mixer
+    mixer = (*mixer, *MAMBA) if isinstance(block.mixer, PairSpec) else mixer
     present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):

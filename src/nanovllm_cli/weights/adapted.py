@@ -30,6 +30,7 @@ from nanovllm_cli.weights.convert_names import (
 )
 from nanovllm_cli.weights.convert_tensors import is_blocks
 from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.folded import folded
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
@@ -87,6 +88,9 @@ def adapt(
                 raise UnsupportedError(f"{each.name}: an adapter of quantized {what} ({name})", "take the unquantized model")
             else:
                 beside.setdefault(ours[name], []).append(added)
+    if modules and folded(checkpoint) is not checkpoint:
+        what = f"{checkpoint.path}: requests can't choose adapters of a model whose config has factors of its weights"
+        raise UnsupportedError(what, "--lora takes them, for all requests")
     for number, module in enumerate(modules):
         for name, added in _fitted(open_adapter(Path(module.path), 1.0), checkpoint, spec, shapes, ours).items():
             if (what := next((what for part, what in _NOT_CHOSEN.items() if part in ours[name]), None)) is not None:
@@ -121,6 +125,9 @@ def _fitted(
     if adapter.architecture is not None and adapter.architecture not in (archs := _architectures(checkpoint, spec)):
         of = " or ".join(archs)
         raise UsageError(f"{adapter.path}: an adapter of {adapter.architecture} models, and {checkpoint.path} is {of}")
+    if family.folding is not None and adapter.format != checkpoint.format:
+        what = f"{adapter.path}: an adapter of a {family.name} model for a file whose weights have the config's factors, or without"
+        raise UnsupportedError(what, "take the model that it was trained on")
     theirs = _names(ours, family.names(adapter.format))
 
     def known_as(name: str) -> str | None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.mixer_spec import DeltaSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.convert_tensors import Step
@@ -38,10 +38,10 @@ def _in_turn(delta: DeltaSpec, rows: torch.Tensor) -> torch.Tensor:
 def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
     """`step`, of a folder's tensor; that of another layer as it is. family: the file's."""
     found = _BLOCK.match(step.name)
-    mixer = spec.blocks[int(found[1])].mixer if found else None
-    if found is None or not isinstance(mixer, DeltaSpec):
+    delta = state_in(spec.blocks[int(found[1])].mixer) if found else None
+    if found is None or delta is None:
         return step
-    delta, part = mixer, found[2]
+    part = found[2]
 
     rows_in_turn = partial(_in_turn, delta)
 

@@ -73,7 +73,9 @@ _CARRIED = {
     "activation_function", "prenorm", "use_rms_norm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved",
     "rotary_scaling_factor", "rotary_emb_scale_base", "is_decoder", "cls_token_id", "sep_token_id", "mask_token_id",
     "classifier_pooling", "classifier_activation", "activation_sparsity_pattern", "altup_active_idx", "altup_correct_scale",
-    "altup_num_inputs", "laurel_rank",
+    "altup_num_inputs", "laurel_rank", "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias",
+    "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier", "attention_in_multiplier",
+    "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec, StreamsSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
@@ -236,6 +236,8 @@ def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
             return _conv_shapes(mixer, hidden)
         case DeltaSpec():
             return _delta_shapes(mixer, hidden)
+        case PairSpec():
+            return _attention_shapes(mixer.attention, hidden) | _delta_shapes(mixer.state, hidden)
     return _attention_shapes(mixer, hidden)
 
 
@@ -290,7 +292,9 @@ def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 def _mamba_shapes(mamba: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes = _linear("mamba_in", mamba.channels + mamba.values + mamba.num_values, hidden, False)
     shapes |= _linear("mamba_out", hidden, mamba.values, False)
-    tables = dict.fromkeys(("decay", "decay_bias", "skip"), (mamba.num_values,)) | {"norm.weight": (mamba.values,)}
+    tables = dict.fromkeys(("decay", "decay_bias", "skip"), (mamba.num_values,))
+    if mamba.normed:
+        tables["norm.weight"] = (mamba.values,)
     if mamba.conv_bias:
         tables["taps_bias"] = (mamba.channels,)
     shapes |= {f"delta.{name}": shape for name, shape in tables.items()}

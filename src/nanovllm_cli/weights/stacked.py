@@ -52,6 +52,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.experts import MAX_EXPERTS
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.folded import folded
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
@@ -268,7 +269,9 @@ _LAYOUTS: dict[str, list[_Layout]] = {
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself where nothing is stacked. CheckpointError for more experts, or tensors of them, than are believed."""
+    """The checkpoint itself where nothing is stacked, and `folded` does nothing. CheckpointError for more experts, or tensors of
+    them, than are believed."""
+    checkpoint = folded(checkpoint)
     parts: dict[str, _Part] = {}
     for name in checkpoint.names():
         for pattern, dims, take in _LAYOUTS[checkpoint.format]:

@@ -1,0 +1,67 @@
+"""Folders of models whose configs have factors of weights (Falcon-H1): a checkpoint that has them in its weights, and ones in its
+config. Numbers are multiplied in float32, and rounded to the type that they are stored in, as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import Sections
+from nanovllm_cli.models.registry import HF_ARCHITECTURES
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
+from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+
+
+def folded(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` itself where there are none. UnsupportedError where its weights are quantized."""
+    if checkpoint.format != "hf":
+        return checkpoint
+    named = checkpoint.config.get("architectures")
+    family = HF_ARCHITECTURES.get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
+    if family is None or family.folding is None:
+        return checkpoint
+    read = ConfigReader({**family.defaults, **checkpoint.config}, "config.json")
+    sections = {name: rows for name, rows in family.folding.sections(read).items() if any(factor != 1 for _, factor in rows)}
+    if not sections:
+        return checkpoint
+    if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantized weights that its config has factors of",
+            "take the unquantized model, or a GGUF file of it",
+        )
+    names = family.names("hf")
+    patterns = {re.escape(names[ours]).replace(r"\{i\}", r"\d{1,6}"): rows for ours, rows in sections.items()}
+    found = {
+        name: rows for name in checkpoint.names() for pattern, rows in patterns.items() if re.fullmatch(pattern, name)
+    }
+    return _Folded(checkpoint, found, family.folding.without(checkpoint.config))
+
+
+class _Folded(CheckpointView):
+    def __init__(self, inner: Checkpoint, sections: Mapping[str, Sections], config: Mapping[str, object]) -> None:
+        super().__init__(inner)
+        self.config = config
+        self._sections = sections
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        stored = super().tensor(name, rows)
+        if name not in self._sections or not stored.is_floating_point():
+            return stored
+        first, end = (0, stored.shape[0]) if rows is None else rows
+        factors = torch.cat([
+            torch.tensor([factor]).expand(end if count is None else count) for count, factor in self._sections[name]
+        ])[first:end]  # fmt: skip
+        if len(factors) != stored.shape[0]:  # the loader tells which shape it should have
+            return stored
+        product = (stored.float() * factors.view(-1, *[1] * (stored.dim() - 1))).to(stored.dtype)
+        if bool((stored.isfinite() & ~product.isfinite()).any()):
+            what = f"times its factor, tensor {name!r} has values that {stored.dtype} cannot hold"
+            raise CheckpointError(f"{self.path}: {what}", DOWNLOAD_AGAIN)
+        return product
+
+    def raw(self, name: str) -> torch.Tensor:
+        return self.tensor(name).contiguous().view(torch.uint8) if name in self._sections else super().raw(name)
