@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma4": (TEXTS["gemma4, keys of other layers"], {}),
     "granite 4 h": (TEXTS["granite 4 h"], {"target_modules": MIXED}),
     "nemotron h": (TEXTS["nemotron h"], {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
+    "falcon h1": (TEXTS["falcon h1"], {"target_modules": ["in_proj", *MIXED[2:], "down_proj"]}),
     "youtu": (TEXTS["youtu"], {}),
     "gemma3": (Gemma3TextConfig(**SMALL | {"sliding_window": 20, "query_pre_attn_scalar": 17}), {}),
     "qwen3, the head": (Qwen3Config(**SMALL), {"target_modules": ["lm_head", "down_proj"]}),

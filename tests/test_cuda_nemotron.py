@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import NemotronHConfig
+from transformers import FalconH1Config, NemotronHConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -26,7 +26,7 @@ from nanovllm_cli.quant.low_rank import Beside
 from test_cuda_delta import check_nothing_is_lost
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
 from test_cuda_quantized import worker_on
-from test_models import NEMOTRON, NEMOTRON_EXPERTS
+from test_models import FALCON_H1, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, expected_logits, logits_of
 
 pytestmark = needs_emulation
@@ -37,6 +37,7 @@ MODELS = {
         **COMMON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "ME*E", "n_groups": 2, "moe_intermediate_size": 40,
                                        "moe_shared_expert_intermediate_size": 48},
     ),
+    "side by side": FalconH1Config(**FALCON_H1 | SHAPE),
 }  # fmt: skip
 EVEN = {"hidden_size": 64, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "intermediate_size": 96,
         "mamba_head_dim": 16, "mamba_num_heads": 4, "n_groups": 2}  # fmt: skip
@@ -99,7 +100,8 @@ def test_large_tasks_and_experts_that_the_host_gives_rows_to(folder: Path, monke
 
 
 def test_launches_of_a_decode_step(folder: Path) -> None:
-    """Five of a state space, three of attention, two of an MLP; of experts eight, with their norm and the shared one's two."""
+    """Five of a state space, three of attention, two of an MLP; of experts eight, with their norm and the shared one's two. Side by
+    side they are one more."""
     assert launches_of_a_decode_step(folder) <= 6 * 4 + 6
 
 

@@ -115,7 +115,7 @@ FALCON_H1 = Family(
     "falcon_h1",
     gguf_name="falcon-h1",
     hf_names=_NAMES,
-    gguf_names=MAMBA_GGUF_NAMES,
+    gguf_names=MAMBA_GGUF_NAMES | {"blocks.{i}.mlp_norm.weight": "blk.{i}.ffn_norm"},  # as llama.cpp has it
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_keys=_keys,

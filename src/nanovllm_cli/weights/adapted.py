@@ -126,7 +126,7 @@ def _fitted(
         of = " or ".join(archs)
         raise UsageError(f"{adapter.path}: an adapter of {adapter.architecture} models, and {checkpoint.path} is {of}")
     if family.folding is not None and adapter.format != checkpoint.format:
-        what = f"{adapter.path}: an adapter of a {family.name} model for a file whose weights have the config's factors, or without"
+        what = f"{adapter.path}: an adapter of a {family.name} model whose weights have its config's factors here, and not there"
         raise UnsupportedError(what, "take the model that it was trained on")
     theirs = _names(ours, family.names(adapter.format))
 
