@@ -100,8 +100,8 @@ def test_large_tasks_and_experts_that_the_host_gives_rows_to(folder: Path, monke
 
 
 def test_launches_of_a_decode_step(folder: Path) -> None:
-    """Five of a state space, three of attention, two of an MLP; of experts eight, with their norm and the shared one's two. Side by
-    side they are one more."""
+    """Five of a state space, three of attention, two of an MLP; of experts eight, with their norm and the shared one's two. Side
+    by side they are one more."""
     assert launches_of_a_decode_step(folder) <= 6 * 4 + 6
 
 

@@ -97,7 +97,7 @@ def test_two_processes_share_attention_alone(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "q8_0", "q4_k"])
 def test_quantized_it_has_the_factors_in_its_weights(kind: str, tmp_path: Path) -> None:
     """A folder, whose config has ones then, to transformers as well; and blocks of a file."""
-    wide = FALCON_H1 | {"hidden_size": 256, "intermediate_size": 256, "mamba_d_ssm": 96, "mamba_d_head": 16, "num_hidden_layers": 2}
+    wide = FALCON_H1 | {"hidden_size": 256, "intermediate_size": 256, "mamba_d_ssm": 96, "mamba_d_head": 16} | {"num_hidden_layers": 2}
     model = random_model(with_tokenizer(FalconH1Config(**wide)))
     source, tokens = save(model, tmp_path / "source"), prompts(512)[:4]
     for name in SETTINGS:
@@ -120,7 +120,8 @@ def test_factors_are_applied_once(folder: Path) -> None:
         name = "model.layers.1.mamba.in_proj.weight"
         whole = checkpoint.tensor(name).float()
         assert torch.equal(once.tensor(name, (59, 62)), once.tensor(name)[59:62])
-        for row, factor in ((0, values[0]), (60, values[1]), (119, values[1]), (120, values[2]), (152, values[3]), (-1, values[4])):
+        of_rows = {0: values[0], 60: values[1], 119: values[1], 120: values[2], 152: values[3], -1: values[4]}
+        for row, factor in of_rows.items():
             assert torch.equal(once.tensor(name)[row], (whole[row] * torch.tensor(1.2 * factor)).bfloat16()), row
         assert torch.equal(once.tensor("model.layers.1.self_attn.k_proj.weight"),
                            (checkpoint.tensor("model.layers.1.self_attn.k_proj.weight").float() * (1.3 * 0.6)).bfloat16())

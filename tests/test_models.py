@@ -20,6 +20,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitNetConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -440,6 +441,8 @@ CASES: dict[str, Any] = {
         **FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 3, "mamba_conv_bias": False,
                        "mamba_d_conv": 3, "tie_word_embeddings": True, "num_hidden_layers": 2},
     ),
+    "bitnet": BitNetConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}),
+    "llama, squared relu": LlamaConfig(**SMALL | {"head_dim": 8, "num_hidden_layers": 1}, hidden_act="relu2"),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
     "afmoe, 2 of 5 and shared": AfmoeConfig(
         **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=33, num_dense_layers=1,
@@ -556,7 +559,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 
 COUNTED = [
-    "nemotron h", "falcon h1",
+    "nemotron h", "falcon h1", "bitnet",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",

@@ -34,21 +34,24 @@ class XieluSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
-    `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, xielu: without a gate, down(act(up(x))). curve: of
-    xielu. cutoff: of gates only what is above their mean and so many times their deviation counts, see
-    `kernels.reference.sparse_gate`; None: all."""
+    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai,
+    relu2_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, xielu: without a gate,
+    down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
+    see `kernels.reference.sparse_gate`; None: all. normed: what down reads is normed (BitNet)."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "xielu"] = "silu"
+    activation: Literal[
+        "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "xielu", "relu2_gated"
+    ] = "silu"
     bias: bool = False
     fused: bool = False
     curve: XieluSpec | None = None
     cutoff: float | None = None
+    normed: bool = False
 
     @property
     def gated(self) -> bool:
-        return self.activation in ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+        return self.activation in ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2_gated")
 
     @property
     def parts(self) -> dict[str, int]:

@@ -11,8 +11,9 @@ import torch
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
 
 THREADS = 256
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4, "relu2": 5, "lone_gelu": 6, "lone_gelu_tanh": 7}
-_GATED = ("silu", "gelu_tanh", "gelu", "swiglu_oai")
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4, "relu2": 5, "lone_gelu": 6, "lone_gelu_tanh": 7,
+               "relu2_gated": 8}  # fmt: skip
+_GATED = ("silu", "gelu_tanh", "gelu", "swiglu_oai", "relu2_gated")
 """By name, as in activation.cuh."""
 
 

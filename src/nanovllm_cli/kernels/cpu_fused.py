@@ -221,8 +221,8 @@ def best_gate(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
-    """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI
-    (see reference.gated_activation)."""
+    """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf), SWIGLU_OAI or
+    SQUARED_RELU (see reference.gated_activation)."""
     tag, gate_rows, gate_stride, up_rows, up_stride, out, num_rows, width, kind = fields(arguments)
     gates = carray(typed_pointer(gate_rows, tag), (num_rows, gate_stride))
     ups = carray(typed_pointer(up_rows, tag), (num_rows, up_stride))
@@ -239,6 +239,11 @@ def gated_activation(arguments, thread, team):
                 g = SWIGLU_LIMIT if g > SWIGLU_LIMIT else g
                 u = SWIGLU_LIMIT if u > SWIGLU_LIMIT else (-SWIGLU_LIMIT if u < -SWIGLU_LIMIT else u)
                 store(target, i, g * _sigmoid(np.float32(1.702) * g) * (u + np.float32(1.0)))
+        elif kind == SQUARED_RELU:
+            for i in range(width):
+                g = load(gate, i)
+                g = np.float32(0.0) if g < np.float32(0.0) else g
+                store(target, i, g * g * load(up, i))
         else:
             for i in range(width):
                 store(target, i, _gelu(load(gate, i)) * load(up, i))

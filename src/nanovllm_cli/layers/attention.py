@@ -57,6 +57,7 @@ class Attention(Projected):
         self.whole_norms = {part: kit.zeros(size).fill_(1 - norm.offset) for part, size in sizes.items()}
         self.eps, self.offset = norm.eps, norm.offset
         self.stored_offset = norm.stored_offset
+        self.found_gains = kit.zeros(q).fill_(1 - norm.offset) if spec.found_norm else None
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
@@ -73,7 +74,10 @@ class Attention(Projected):
         sinks = None if self.sinks is None else self.sinks[self._own_heads]
         found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step)
         found = self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
-        return found if self._gather is None else self._gather(found)
+        found = found if self._gather is None else self._gather(found)
+        if self.found_gains is not None:
+            self.ops.norm_columns(found, self.found_gains, self.eps, self.offset)
+        return found
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()
@@ -86,6 +90,8 @@ class Attention(Projected):
             gains = self.whole_norms.get(part, self.norm.q if part == "q" else self.norm.k)
             assert gains is not None
             slots[f"{part}_norm.weight"] = table_slot(gains, self.stored_offset)
+        if self.found_gains is not None:
+            slots["found_norm.weight"] = table_slot(self.found_gains, self.stored_offset)
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
         return slots

@@ -7,18 +7,19 @@ import torch
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
-from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import MLPSpec
+from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.model_spec import MLPSpec, NormSpec
 
 
 class MLP:
     """down(act(gate(x)) * up(x)); see `MLPSpec`. Without a gate `gate_up` is up alone."""
 
-    def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
+    def __init__(self, spec: MLPSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
         self.activation, self.cutoff, self.num_gates = spec.activation, spec.cutoff, inner
         self.curve = None if spec.curve is None else spec.curve.factors
-        self.ops = kit.ops
+        self.ops, self.norm = kit.ops, norm
+        self.gains = kit.zeros(inner).fill_(1 - norm.offset) if spec.normed else None
         assert spec.cutoff is None or spec.gated, "no model has few of what is not gated"
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
@@ -33,6 +34,12 @@ class MLP:
 
     def inner(self, x: Hidden) -> torch.Tensor:
         """What `down` reads."""
+        found = self._activated(x)
+        if self.gains is not None:
+            self.ops.norm_columns(found, self.gains, self.norm.eps, self.norm.offset)
+        return found
+
+    def _activated(self, x: Hidden) -> torch.Tensor:
         if self.curve is not None:
             return self.ops.xielu(self.gate_up(x), *self.curve)
         if self.cutoff is None:
@@ -42,4 +49,5 @@ class MLP:
         return self.ops.gated(self.ops.sparse_gate(gate, self.cutoff), up, self.activation)
 
     def slots(self) -> Slots:
-        return self.gate_up.slots() | self.down.slots()
+        slots = self.gate_up.slots() | self.down.slots()
+        return slots if self.gains is None else slots | {"inner_norm.weight": table_slot(self.gains, self.norm.stored_offset)}

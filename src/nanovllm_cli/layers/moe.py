@@ -26,8 +26,8 @@ class MoE:
         self.width, self.dtype = hidden_size, kit.dtype
         self.router = kit.undivided.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
-        self.experts = [MLP(spec.expert, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
-        self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, kit.at("shared"))
+        self.experts = [MLP(spec.expert, norm, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
+        self.shared = None if spec.shared is None else MLP(spec.shared, norm, hidden_size, kit.at("shared"))
         self.shared_gate = kit.undivided.weight({"shared.gate_row": 1}, hidden_size) if spec.shared_gate else None
         self.scoring: Scoring | None = None
         by_sigmoid, in_groups = spec.scoring == "sigmoid", spec.groups > 1

@@ -188,7 +188,7 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
 
 
 def _mlp(spec: MLPSpec | MoESpec, norm: NormSpec, width: int, kit: Kit) -> MLP | MoE:
-    return MoE(spec, norm, width, kit) if isinstance(spec, MoESpec) else MLP(spec, width, kit)
+    return MoE(spec, norm, width, kit) if isinstance(spec, MoESpec) else MLP(spec, norm, width, kit)
 
 
 def _computed(mlp: MLP | MoE, h: Hidden, slots: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2_gated",
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -12,6 +12,7 @@ from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.apertus import APERTUS
 from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, ROBERTA
+from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
@@ -86,6 +87,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
+    "BitNetForCausalLM": BITNET,
+    "BitnetForCausalLM": BITNET,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
@@ -228,6 +231,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma-embedding": GEMMA_EMBEDDING,
     "bailingmoe2": BAILING_MOE2,
     "bert": BERT,
+    "bitnet": BITNET,
     "eurobert": EUROBERT,
     "llama-embed": LLAMA_BOTH_WAYS,
     "modern-bert": MODERNBERT,

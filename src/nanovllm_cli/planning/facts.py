@@ -125,6 +125,8 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
             found["norms"] += 2 * hidden
             found["other"] += block.streams.num_weights(hidden) + hidden
     found["norms"] += sum(sum(attention.qk_norm_sizes.values()) for attention in spec.attentions)
+    found["norms"] += sum(attention.num_heads * attention.head_dim for attention in spec.attentions if attention.found_norm)
+    found["norms"] += sum(mlp.intermediate_size for mlp in spec.mlps if mlp.normed)
     for latent in (attention.latent for attention in spec.attentions):
         found["norms"] += 0 if latent is None else latent.rank + (latent.query_rank or 0)
     if spec.streams is not None:

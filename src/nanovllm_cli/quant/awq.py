@@ -101,6 +101,7 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         kept = () if mixer.reads is not None else ("k",) if mixer.keys_are_values else ("k", "v")
         return [_Fold("attention_norm", ("q", *kept), "qkv"), *mlp]
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
+    inner = _Fold("found_norm", ("o",), "o") if mixer.found_norm else inner
     if spec.order == "parallel":
         read = ("gate", "up") if isinstance(spec.mlp, MLPSpec) and spec.mlp.gated else ("up",)
         return [_Fold("attention_norm", ("q", "k", "v", *read), "qkv"), inner, *mlp[1:]]
@@ -116,7 +117,8 @@ def _mlp_folds(mlp: MLPSpec | MoESpec | None) -> list[_Fold]:
     if isinstance(mlp, MLPSpec) and not mlp.gated:
         behind = [_Fold("up", ("down",), "down", power=2)] if mlp.activation == "relu2" else []  # a GELU passes no scale on
         return [_Fold("mlp_norm", ("up",), "gate_up"), *behind]
-    return [_Fold("mlp_norm", ("gate", "up"), "gate_up"), _Fold("up", ("down",), "down")]
+    inner = _Fold("inner_norm" if isinstance(mlp, MLPSpec) and mlp.normed else "up", ("down",), "down")
+    return [_Fold("mlp_norm", ("gate", "up"), "gate_up"), inner]
 
 
 def _search(readers: list[tuple[torch.Tensor, Format]], seen: InputStatistics, fold: _Fold) -> torch.Tensor:

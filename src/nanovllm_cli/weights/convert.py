@@ -70,7 +70,7 @@ from nanovllm_cli.weights.heads import head_tensors
 from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled, pickled_modules
-from nanovllm_cli.weights.quantized_mxfp4 import as_blocks
+from nanovllm_cli.weights.quantized import without_codes
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_names import (
@@ -226,8 +226,8 @@ def write(
 
 def taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
     """Where it gets other names, with matrices that it has as one as the ones that the model has, and codes and scales of gpt-oss
-    as the blocks that GGUF makes of them."""
-    return source if source.format == target else as_blocks(unstacked(source))
+    as the blocks that GGUF makes of them, BitNet's as numbers."""
+    return source if source.format == target else without_codes(unstacked(source))
 
 
 def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:

@@ -151,6 +151,7 @@ def gguf_header(
     unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
     if spec.mixture is not None and spec.dense_mlp is not None and "leading_dense_block_count" not in keys:
         unread.append("layers without experts")
+    unread += ["hidden_activation"] if "hidden_activation" in keys else []  # for which llama.cpp has a SiLU there
     if unread:
         notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)

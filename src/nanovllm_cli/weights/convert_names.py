@@ -251,6 +251,8 @@ def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[
         apart |= {"k": kv} if attention.keys_are_values else {"k": kv, "v": kv}
     for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else apart).items():
         shapes |= _linear(name, rows, hidden, attention.qkv_bias)
+    if attention.found_norm:
+        shapes["found_norm.weight"] = (q,)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)
     return shapes | {f"{part}_norm.weight": (size,) for part, size in attention.qk_norm_sizes.items()}
@@ -305,6 +307,8 @@ def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, .
     shapes = _linear(f"{place}down", hidden, mlp.intermediate_size, mlp.bias)
     for name, rows in mlp.parts.items():
         shapes |= _linear(f"{place}{name}", rows, hidden, mlp.bias)
+    if mlp.normed:
+        shapes[f"{place}inner_norm.weight"] = (mlp.intermediate_size,)
     return shapes
 
 

@@ -15,12 +15,13 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.quantized_bitnet import as_numbers, read_bitnet
 from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
 from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_auto_round, read_awq, read_gptq
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
-from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
+from nanovllm_cli.weights.quantized_mxfp4 import as_blocks, read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
@@ -29,6 +30,7 @@ ReadFamily = Callable[[Checkpoint, ConfigReader], dict[str, QuantizedWeight]]
 FAMILIES: dict[str, ReadFamily] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
+    "bitnet": read_bitnet,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fbgemm,
@@ -63,6 +65,12 @@ def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
             f"{where}: weights quantized by {method[:40]!r}", f"known: {', '.join(FAMILIES)}, and GGUF files"
         )
     return QuantizedReader(checkpoint, FAMILIES[method](checkpoint, config))
+
+
+def without_codes(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: gpt-oss' blocks, and BitNet's
+    the numbers that they stand for."""
+    return as_numbers(as_blocks(checkpoint))
 
 
 def _method(config: ConfigReader) -> str:
