@@ -1,4 +1,5 @@
-"""BitNet: weights of -1, 0 and 1 as folders have them, against the papers' formulas and transformers' packing, and models of them."""
+"""BitNet: weights of -1, 0 and 1 as folders have them, against the papers' formulas and transformers' packing, and models of
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from quantized_checkpoints import NAME, assert_reads, check_refused, module, open_quantized, read_weight, small_slices, write
+from quantized_checkpoints import (
+    NAME,
+    assert_reads,
+    check_refused,
+    module,
+    open_quantized,
+    read_weight,
+    small_slices,
+    write,
+)
 from test_convert import SETTINGS, TINY
 from test_convert_families import fields, with_tokenizer
 from test_models import CASES, prompts

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     ApertusConfig,
     ArceeConfig,
+    BitNetConfig,
     Cohere2Config,
     Exaone4Config,
     Gemma2Config,
@@ -172,6 +173,7 @@ OTHERS: dict[str, Any] = {
                          "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
     ),
     "apertus": ApertusConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}),
+    "bitnet": BitNetConfig(**SHAPE | {"head_dim": 8}),
 }  # fmt: skip
 
 

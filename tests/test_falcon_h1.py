@@ -97,8 +97,8 @@ def test_two_processes_share_attention_alone(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "q8_0", "q4_k"])
 def test_quantized_it_has_the_factors_in_its_weights(kind: str, tmp_path: Path) -> None:
     """A folder, whose config has ones then, to transformers as well; and blocks of a file."""
-    wide = FALCON_H1 | {"hidden_size": 256, "intermediate_size": 256, "mamba_d_ssm": 96, "mamba_d_head": 16} | {"num_hidden_layers": 2}
-    model = random_model(with_tokenizer(FalconH1Config(**wide)))
+    wide = {"hidden_size": 256, "intermediate_size": 256, "mamba_d_ssm": 96, "mamba_d_head": 16, "num_hidden_layers": 2}
+    model = random_model(with_tokenizer(FalconH1Config(**FALCON_H1 | wide)))
     source, tokens = save(model, tmp_path / "source"), prompts(512)[:4]
     for name in SETTINGS:
         shutil.copy(TINY / name, source / name)

@@ -150,6 +150,15 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "nemotron-h": {"8b": "nvidia/Nemotron-H-8B-Base-8K"},
     "nemotron-nano": {"9b": "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "12b": "nvidia/NVIDIA-Nemotron-Nano-12B-v2"},
     "nemotron3-nano": {"30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
+    "falcon-h1": {
+        "0.5b": "tiiuae/Falcon-H1-0.5B-Instruct",
+        "1.5b": "tiiuae/Falcon-H1-1.5B-Instruct",
+        "1.5b-deep": "tiiuae/Falcon-H1-1.5B-Deep-Instruct",
+        "3b": "tiiuae/Falcon-H1-3B-Instruct",
+        "7b": "tiiuae/Falcon-H1-7B-Instruct",
+        "34b": "tiiuae/Falcon-H1-34B-Instruct",
+    },
+    "bitnet": {"2b": "microsoft/bitnet-b1.58-2B-4T"},
     "afm": {"4.5b": "arcee-ai/AFM-4.5B"},
     "granite3.1-moe": {
         "1b": "ibm-granite/granite-3.1-1b-a400m-instruct",
