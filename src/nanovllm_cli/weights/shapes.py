@@ -221,10 +221,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         rope_scaling={"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
                       "beta_slow": 1.0, "mscale": 1.0},
     ),
-    "bitnet-b1.58-2b": _config(
-        "BitNet", 30, 2560, 6912, 20, 5, 128256, tied=True, hidden_act="relu2", rms_norm_eps=1e-5, max_position_embeddings=4096,
-        rope_theta=5e5,
-    ),
     "granite-4.0-h-1b": _granite_h(1536, 4096, 4096, 12, 4),
     "granite-4.0-h-micro": _granite_h(2048, 8192, 8192, 32, 8),
     "granite-4.0-h-tiny": _granite_h(1536, 512, 1024, 12, 4, num_local_experts=64, num_experts_per_tok=6),
