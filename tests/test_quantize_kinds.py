@@ -7,7 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import Gemma4TextConfig, GraniteMoeHybridConfig, NemotronHConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    BitNetConfig,
+    FalconH1Config,
+    Gemma4TextConfig,
+    GraniteMoeHybridConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from engines import random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
@@ -24,7 +32,7 @@ from test_convert import SETTINGS as SETTINGS_OF_TINY
 from test_experts import EXPERTS, SHAPE
 from test_latent import CONFIGS
 from test_llm import write_byte_tokenizer
-from test_models import GRANITE, GRANITE_4_H, NEMOTRON, NEMOTRON_EXPERTS
+from test_models import FALCON_H1, GRANITE, GRANITE_4_H, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
 
@@ -50,6 +58,8 @@ KINDS: dict[str, PreTrainedConfig] = {
             "moe_shared_expert_intermediate_size": 64,
         },
     ),
+    "side by side": FalconH1Config(**FALCON_H1 | EVEN | {"num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_d_head": 16}),
+    "norms inside": BitNetConfig(**EVEN | {"num_hidden_layers": 2, "head_dim": EVEN["hidden_size"] // 4}),
     "latent": CONFIGS["youtu"],
     "latent, queries at once": CONFIGS["youtu, queries at once"],
     "latent, softmaxed experts": CONFIGS["v2, weights scaled"],
@@ -78,7 +88,7 @@ def lost(folder: Path, source: Path) -> float:
 
 CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
     ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"), ("keys are values", "awq"),
-    ("keys of other layers, numbers a layer", "awq"),
+    ("keys of other layers, numbers a layer", "awq"), ("side by side", "awq"), ("norms inside", "awq"),
 ]  # fmt: skip
 
 
