@@ -1033,7 +1033,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "'max_window_layers' must be",
     ),
     "another activation of experts": (
-        "solar open, 3 of 5 and shared", {"hidden_act": "relu2"}, UnsupportedError, "activation 'relu2' is not supported",
+        "solar open, 3 of 5 and shared", {"hidden_act": "mish"}, UnsupportedError, "activation 'mish' is not supported",
     ),
     "scores of a Solar": ("solar open, 3 of 5 and shared", {"scoring_func": "sqrtsoftplus"}, UnsupportedError, "'sqrtsoftplus'"),
     "a Hunyuan of other sizes by layer": (
