@@ -17,13 +17,14 @@ from engines import random_model, save
 from hearing import WORDS, a_sound, config_of, hearing_model
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.hearing_spec import HearingSpec
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file, tower_or_note
 from nanovllm_cli.weights.hearing import load_ear, read_hearing
 from nanovllm_cli.weights.hearing_gguf import load_ear_gguf
-from nanovllm_cli.weights.mmproj import open_mmproj, read_mmproj
+from nanovllm_cli.weights.mmproj import checked_mmproj, open_mmproj, read_mmproj
 from sounding import noise, sound_part
 from sounding import wav as saved
 from test_hearing import FAMILIES, model_of
@@ -104,6 +105,16 @@ def test_a_gguf_model_hears_by_the_file_beside_it(tmp_path: Path) -> None:
             assert [placed.num_tokens for placed in prompts[-1].images] == [13]
     assert list(prompts[0]) == list(prompts[1])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("voxtral", "llama"), ("qwen2-audio", "qwen2"), ("qwen3-asr", "qwen3vl")])
+def test_a_converted_model_is_of_the_kind_that_its_file_belongs_to(family: str, kind: str, tmp_path: Path) -> None:
+    folder, ours = with_merges(hearing_model(tmp_path / "model", family=family), WORDS), tmp_path / "model.gguf"
+    converted(folder, ours)
+    mmproj = write_ear(folder, tmp_path / "mmproj.gguf")
+    with open_checkpoint(ours) as model:
+        assert model.config["general.architecture"] == kind
+        assert isinstance(checked_mmproj(mmproj, model, 48), HearingSpec)
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -457,7 +457,7 @@ def with_merges(folder: Path, words: list[str] = WORDS) -> Path:
     config["text_config"]["vocab_size"] = backend.get_vocab_size()
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
-    for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
+    for name in [each for each in tensors if each.endswith(("embed_tokens.weight", "lm_head.weight"))]:
         tensors[name] = torch.randn(backend.get_vocab_size(), tensors[name].shape[1], generator=torch.Generator().manual_seed(3))
     save_file(tensors, folder / "model.safetensors")
     return folder
