@@ -25,8 +25,6 @@ MAX_SECONDS = 45 * 60
 """Of a sound: each takes 64 KB at 16 kHz, and 50 KB of a spectrogram."""
 MIN_SECONDS = 0.1
 MIN_RATE, MAX_RATE = 1_000, 192_000
-MAX_SAMPLES = 1 << 27
-"""Of one channel, before it is made 16 kHz: 46 minutes of 48 kHz."""
 _BLOCK = 1 << 18
 
 
@@ -70,18 +68,22 @@ def samples_of(data: bytes, where: str) -> np.ndarray:
         rate, blocks = _decoded(data, kind, where)
     if not MIN_RATE <= rate <= MAX_RATE:
         raise UsageError(f"{where} has {rate} samples a second; what is heard is {MIN_RATE} to {MAX_RATE}", "save it at 16 kHz")
-    found, count = [], 0
+    samples = np.concatenate([np.empty(0, np.float32), *resampled(_checked(blocks, rate, where), rate, RATE)])
+    if len(samples) < MIN_SECONDS * RATE:
+        raise UsageError(f"{where} is shorter than {MIN_SECONDS} seconds", "there is nothing in it to be heard")
+    return samples
+
+
+def _checked(blocks: Iterable[np.ndarray], rate: int, where: str) -> Iterator[np.ndarray]:
+    """Numbers that are none, and a sound without end, are found as they come."""
+    count = 0
     for block in blocks:
         count += len(block)
-        if count > min(MAX_SECONDS * rate, MAX_SAMPLES):
-            longest = min(MAX_SECONDS, MAX_SAMPLES // rate)
-            raise UsageError(f"{where} is longer than {longest // 60} minutes", "cut it into pieces")
+        if count > MAX_SECONDS * rate:
+            raise UsageError(f"{where} is longer than {MAX_SECONDS // 60} minutes", "cut it into pieces")
         if not np.isfinite(block).all():
             raise UsageError(f"{where} is damaged: it has samples that are no numbers", "save or send it again")
-        found.append(np.clip(block, -8, 8))  # nothing is 18 dB louder than the loudest; a spectrogram's squares stay finite
-    if count < MIN_SECONDS * rate:
-        raise UsageError(f"{where} is shorter than {MIN_SECONDS} seconds", "there is nothing in it to be heard")
-    return resampled(np.concatenate(found), rate, RATE)
+        yield np.clip(block, -8, 8)  # nothing is 18 dB louder than the loudest; a spectrogram's squares stay finite
 
 
 def cut(samples: np.ndarray, spec: HearingSpec) -> tuple[Sound, ...]:

@@ -7,6 +7,7 @@ either side (Oppenheim and Schafer, Discrete-Time Signal Processing, 7.6).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -15,28 +16,45 @@ _ZEROS, _BETA, _ROLLOFF = 24, 7.865, 0.945
 _BLOCK = 1 << 21  # numbers that are gathered at once
 
 
-def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """[n] float32 at `rate` -> [ceil(n * wanted / rate)] float32. Silence lies before and behind."""
-    if rate == wanted or not len(samples):
-        return samples
+def resampled(blocks: Iterable[np.ndarray], rate: int, wanted: int) -> Iterator[np.ndarray]:
+    """Blocks of float32 that follow each other at `rate` -> the same at `wanted`: of n samples ceil(n * wanted / rate). Silence
+    lies before and behind. No more is held of it than two blocks."""
+    if rate == wanted:
+        yield from blocks
+        return
     common = math.gcd(rate, wanted)
     up, down = wanted // common, rate // common
-    half = _half(up, down)
-    count = -(-len(samples) * up // down)
-    padded = np.concatenate([np.zeros(half, np.float32), samples, np.zeros(half + 1, np.float32)])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
-    out = np.empty(count, np.float32)
-    step = max(1, _BLOCK // (2 * half + 1))
-    kept = min(up, _MOST_PHASES)
+    half, kept = _half(up, down), min(up, _MOST_PHASES)
     filters = _filters(up, down, kept)
-    for first in range(0, count, step):
-        places = np.arange(first, min(first + step, count), dtype=np.int64) * down
-        nearest, phases = places // up, places % up
+    held, begin = np.zeros(half, np.float32), 0  # begin: the place of its first, counted from the silence before
+    count = made = 0
+    for block in blocks:
+        count += len(block)
+        held = np.concatenate([held, block])
+        last = max(made, -(-(begin + len(held) - 2 * half - 1) * up // down))  # which need what is still to come
+        yield _at(made, last, held, begin, up, down, filters)
+        made, left = last, last * down // up - begin
+        held, begin = held[left:], begin + left
+    yield _at(made, -(-count * up // down), np.concatenate([held, np.zeros(half + 1, np.float32)]), begin, up, down, filters)
+
+
+def _at(first: int, end: int, held: np.ndarray, begin: int, up: int, down: int, filters: np.ndarray) -> np.ndarray:
+    """Samples first to end of what is wanted."""
+    kept, taps = len(filters) - 1, filters.shape[1]
+    out = np.empty(max(0, end - first), np.float32)
+    if not len(out):
+        return out
+    windows = np.lib.stride_tricks.sliding_window_view(held, taps)
+    step = max(1, _BLOCK // taps)
+    for start in range(0, len(out), step):
+        places = np.arange(first + start, min(first + start + step, end), dtype=np.int64) * down
+        nearest, phases = places // up - begin, places % up
         chosen, behind = np.divmod(phases * kept, up)
-        out[first : first + step] = np.einsum("nk,nk->n", windows[nearest], filters[chosen])
+        made = np.einsum("nk,nk->n", windows[nearest], filters[chosen])
         if kept < up:  # between two phases
             further = np.einsum("nk,nk->n", windows[nearest], filters[chosen + 1])
-            out[first : first + step] += (behind / up).astype(np.float32) * (further - out[first : first + step])
+            made += (behind / up).astype(np.float32) * (further - made)
+        out[start : start + step] = made
     return out
 
 
