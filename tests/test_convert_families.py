@@ -131,6 +131,20 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
         make_gguf(sees, tmp_path / "made.gguf")
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "lacking"),
+    [("pythia", {"attention_bias": False}, "biases"), ("stablelm", {"tie_word_embeddings": True}, "head of its own"),
+     ("starcoder2", {"use_bias": False}, "bias behind attention")],
+)  # fmt: skip
+def test_what_llama_cpp_takes_for_granted_is_there_or_refused(
+    case: str, changes: dict[str, Any], lacking: str, tmp_path: Path
+) -> None:
+    config = with_tokenizer(TEXTS[case])
+    folder = save(random_model(type(config)(**config.to_dict() | changes)), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=f"that it has no {lacking}"):
+        make_gguf(folder, tmp_path / "made.gguf")
+
+
 def test_folders_are_not_made_of_other_families_files(tmp_path: Path) -> None:
     arch, config, add = CASES["granite"]
     path = write(tmp_path / "m.gguf", arch, random_model(config), add)

@@ -102,6 +102,7 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.facts import facts_of, parameters
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.tensor_names import matrix_types
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it is one, and is not among them
 PROMPT_LENS = [1, 3, 17, 31, 40, 63, 64, 90]
@@ -260,11 +261,16 @@ CASES: dict[str, Any] = {
         norm_topk_prob=False, use_expert_bias=False, routed_scaling_factor=1.5,
     ),
     "starcoder2": Starcoder2Config(**CLASSIC | {"tie_word_embeddings": True}, sliding_window=20, hidden_act="gelu_pytorch_tanh"),
+    "starcoder2, no biases": Starcoder2Config(**CLASSIC, use_bias=False, norm_epsilon=0.03),
     "starcoder2, no window, untied": Starcoder2Config(**CLASSIC | {"num_key_value_heads": 6}, sliding_window=None),
     "stablelm": StableLmConfig(**CLASSIC, use_qkv_bias=True, partial_rotary_factor=0.25),
     "stablelm, side by side": StableLmConfig(**CLASSIC, use_parallel_residual=True, partial_rotary_factor=0.5),
     "pythia": GPTNeoXConfig(**WHOLE_HEADS, rotary_pct=0.5),
     "gpt-neox, one after the other": GPTNeoXConfig(**WHOLE_HEADS, use_parallel_residual=False),
+    "gpt-neox, few biases": GPTNeoXConfig(
+        **WHOLE_HEADS | {"attention_bias": False, "hidden_act": "gelu_fast", "num_hidden_layers": 2},
+        **rope("linear", factor=4.0, partial_rotary_factor=0.5),
+    ),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
     "gpt2, exact gelu, untied": GPT2Config(**GPT2_SIZES, activation_function="gelu", tie_word_embeddings=False),
     "command r": CohereConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}, logit_scale=0.25, attention_bias=True),
@@ -556,6 +562,41 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
         answer = list(output.outputs[0].token_ids)
         assert len(answer) == 64
         assert answer == chosen(reference, ids, answer)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "pythia"])
+def test_masks_and_bare_names_of_old_folders_are_no_hindrance(case: str, tmp_path: Path) -> None:
+    """As GPT-2 and Pythia are published: masks among the tensors; of the first, no prefix."""
+    folder = save(random_model(CASES[case]), tmp_path / "new")
+    expected = worker_for(folder).model.logits(torch.ones(1, 48))
+    tensors = load_file(folder / "model.safetensors")
+    place = "gpt_neox.layers.0.attention." if case == "pythia" else "transformer.h.0.attn."
+    tensors |= {f"{place}bias": torch.zeros(1, 1, 8, 8).bool(), f"{place}masked_bias": torch.tensor(-1e9)}
+    save_file({name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    assert torch.equal(worker_for(folder).model.logits(torch.ones(1, 48)), expected)
+    with open_checkpoint(folder) as checkpoint:
+        assert matrix_types(checkpoint) == {"F32"}
+
+
+def test_learned_positions_stay_as_they_are_in_any_format(tmp_path: Path) -> None:
+    folder = save(random_model(CASES["gpt2"]), tmp_path)
+    places = torch.arange(7)
+    exact, rounded = (worker_for(folder, **quant).model.entry.weight.rows(places, None) for quant in ({}, {"quant": "int8"}))
+    assert torch.equal(exact, rounded)
+
+
+OF_OTHER_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "norms of heads": ("stablelm", {"qk_layernorm": True}, "layer norms of heads of q and k"),
+    "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_KINDS)
+def test_what_other_models_of_a_family_have_is_named(what: str) -> None:
+    case, values, message = OF_OTHER_KINDS[what]
+    name = type(CASES[case]).__name__.replace("Config", "LMHeadModel" if case == "gpt2" else "ForCausalLM")
+    with pytest.raises(UnsupportedError, match=message):
+        spec_from_hf(CASES[case].to_dict() | values, hf_family({"architectures": [name]}))
 
 
 COUNTED = [

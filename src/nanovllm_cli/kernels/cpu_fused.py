@@ -77,7 +77,7 @@ def add_rms_norm(arguments, thread, team):
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         if shift != 0:
             for i in range(width):
-                store(target, i, beside[i] * inverse * load(scale, i) + load(shifts, i))
+                store(target, i, beside[i] * inverse * (np.float32(offset) + load(scale, i)) + load(shifts, i))
         elif centered != 0:
             for i in range(width):
                 store(target, i, beside[i] * inverse * (np.float32(offset) + load(scale, i)))

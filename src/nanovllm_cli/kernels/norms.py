@@ -18,6 +18,7 @@ def add_rms_norm(
     shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.add_rms_norm`; residual is changed in place. weight [G * width]: row i has the gains i modulo G."""
+    assert shift is None or centered
     tokens, width = x.shape
     num_gains, shifts = weight.shape[0] // width, 0 if shift is None else cpu.address_of(shift, x.dtype, width)
     out = cpu.new_tensor((tokens, width), x.dtype)

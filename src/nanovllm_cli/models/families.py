@@ -295,6 +295,8 @@ def spec_from_gguf(
         max_position=max_position,
         tied_head="output.weight" not in names,
     )
+    if family.gguf_parallel and "blk.0.ffn_norm.weight" not in names:
+        spec = spec.in_order("parallel")
     spec = family.gguf(spec, whole, key)
     if not any(name.endswith(".ssm_norm.weight") for name in names):
         spec = _without_state_norms(spec)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
@@ -37,6 +38,14 @@ class Folding:
 GGUFField = float | str | list[bool] | list[int] | list[float]
 
 
+def has_all(name: str, **parts: bool) -> None:
+    """UnsupportedError for what llama.cpp takes for granted in files of an architecture and a model lacks."""
+    lacking = [part.replace("_", " ") for part, there in parts.items() if not there]
+    if lacking:
+        what = f"GGUF cannot say this of a {name} model: that it has no {', no '.join(lacking)}"
+        raise UnsupportedError(what, "keep the model as a folder")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """A line of `registry.py` points to one.
@@ -47,8 +56,9 @@ class Family:
     each so many-th has no window, None: all have one; full_first: or those in front of which a multiple of that lies.
     local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config doesn't list them,
     each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in its GGUF files.
-    fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. ungated: activations of its MLPs, by their
-    names in configs, where these have no gate. both_ways: tokens see those behind them; halves_window: where they do, what files
+    fused_qkv: q, k and v are one tensor of its folders, qkv_by_head: which has a head's three together; fused_mlp: gate and up
+    are. turned_over: its folders have matrices of layers so (`weights/stacked.py`), and PEFT's adapters say it of theirs.
+    ungated: activations of its MLPs, by their names in configs, where these have no gate. both_ways: tokens see those behind them; halves_window: where they do, what files
     call the window is as wide on both sides together. outer: what the names of a folder's tensors begin with, but for the model
     alone, without a head. aside: beginnings of names of what is for tasks that nothing here does. convolutions: in place of
     attention, in some layers. varied: layers have key-value heads and MLPs of their own numbers. latent: its attention is, so
@@ -59,6 +69,7 @@ class Family:
     gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a
     word. gguf_keys: what they say beyond what all do, by keys without the architecture, but for those that begin with a dot,
     which have none; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one tensor.
+    gguf_parallel: those without norms of MLPs have these read what attention reads, whatever they say in words.
     gguf_unread: and keys and values of layers that read those of others, which llama.cpp asks for though nothing reads them.
     gguf_heads_dealt: and value heads of the delta rule dealt out to key
     heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model,
@@ -80,6 +91,8 @@ class Family:
     interleaved: bool = False
     interleaved_gguf: bool = False
     fused_qkv: bool = False
+    qkv_by_head: bool = False
+    turned_over: bool = False
     fused_mlp: bool = False
     ungated: Mapping[str, str] = field(default_factory=dict)
     both_ways: bool = False
@@ -102,6 +115,7 @@ class Family:
     gguf_activation: str = "silu"
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
     gguf_gate_up: bool = False
+    gguf_parallel: bool = False
     gguf_unread: bool = False
     gguf_heads_dealt: bool = False
     gguf_truncates: bool = True

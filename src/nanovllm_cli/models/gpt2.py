@@ -51,6 +51,7 @@ GPT2 = Family(
     "gpt2",
     layer_norm=True,
     fused_qkv=True,
+    turned_over=True,
     ungated=LONE_TANH,
     tied_by_default=True,
     outer="transformer.",

@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import Family, GGUFField, has_all
 
 _KEYS = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 _PARTS = {
@@ -19,7 +19,8 @@ _PARTS = {
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**{usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}, **config}
+    usual = {usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}
+    return {**usual, **config, "num_key_value_heads": None, "head_dim": None}  # of which it has none
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -35,6 +36,8 @@ def _side_by_side(spec: ModelSpec, is_so: bool) -> ModelSpec:
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    biased = spec.attention.qkv_bias and all(mlp.bias for mlp in spec.mlps)
+    has_all(spec.architecture, head_of_its_own=not spec.tied_head, biases=biased)
     return {"use_parallel_residual": spec.blocks[0].order == "beside"}
 
 
@@ -43,6 +46,7 @@ GPT_NEOX = Family(
     gguf_name="gptneox",
     layer_norm=True,
     fused_qkv=True,
+    qkv_by_head=True,
     ungated=LONE,
     outer="gpt_neox.",
     config=_usual_keys,

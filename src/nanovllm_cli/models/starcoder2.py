@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import Family, GGUFField, has_all
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -18,13 +17,16 @@ def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if not read.flag("mlp_bias", True):
-        raise UnsupportedError(f"{read.where}: a StarCoder 2 without biases", ANOTHER)
     return spec.with_shifted_norms()
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     return spec.with_shifted_norms()
+
+
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    has_all(spec.architecture, bias_behind_attention=spec.attention.out_bias)
+    return {}
 
 
 STARCODER2 = Family(
@@ -43,4 +45,5 @@ STARCODER2 = Family(
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_activation="lone_gelu_tanh",
+    gguf_keys=_keys,
 )

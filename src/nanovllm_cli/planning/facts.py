@@ -108,8 +108,10 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found = dict.fromkeys(CLASSES, 0)
     found["embedding"] = spec.vocab_size * hidden
     found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
-    found["norms"] = hidden * (1 + spec.norm.shifted)
-    found["embedding"] += spec.entry.positions * hidden if spec.entry is not None and spec.entry.norm is None else 0
+    found["norms"] = hidden * (1 + spec.norm.shifted) * spec.ends_normed
+    if spec.entry is not None:
+        found["embedding"] += (spec.entry.positions + spec.entry.segments) * hidden
+        found["norms"] += 0 if spec.entry.norm is None else (1 + spec.entry.norm.shifted) * hidden
     for block in spec.blocks:
         mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer

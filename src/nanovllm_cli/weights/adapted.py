@@ -34,7 +34,7 @@ from nanovllm_cli.weights.folded import folded
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.stacked import holds_several, unstacked
+from nanovllm_cli.weights.stacked import holds_several, qkv_rows, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -113,7 +113,7 @@ def merged(checkpoint: Checkpoint, lora: Sequence[Lora]) -> Checkpoint:
             "take the original, and quantize what comes out",
         )
     if holds_several(checkpoint):
-        raise UnsupportedError(f"{checkpoint.path}: an adapter is not written into a file that stacks its experts")
+        raise UnsupportedError(f"{checkpoint.path}: an adapter is not written into a file that stacks or turns matrices")
     return adapted.checkpoint
 
 
@@ -128,6 +128,8 @@ def _fitted(
     if family.folding is not None and adapter.format != checkpoint.format:
         what = f"{adapter.path}: an adapter of a {family.name} model whose weights have its config's factors here, and not there"
         raise UnsupportedError(what, "take the model that it was trained on")
+    if adapter.turned_over and not family.turned_over:
+        raise UnsupportedError(f"{adapter.path}: fan_in_fan_out is set, and {checkpoint.path} has no such matrices", MERGE_FIRST)
     theirs = _names(ours, family.names(adapter.format))
 
     def known_as(name: str) -> str | None:
@@ -143,7 +145,7 @@ def _fitted(
         known = known_as(name)
         if known is None or len(shapes[known]) != 2:
             strangers.append(name)
-        elif ours[known] in ("embedding.weight", "per_layer_embedding.weight"):
+        elif ours[known] in ("embedding.weight", "per_layer_embedding.weight", "positions.weight"):
             raise UnsupportedError(f"{adapter.path}: an adapter of the embedding ({name})", MERGE_FIRST)
         elif (shape := (added.up.shape[0], added.down.shape[1])) != shapes[known]:
             raise UsageError(f"{adapter.path}: {name} is {list(shape)}, and in the model {list(shapes[known])}", _other(adapter))
@@ -193,8 +195,10 @@ def _other(adapter: Adapter) -> str:
 
 
 def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkpoint, spec: ModelSpec) -> torch.Tensor:
-    """Rows of q and k in the order that the checkpoint's rotary pairs have."""
+    """Rows of q and k in the order that the checkpoint's rotary pairs have; those of a head's q, k and v together as all heads'."""
     family = family_of(checkpoint)
+    if family.qkv_by_head and adapter.format == "hf" and ours.endswith(".qkv.weight"):
+        return up[list(qkv_rows(spec.attention.num_heads, spec.attention.head_dim))]
     interleaved = {"hf": family.interleaved, "gguf": family.interleaved_gguf}
     was, becomes = interleaved[adapter.format], interleaved[checkpoint.format]
     if was == becomes or not ours.endswith((".q.weight", ".k.weight")):

@@ -65,7 +65,8 @@ class LowRank(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """weights: by what a checkpoint in its format calls them. base: what it was trained on, if it says so. copies: whole
-    weights that come along, as PEFT has them where a head or an embedding is adapted. architecture: of a GGUF file's model."""
+    weights that come along, as PEFT has them where a head or an embedding is adapted. architecture: of a GGUF file's model.
+    turned_over: the model's matrices are, and the sides are as of any other (PEFT's fan_in_fan_out)."""
 
     path: Path
     format: Literal["hf", "gguf"]
@@ -73,6 +74,7 @@ class Adapter:
     base: str | None
     copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
     architecture: str | None = None
+    turned_over: bool = False
 
 
 def open_adapter(path: Path, scale: float) -> Adapter:
@@ -131,7 +133,8 @@ def _open_peft(path: Path, scale: float) -> Adapter:
     finally:
         file.close()
     base = config.values.get("base_model_name_or_path")
-    return Adapter(path, "hf", weights, base if isinstance(base, str) else None, copies)
+    return Adapter(path, "hf", weights, base if isinstance(base, str) else None, copies,
+                   turned_over=config.flag("fan_in_fan_out", False))  # fmt: skip
 
 
 def _check_settings(config: ConfigReader) -> None:
@@ -143,7 +146,7 @@ def _check_settings(config: ConfigReader) -> None:
     if (kind := config.text("peft_type")) != "LORA":
         raise refuse(f"an adapter of the kind {kind[:40]!r}, not LoRA")
     switches = [key for key, value in config.values.items() if key.startswith("use_") and value and key != "use_rslora"]
-    switches += [key for key in ("fan_in_fan_out", "lora_bias") if config.flag(key, False)]
+    switches += [key for key in ("lora_bias",) if config.flag(key, False)]
     lists = ("alora_invocation_tokens", "layer_replication", "modules_to_save", "target_parameters", "trainable_token_indices")
     switches += [key for key in lists if config.values.get(key)]
     switches += [key for key, value in config.values.items() if key.endswith("_config") and value and key not in _OF_TRAINING]

@@ -74,6 +74,7 @@ class Checkpoint(ABC):
 
     `config` is config.json, or a GGUF's metadata as it is, of which `metadata_types` has the types.
     `generation_config` is generation_config.json, or what a GGUF says about sampling under the same names, or {}.
+    `apart`: no tensor holds several matrices, or one in another way than models have it (`stacked.py`), whatever it is called.
     A tensor that was handed out stays valid after `close()`. `has_numbers`: tensors are those of a training, and are there.
     """
 
@@ -83,6 +84,7 @@ class Checkpoint(ABC):
     generation_config: Mapping[str, Any]
     metadata_types: Mapping[str, tuple[int, int | None]] = {}
     has_numbers: bool = True
+    apart: bool = False
 
     @abstractmethod
     def names(self) -> list[str]: ...
@@ -132,6 +134,7 @@ class CheckpointView(Checkpoint):
         self.generation_config = inner.generation_config
         self.metadata_types = inner.metadata_types
         self.has_numbers = inner.has_numbers
+        self.apart = inner.apart
         self._inner = inner
 
     def names(self) -> list[str]:

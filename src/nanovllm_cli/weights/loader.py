@@ -223,7 +223,8 @@ def _compare(
 ) -> None:
     there = {name: reader.shape(name) for name in reader.names()}
     ignored = ignored | left_aside(checkpoint, there)
-    ignored |= {name for name in there.keys() - wanted.keys() if name.endswith(".bias") and _is_zero(reader, name)}
+    biases = {name for name in there.keys() - wanted.keys() if name.endswith(".bias") and not name.endswith(HF_IGNORED)}
+    ignored |= {name for name in biases if _is_zero(reader, name)}
     check_tensors(checkpoint.path, spec, wanted, there, ignored, misshapen=MISSHAPEN)
 
 

@@ -24,7 +24,7 @@ from nanovllm_cli.weights.convert_names import mtp_shapes, tensor_shapes
 from nanovllm_cli.weights.tensor_names import mtp_names
 
 STD = 0.02
-AROUND_ONE = ("norm", "layer_scalar", "router.scale", "expert_scale")
+AROUND_ONE = ("norm", ".ln_", "layer_scalar", "router.scale", "expert_scale")
 MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Of a config: how many layers behind the model's own predict further tokens."""
 POOL = (1 << 24) + 127
@@ -38,6 +38,7 @@ class RandomCheckpoint(Checkpoint):
 
     format = "hf"
     has_numbers = False
+    apart = True
 
     def __init__(
         self, config: Mapping[str, Any], device: torch.device | str = "cpu", seed: int = 0, path: Path = Path("random weights")

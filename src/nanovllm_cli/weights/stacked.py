@@ -183,12 +183,16 @@ def _turned_over(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
         yield stack, _Part(stack, None, _ALL, turned=True)
 
 
+def qkv_rows(heads: int, head_dim: int) -> tuple[int, ...]:
+    """Where rows of q, of k and of v are that have the three of a head together."""
+    starts = ((3 * head + part) * head_dim for part in range(3) for head in range(heads))
+    return tuple(start + i for start in starts for i in range(head_dim))
+
+
 def _qkv_by_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     heads = config.get("num_attention_heads")
     if type(heads) is int and 0 < heads <= MAX_PARTS and shape[0] % (3 * heads) == 0:
-        dim = shape[0] // heads // 3
-        starts = [(3 * head + part) * dim for part in range(3) for head in range(heads)]
-        yield stack, _Part(stack, None, tuple(start + i for start in starts for i in range(dim)))
+        yield stack, _Part(stack, None, qkv_rows(heads, shape[0] // (3 * heads)))
 
 
 def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -269,11 +273,11 @@ _LAYOUTS: dict[str, list[_Layout]] = {
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself where nothing is stacked, and `folded` does nothing. CheckpointError for more experts, or tensors of
-    them, than are believed."""
+    """The checkpoint itself where nothing is stacked, or is no more, and `folded` does nothing. CheckpointError for more experts,
+    or tensors of them, than are believed."""
     checkpoint = folded(checkpoint)
     parts: dict[str, _Part] = {}
-    for name in checkpoint.names():
+    for name in [] if checkpoint.apart else checkpoint.names():
         for pattern, dims, take in _LAYOUTS[checkpoint.format]:
             found = pattern.fullmatch(name)
             if found is None:
@@ -312,6 +316,7 @@ class _Unstacked(CheckpointView):
 
     def __init__(self, inner: Checkpoint, parts: dict[str, _Part]) -> None:
         super().__init__(inner)
+        self.apart = True
         self.parts = parts
         self._last = {part.stack: name for name, part in parts.items()}
         self._names = [*(name for name in inner.names() if name not in self._last), *parts]
@@ -349,7 +354,8 @@ class _Unstacked(CheckpointView):
         if isinstance(part.rows, tuple):
             return own[list(part.rows if rows is None else part.rows[rows[0] : rows[1]])]
         own = own[part.rows]
-        return own if rows is None else own[rows[0] : rows[1]]
+        own = own if rows is None else own[rows[0] : rows[1]]
+        return own.contiguous() if part.turned else own
 
     def raw(self, name: str) -> torch.Tensor:
         if name not in self.parts:

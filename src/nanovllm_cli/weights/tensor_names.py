@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.family import ANOTHER, Family
-from nanovllm_cli.models.names import MTP_GGUF_NAMES
+from nanovllm_cli.models.names import HF_IGNORED, MTP_GGUF_NAMES
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.further import gguf_dense_tensors
@@ -126,7 +126,8 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
 def matrix_types(checkpoint: Checkpoint) -> set[str]:
     """What the model's matrices are stored as: of what is left aside, numbers of positions for instance, nobody asks."""
     names = set(checkpoint.names())
-    infos = (checkpoint.info(name) for name in names - left_aside(checkpoint, names))
+    own = (name for name in names - left_aside(checkpoint, names) if not name.endswith(HF_IGNORED))
+    infos = (checkpoint.info(name) for name in own)
     return {info.dtype_name for info in infos if len(info.shape) > 1}
 
 
