@@ -28,6 +28,7 @@ from transformers import (
     Lfm2Config,
     Ministral3Config,
     Olmo2Config,
+    PhiConfig,
     Qwen3Config,
     SmolLM3Config,
     StableLmConfig,
@@ -165,6 +166,7 @@ OTHERS: dict[str, Any] = {
     "starcoder2": Starcoder2Config(**CLASSIC, sliding_window=10),
     "stablelm": StableLmConfig(**CLASSIC, use_parallel_residual=True),
     "pythia": GPTNeoXConfig(**{name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}),
+    "phi": PhiConfig(**CLASSIC),
     "gpt2": GPT2Config(vocab_size=513, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=80),
     "arcee": ArceeConfig(**SHAPE | {"head_dim": 8, "mlp_bias": True}),
     "ministral3": Ministral3Config(

@@ -71,6 +71,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -271,6 +272,7 @@ CASES: dict[str, Any] = {
         **WHOLE_HEADS | {"attention_bias": False, "hidden_act": "gelu_fast", "num_hidden_layers": 2},
         **rope("linear", factor=4.0, partial_rotary_factor=0.5),
     ),
+    "phi": PhiConfig(**CLASSIC),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
     "gpt2, exact gelu, untied": GPT2Config(**GPT2_SIZES, activation_function="gelu", tie_word_embeddings=False),
     "command r": CohereConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}, logit_scale=0.25, attention_bias=True),
@@ -587,6 +589,8 @@ def test_learned_positions_stay_as_they_are_in_any_format(tmp_path: Path) -> Non
 
 OF_OTHER_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of heads": ("stablelm", {"qk_layernorm": True}, "layer norms of heads of q and k"),
+    "norms of heads of a Phi": ("phi", {"qk_layernorm": True}, "layer norms of heads"),
+    "another activation": ("phi", {"hidden_act": "relu"}, "activation 'relu'"),
     "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
 }
 
@@ -609,7 +613,7 @@ COUNTED = [
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
-    "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2",
+    "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -795,7 +799,8 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
-    "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
+    "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig,
+    "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,

@@ -129,7 +129,8 @@ def classic(writer: Writer, config: Any) -> None:
         if config.sliding_window is not None:
             window(writer, config)
     else:
-        writer.add_parallel_residual(config.use_parallel_residual)
+        if config.model_type != "phi":
+            writer.add_parallel_residual(config.use_parallel_residual)
     theta(writer, config)
     share = config.rope_parameters.get("partial_rotary_factor", 1.0)
     writer.add_rope_dimension_count(int(config.hidden_size // config.num_attention_heads * share))
@@ -364,6 +365,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "pythia": ("gptneox", TEXTS["pythia"], classic),
     "gpt-neox, one after the other": ("gptneox", TEXTS["gpt-neox, one after the other"], classic),
     "gpt2": ("gpt2", TEXTS["gpt2"], classic),
+    "phi": ("phi2", TEXTS["phi"], classic),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
 PAIRS = ("llama", "arcee", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "mistral3", "smollm3")
@@ -432,6 +434,20 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_of_a_stablelm_tensors_tell_what_lies_side_by_side(tmp_path: Path) -> None:
+    """As in llama.cpp: its converter writes the flag for folders that leave it out, where transformers means the contrary."""
+    reference = random_model(TEXTS["stablelm"])
+    said = write(tmp_path / "said.gguf", "stablelm", reference, classic)
+    other = write(tmp_path / "other.gguf", "stablelm", reference, says_parallel)
+    tokens = prompts(TEXTS["stablelm"].vocab_size)[2:4]
+    assert torch.equal(*(logits_of(worker_for(path), tokens) for path in (said, other)))
+
+
+def says_parallel(writer: Writer, config: Any) -> None:
+    own = type(config)(**config.to_dict() | {"use_parallel_residual": True})
+    classic(writer, own)
 
 
 @pytest.mark.parametrize("case", CASES)

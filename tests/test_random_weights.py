@@ -148,6 +148,15 @@ def test_a_model_without_files_answers(tmp_path: Path, quant: str | None) -> Non
     assert len(answers[0]) == 5
 
 
+def test_matrices_that_folders_have_turned_over_are_made_as_models_have_them(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 320}
+    path.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes}))
+    with LLM(f"random:{path}", config=EngineConfig(max_model_len=32, num_blocks=8)) as llm:
+        (output,) = llm.generate("gpt", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+
+
 def test_bytes_are_a_vocabulary() -> None:
     tokenizer = byte_tokenizer()
     text = "a b\n\tÄ語🙂 <|endoftext|>"

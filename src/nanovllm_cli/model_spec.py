@@ -234,6 +234,7 @@ class ModelSpec:
     norm: NormSpec
     max_position: int
     tied_head: bool = False
+    head_bias: bool = False
     has_head: bool = True
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

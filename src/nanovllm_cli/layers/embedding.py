@@ -6,7 +6,7 @@ import torch
 
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
-from nanovllm_cli.layers.slots import Slots, WeightSlot
+from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.quant.storage import WeightStorage
 
 
@@ -25,18 +25,20 @@ class Embedding:
 
 
 class Head:
-    """hidden rows -> logits [R, vocab] fp32. Tied: no slot of its own."""
+    """hidden rows -> logits [R, vocab] fp32. Tied: no weight of its own."""
 
-    def __init__(self, vocab_size: int, width: int, kit: Kit, tied: bool) -> None:
+    def __init__(self, vocab_size: int, width: int, kit: Kit, tied: bool, bias: bool = False) -> None:
         cut = Cut((vocab_size,), gathers="first")  # only that one draws
         self.weight = kit.weight({"embedding" if tied else "head": vocab_size}, width, cut)
+        self.bias = kit.zeros(vocab_size, dtype=torch.float32) if bias else None  # as logits are
         self.tied = tied
 
     def __call__(self, x: Hidden) -> torch.Tensor:
-        return self.weight.matmul(x, None, torch.float32)
+        return self.weight.matmul(x, self.bias, torch.float32)
 
     def slots(self) -> Slots:
-        return {} if self.tied else {"weight": storage_slot(self.weight)}
+        slots: Slots = {} if self.tied else {"weight": storage_slot(self.weight)}
+        return slots | ({} if self.bias is None else {"bias": table_slot(self.bias)})
 
 
 def storage_slot(weight: WeightStorage) -> WeightSlot:

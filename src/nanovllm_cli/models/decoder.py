@@ -218,7 +218,7 @@ class Decoder:
         self.backend = kit.backend
         self.chosen = kit.chosen
         if shared is None:
-            self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
+            self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head, spec.head_bias)
             self.embedding = Embedding(
                 self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
             )

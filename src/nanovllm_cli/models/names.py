@@ -24,7 +24,7 @@ HF_NAMES = {
     **{f"blocks.{{i}}.qkv.{kind}": f"model.layers.{{i}}.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.gate_up.{kind}": f"model.layers.{{i}}.mlp.gate_up_proj.{kind}" for kind in ("weight", "bias")},
     **{f"norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
-    "head.weight": "lm_head.weight",
+    **{f"head.{kind}": f"lm_head.{kind}" for kind in ("weight", "bias")},
 }
 
 GGUF_NAMES = {
@@ -43,7 +43,7 @@ GGUF_NAMES = {
     **{f"blocks.{{i}}.qkv.{kind}": f"blk.{{i}}.attn_qkv.{kind}" for kind in ("weight", "bias")},
     **{f"blocks.{{i}}.gate_up.{kind}": f"blk.{{i}}.ffn_up.{kind}" for kind in ("weight", "bias")},
     **{f"norm.{kind}": f"output_norm.{kind}" for kind in ("weight", "bias")},
-    "head.weight": "output.weight",
+    **{f"head.{kind}": f"output.{kind}" for kind in ("weight", "bias")},
 }
 
 POST_HF_NAMES = {

@@ -61,7 +61,7 @@ from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
-from nanovllm_cli.models.phi import PHI3
+from nanovllm_cli.models.phi import PHI, PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
@@ -142,6 +142,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Olmo3ForCausalLM": OLMO3,
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
+    "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
     "SarvamMoEForCausalLM": SARVAM_MOE,
     "SeedOssForCausalLM": SEED_OSS,
@@ -256,6 +257,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": OLMO2,
     "olmoe": OLMOE,
+    "phi2": PHI,
     "phi3": PHI3,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,

@@ -195,7 +195,7 @@ def _other(adapter: Adapter) -> str:
 
 
 def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkpoint, spec: ModelSpec) -> torch.Tensor:
-    """Rows of q and k in the order that the checkpoint's rotary pairs have; those of a head's q, k and v together as all heads'."""
+    """Rows of q and k in the order of the checkpoint's rotary pairs; a head's q, k and v together as those of all heads."""
     family = family_of(checkpoint)
     if family.qkv_by_head and adapter.format == "hf" and ours.endswith(".qkv.weight"):
         return up[list(qkv_rows(spec.attention.num_heads, spec.attention.head_dim))]

@@ -134,6 +134,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "gemma2": {"2b": "google/gemma-2-2b-it", "9b": "google/gemma-2-9b-it", "27b": "google/gemma-2-27b-it"},
     "phi4": {"14b": "microsoft/phi-4"},
     "phi4-mini": {"3.8b": "microsoft/Phi-4-mini-instruct"},
+    "phi2": {"2.7b": "microsoft/phi-2"},
+    "phi1.5": {"1.3b": "microsoft/phi-1_5"},
     "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct"},
     "granite4": {
         "350m": "ibm-granite/granite-4.0-350m",

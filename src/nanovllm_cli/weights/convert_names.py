@@ -162,6 +162,8 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
         shapes |= {} if entry.norm is None else _norm_shapes("entry_norm", entry.norm, hidden)
     if not spec.tied_head:
         shapes["head.weight"] = (spec.vocab_size, hidden)
+    if spec.head_bias:
+        shapes["head.bias"] = (spec.vocab_size,)
     if spec.per_layer_width:
         every = spec.per_layer_width * spec.num_layers
         rows = spec.per_layer_rows or spec.vocab_size
