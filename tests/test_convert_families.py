@@ -126,6 +126,9 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     states = save(random_model(with_tokenizer(TEXTS["granite 4 h, no bias, positions, three taps"])), tmp_path / "states")
     with pytest.raises(UnsupportedError, match="GGUF cannot say this of a granitehybrid model: conv_bias"):
         make_gguf(states, tmp_path / "made.gguf")
+    scales = save(random_model(with_tokenizer(TEXTS["gpt2, other scales"])), tmp_path / "scales")
+    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a gpt2 model: scale"):
+        make_gguf(scales, tmp_path / "made.gguf")
     sees = save(random_model(with_tokenizer(SEEING["mistral3"]), auto=AutoModelForImageTextToText), tmp_path / "sees")
     with pytest.raises(UnsupportedError, match="GGUF files of mistral3 models are not written"):
         make_gguf(sees, tmp_path / "made.gguf")

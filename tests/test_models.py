@@ -44,6 +44,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GPT2Config,
+    GPTBigCodeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -274,6 +275,10 @@ CASES: dict[str, Any] = {
     ),
     "phi": PhiConfig(**CLASSIC),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
+    "gpt2, other scales": GPT2Config(
+        **GPT2_SIZES | {"n_layer": 2}, scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=0.03,
+    ),
+    "gpt bigcode": GPTBigCodeConfig(**GPT2_SIZES, n_inner=70),
     "gpt2, exact gelu, untied": GPT2Config(**GPT2_SIZES, activation_function="gelu", tie_word_embeddings=False),
     "command r": CohereConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}, logit_scale=0.25, attention_bias=True),
     "command r7b": Cohere2Config(
@@ -591,7 +596,8 @@ OF_OTHER_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of heads": ("stablelm", {"qk_layernorm": True}, "layer norms of heads of q and k"),
     "norms of heads of a Phi": ("phi", {"qk_layernorm": True}, "layer norms of heads"),
     "another activation": ("phi", {"hidden_act": "relu"}, "activation 'relu'"),
-    "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "gpt2 that attends to another model"),
+    "keys of each head": ("gpt bigcode", {"multi_query": False}, "gpt_bigcode with keys and values of each head's own"),
 }
 
 

@@ -121,8 +121,9 @@ def granite(writer: Writer, config: Any) -> None:
 
 
 def classic(writer: Writer, config: Any) -> None:
-    if config.model_type == "gpt2":
+    if config.model_type in ("gpt2", "gpt_bigcode"):
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        writer.add_head_count_kv(1 if config.model_type == "gpt_bigcode" else config.n_head)
         return
     if config.model_type == "starcoder2":
         writer.add_layer_norm_eps(config.norm_epsilon)
@@ -365,6 +366,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "pythia": ("gptneox", TEXTS["pythia"], classic),
     "gpt-neox, one after the other": ("gptneox", TEXTS["gpt-neox, one after the other"], classic),
     "gpt2": ("gpt2", TEXTS["gpt2"], classic),
+    "gpt bigcode": ("starcoder", TEXTS["gpt bigcode"], classic),
     "phi": ("phi2", TEXTS["phi"], classic),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip

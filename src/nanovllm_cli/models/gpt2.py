@@ -1,5 +1,8 @@
 """GPT-2 (Radford et al. 2019): layer norms, biases everywhere, learned positions. Its folders hold matrices turned over, inputs
-by outputs (weights/stacked.py)."""
+by outputs (weights/stacked.py).
+
+GPT-BigCode (Ben Allal et al. 2023; SantaCoder and StarCoder 1): the same with one head of keys and values for all, and matrices
+as usual."""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ _KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act",
 }  # fmt: skip
-_OTHERWISE = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-"""What there are other GPT-2s with, and how it is here."""
 _PARTS = {
     "attention_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc",
     "down": "mlp.c_proj",
@@ -28,14 +29,24 @@ _PARTS = {
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {**config, **{usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}}
     width = found.get("hidden_size")
-    return {"intermediate_size": 4 * width, **found} if type(width) is int else found
+    found = {"intermediate_size": 4 * width, **found} if type(width) is int else found
+    return found | {"num_key_value_heads": None, "head_dim": None}  # of which it has none
+
+
+def _one_key_head(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**_usual_keys(config), "num_key_value_heads": 1}
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    others = [name for name, usual in _OTHERWISE.items() if read.flag(name, usual) is not usual]
-    if others:
-        raise UnsupportedError(f"{read.where}: a GPT-2 with another {', '.join(others)}", ANOTHER)
-    return _gpt2(spec)
+    if read.flag("add_cross_attention", False):
+        raise UnsupportedError(f"{read.where}: a {spec.architecture} that attends to another model", ANOTHER)
+    if not read.flag("multi_query", True):
+        raise UnsupportedError(f"{read.where}: a {spec.architecture} with keys and values of each head's own", ANOTHER)
+    spec = _gpt2(spec)
+    scale = spec.attention.score_scale if read.flag("scale_attn_weights", True) else 1.0
+    if read.flag("scale_attn_by_inverse_layer_idx", False):
+        return spec.each_attention(lambda layer, own: replace(own, scale=scale / (layer + 1)))
+    return spec if scale == spec.attention.score_scale else spec.with_attention(scale=scale)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -75,3 +86,4 @@ GPT2 = Family(
     gguf=_from_gguf,
     gguf_activation="lone_gelu_tanh",
 )  # fmt: skip
+GPT_BIGCODE = replace(GPT2, name="gpt_bigcode", gguf_name="starcoder", turned_over=False, config=_one_key_head)

@@ -41,7 +41,7 @@ from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
-from nanovllm_cli.models.gpt2 import GPT2
+from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import (
@@ -120,6 +120,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "GPT2LMHeadModel": GPT2,
+    "GPTBigCodeForCausalLM": GPT_BIGCODE,
     "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
@@ -262,6 +263,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,
+    "starcoder": GPT_BIGCODE,
     "starcoder2": STARCODER2,
 }
 

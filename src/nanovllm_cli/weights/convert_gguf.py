@@ -77,7 +77,7 @@ _CARRIED = {
     "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier", "attention_in_multiplier",
     "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
-    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.

@@ -179,7 +179,7 @@ def _a_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Co
 
 
 def _turned_over(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    if config.get("model_type") == "gpt2":
+    if config.get("model_type", "gpt2") == "gpt2":  # others have its names, and matrices as usual
         yield stack, _Part(stack, None, _ALL, turned=True)
 
 
