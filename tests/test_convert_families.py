@@ -137,6 +137,7 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "changes", "lacking"),
     [("pythia", {"attention_bias": False}, "biases"), ("stablelm", {"tie_word_embeddings": True}, "head of its own"),
+     ("minicpm3", {"q_lora_rank": None}, "low rank of queries"),
      ("phi", {"tie_word_embeddings": True}, "head of its own"), ("starcoder2", {"use_bias": False}, "bias behind attention")],
 )  # fmt: skip
 def test_what_llama_cpp_takes_for_granted_is_there_or_refused(

@@ -60,6 +60,7 @@ from transformers import (
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
@@ -127,6 +128,7 @@ LATENT = {name: value for name, value in SMALL.items() if name != "head_dim"} | 
 }  # fmt: skip
 LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33, "n_shared_experts": 1,
                   "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}  # fmt: skip
+MINICPM3 = LATENT | {"v_head_dim": None}
 GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
 }
@@ -483,6 +485,12 @@ CASES: dict[str, Any] = {
     ),
     "exaone moe, 2 of 5 and shared, windows": ExaoneMoeConfig(
         **SMALL | {"sliding_window": 20, "sliding_window_pattern": 2}, **EXAONE_EXPERTS,
+    ),
+    "minicpm3": MiniCPM3Config(**MINICPM3 | {"scale_depth": 2.0, "dim_model_base": 20, "scale_emb": 3}),
+    "minicpm3, longrope, factors of its files": MiniCPM3Config(
+        **MINICPM3 | {"max_position_embeddings": 6 * ORIGINAL, "num_hidden_layers": 2, "tie_word_embeddings": True},
+        **rope("longrope", original_max_position_embeddings=6 * ORIGINAL, short_factor=DIVISORS[1][:6],
+               long_factor=DIVISORS[4][:6]),
     ),
     "minimax m2, 3 of 5": MiniMaxM2Config(
         **WIDE_EXPERTS | {"head_dim": 24}, num_local_experts=5, num_experts_per_tok=3,

@@ -137,6 +137,19 @@ def classic(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(int(config.hidden_size // config.num_attention_heads * share))
 
 
+def latent(writer: Writer, config: Any) -> None:
+    writer.add_head_count_kv(config.num_attention_heads)
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length(config.v_head_dim)
+    writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    for kind in ("long", "short"):
+        divisors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
+
+
 def half_rotated(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(config.head_dim // 2)
 
@@ -332,6 +345,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         ),
         taps,
     ),
+    "minicpm3": ("minicpm3", TEXTS["minicpm3, longrope, factors of its files"], latent),
     "mistral3": ("mistral3", TEXTS["ministral3, queries that grow"], ministral),
     "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
     "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),

@@ -71,7 +71,7 @@ class LatentSpec:
     """Latent attention (DeepSeek-V2, Liu et al. 2024): of a token `rank` normed numbers are kept, of which each head's key_dim
     numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
     numbers that queries are made of; None: they are made of the hidden state. by_head: what makes keys and values is a matrix of
-    the checkpoint for each head, and those of keys are turned over (GGUF)."""
+    the checkpoint for each head, and those of keys are turned over (GGUF). eps: of its norms, None: as of the model's others."""
 
     query_rank: int | None
     rank: int
@@ -79,6 +79,7 @@ class LatentSpec:
     rotary_dim: int
     value_dim: int
     by_head: bool = False
+    eps: float | None = None
 
     @property
     def query_dim(self) -> int:

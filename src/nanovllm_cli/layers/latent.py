@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -29,6 +30,7 @@ class LatentAttention(Projected):
         more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap
         assert not any(more), "no model has these there"
         latent = self.latent = spec.latent
+        norm = norm if latent.eps is None else replace(norm, eps=latent.eps)
         self.spec, self._whole = kit.own_mixer(spec), spec
         self.backend = kit.backend
         self.ops = kit.ops

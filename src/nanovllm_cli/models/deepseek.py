@@ -25,7 +25,7 @@ _EXPERTS = ExpertKeys(
     shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
     norm_in_gguf=True, scoring="sigmoid", selection_bias=True,
 )  # fmt: skip
-_HF_NAMES = {
+LATENT_HF_NAMES = {
     "blocks.{i}.q_a.weight": "model.layers.{i}.self_attn.q_a_proj.weight",
     "blocks.{i}.q_a_norm.weight": "model.layers.{i}.self_attn.q_a_layernorm.weight",
     "blocks.{i}.q_b.weight": "model.layers.{i}.self_attn.q_b_proj.weight",
@@ -34,7 +34,7 @@ _HF_NAMES = {
     "blocks.{i}.kv_b.weight": "model.layers.{i}.self_attn.kv_b_proj.weight",
 }
 _BIAS_NAME = {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"}
-_GGUF_NAMES = {
+LATENT_GGUF_NAMES = {
     "blocks.{i}.q_a.weight": "blk.{i}.attn_q_a.weight",
     "blocks.{i}.q_a_norm.weight": "blk.{i}.attn_q_a_norm.weight",
     "blocks.{i}.q_b.weight": "blk.{i}.attn_q_b.weight",
@@ -70,10 +70,10 @@ def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if rope.scaling != "none" and rope.mscale_all_dim:
         growth = _growth(rope_section(read).number("factor"), rope.mscale_all_dim)
     spec = replace(spec, max_position=stretched(rope, max_position))
-    return _with_latents(spec, latent, rope, growth, heads, read.where)
+    return with_latents(spec, latent, rope, growth, heads, read.where)
 
 
-def _with_latents(
+def with_latents(
     spec: ModelSpec, latent: LatentSpec, rope: RopeSpec, growth: float, heads: int, where: str
 ) -> ModelSpec:
     """growth: half of what its positions' stretching makes of scores."""
@@ -121,7 +121,7 @@ def latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], s
     growth = 1.0
     if rope.scaling == "yarn" and (share := 10 * read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False)):
         rope, growth = replace(rope, attention_factor=1.0), _growth(rope.factor, share)
-    return _with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where)
+    return with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where)
 
 
 def latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -162,14 +162,14 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
-    "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": _GGUF_NAMES, "gguf": latent_from_gguf,
+    "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": LATENT_GGUF_NAMES, "gguf": latent_from_gguf,
     "gguf_keys": latent_keys, "interleaved": True,
 }  # fmt: skip
 DEEPSEEK2 = Family(
     "deepseek2",
     experts=replace(_EXPERTS, scoring="softmax", selection_bias=False),
     defaults=_DEFAULTS | {"norm_topk_prob": False, "n_shared_experts": 2},
-    hf_names=SHARED_NAMES | _HF_NAMES,
+    hf_names=SHARED_NAMES | LATENT_HF_NAMES,
     hf=_v2_from_hf,
     **_OF_ALL,
 )
@@ -179,7 +179,7 @@ DEEPSEEK3 = Family(
     defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
                           "topk_group": 4, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8,
                           "max_position_embeddings": 4096},
-    hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
+    hf_names=SHARED_NAMES | LATENT_HF_NAMES | _BIAS_NAME,
     hf=latent_from_hf,
     mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
@@ -190,7 +190,7 @@ GLM4_MOE_LITE = Family(
     defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
                           "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
                           "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
-    hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
+    hf_names=SHARED_NAMES | LATENT_HF_NAMES | _BIAS_NAME,
     hf=lambda spec, read: latent_from_hf(only_behind_the_first(spec, read), read),
     mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
@@ -199,7 +199,7 @@ YOUTU = Family(
     "youtu",
     tied_by_default=True,
     defaults=_DEFAULTS | {"max_position_embeddings": 131072},
-    hf_names=_HF_NAMES,
+    hf_names=LATENT_HF_NAMES,
     hf=latent_from_hf,
     **_OF_ALL,
 )

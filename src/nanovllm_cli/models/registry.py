@@ -53,8 +53,10 @@ from nanovllm_cli.models.granite import (
     GRANITE_SWA,
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.llama4 import LLAMA4
+from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
@@ -130,10 +132,14 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "InternLM2ForCausalLM": INTERNLM2,
+    "InternLM3ForCausalLM": INTERNLM3,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Lfm2VlForConditionalGeneration": LFM2,
+    "MiniCPMForCausalLM": MINICPM,
+    "MiniCPM3ForCausalLM": MINICPM3,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
@@ -249,8 +255,11 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "granite_swa": GRANITE_MOE_SWA,
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
+    "internlm2": INTERNLM2,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "minicpm": MINICPM,
+    "minicpm3": MINICPM3,
     "minimax-m2": MINIMAX_M2,
     "mistral3": MINISTRAL3,
     "mistral4": MISTRAL4,

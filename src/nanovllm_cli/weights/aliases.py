@@ -136,6 +136,12 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "phi4-mini": {"3.8b": "microsoft/Phi-4-mini-instruct"},
     "phi2": {"2.7b": "microsoft/phi-2"},
     "phi1.5": {"1.3b": "microsoft/phi-1_5"},
+    "internlm2.5": {
+        "1.8b": "internlm/internlm2_5-1_8b-chat",
+        "7b": "internlm/internlm2_5-7b-chat",
+        "20b": "internlm/internlm2_5-20b-chat",
+    },
+    "internlm3": {"8b": "internlm/internlm3-8b-instruct"},
     "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct"},
     "granite4": {
         "350m": "ibm-granite/granite-4.0-350m",

@@ -253,7 +253,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
-    steps = stacked(by_head(steps, spec, outtype), family)
+    steps = stacked(by_head(steps, spec, outtype, family), family)
     steps = [as_many_rows(step, spec) for step in steps]
     names, kind = {step.name for step in steps}, _file_type(outtype, steps)
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, kind, further is not None)

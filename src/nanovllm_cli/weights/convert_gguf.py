@@ -78,6 +78,7 @@ _CARRIED = {
     "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
+    "bias", "scale_emb", "scale_depth", "dim_model_base",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
@@ -216,8 +217,9 @@ def _add_model(
     builder.add_context_length(context_length)
     builder.add_embedding_length(spec.hidden_size)
     builder.add_head_count(attention.num_heads)
-    builder.add_key_length(attention.head_dim)
-    builder.add_value_length(attention.head_dim if attention.latent is None else attention.latent.rank)
+    if "attention.key_length" not in keys:
+        builder.add_key_length(attention.head_dim)
+        builder.add_value_length(attention.head_dim if attention.latent is None else attention.latent.rank)
     (builder.add_layer_norm_eps if spec.norm.centered else builder.add_layer_norm_rms_eps)(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)

@@ -58,10 +58,12 @@ def with_ba_as_one(named: Named, source: Checkpoint) -> Named:
     return joined
 
 
-def by_head(steps: list[Step], spec: ModelSpec, outtype: str) -> list[Step]:
-    """The same with a matrix a head of what latent attention makes keys and values of, those of keys turned over."""
+def by_head(steps: list[Step], spec: ModelSpec, outtype: str, family: Family) -> list[Step]:
+    """The same with a matrix a head of what latent attention makes keys and values of, those of keys turned over, where a
+    family's files have that."""
     attention = next((each for each in spec.attentions if each.latent is not None), None)
-    if attention is None or (latent := attention.latent) is None:
+    has_heads = "blocks.{i}.k_b.{e}.weight" in family.gguf_names
+    if attention is None or (latent := attention.latent) is None or not has_heads:
         return steps
     found: list[Step] = []
     for step in steps:

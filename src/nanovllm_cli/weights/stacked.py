@@ -29,11 +29,13 @@
                                                                 its q and k, and v and z of the value heads that share it
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
+    InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
+                                                                queries, its key and its value lie together; biases alike
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
 
-Legend: E experts, N rows, K columns.
+Legend: E experts, N rows, K columns; H heads of queries, G of keys, of D numbers.
 """
 
 from __future__ import annotations
@@ -195,6 +197,18 @@ def _qkv_by_head(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
         yield stack, _Part(stack, None, qkv_rows(heads, shape[0] // (3 * heads)))
 
 
+def _by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, kind = found.groups()
+    heads = config.get("num_attention_heads")
+    keys = config.get("num_key_value_heads") or heads
+    if not (type(heads) is type(keys) is int and heads > 0 and keys > 0) or heads % keys or shape[0] % (heads + 2 * keys):
+        return
+    dim, group = shape[0] // (heads + 2 * keys), heads // keys
+    for part, own in {"q": range(group), "k": range(group, group + 1), "v": range(group + 1, group + 2)}.items():
+        places = [key * (group + 2) + each for key in range(keys) for each in own]
+        yield f"{place}.w{part}.{kind}", _Part(stack, None, tuple(head * dim + i for head in places for i in range(dim)))
+
+
 def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     """What belongs to a key head lies together; here it is dealt out."""
     place, what = found.groups()
@@ -249,6 +263,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
         (re.compile(r"(?:gpt_neox\.)?layers\.\d+\.attention\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
          _qkv_by_head),
+        (re.compile(r"(model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1}, _by_key_head),
         (
             re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
