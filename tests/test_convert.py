@@ -671,7 +671,8 @@ def test_tokenizers_without_an_equal_in_gguf_are_refused(
 
 
 def test_every_rope_of_the_model_tests_is_carried_or_named(tmp_path: Path) -> None:
-    for number, case in enumerate(name for name in MODELS if name.startswith("llama,")):
+    cases = [name for name, config in MODELS.items() if name.startswith("llama,") and config.hidden_act == "silu"]
+    for number, case in enumerate(cases):
         config = MODELS[case]
         config = type(config)(**config.to_dict() | {"vocab_size": VOCAB, "num_hidden_layers": 1})
         source = make(tmp_path / f"{number}", config)
