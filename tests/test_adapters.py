@@ -125,6 +125,15 @@ def test_equal_to_peft(case: str, tmp_path: Path) -> None:
     assert difference(actual, expected_logits(random_model(config), prompts(config.vocab_size))) > 0.01
 
 
+@pytest.mark.parametrize("case", ["pythia", "gpt2"])
+def test_a_folder_of_pefts_fits_a_file_whose_rows_lie_otherwise(case: str, tmp_path: Path) -> None:
+    """Than those of the folder that it was trained on."""
+    arch, config, add = FILES[case]
+    model = trained(config, tmp_path / "adapter", fan_in_fan_out=case == "gpt2")
+    actual = logits_with(write(tmp_path / "m.gguf", arch, random_model(config), add), str(tmp_path / "adapter"))
+    assert difference(actual, expected_logits(model, prompts(config.vocab_size))) < 1e-4
+
+
 # ---- quantized weights ----
 
 
