@@ -66,6 +66,7 @@ def test_every_command(chat: Open, tmp_path: Path) -> None:
         "/continue": "hi<a>hi",
         "/undo": "taken back: say hi",
         "/file notes.txt": "notes.txt",
+        "/audio nowhere.wav": "no file nowhere.wav",
         "/image nowhere.png": "no file nowhere.png",
         "/clear": "a new conversation",
         "say again": "say again<a>]",

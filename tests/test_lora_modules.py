@@ -78,7 +78,7 @@ def test_each_row_has_what_its_request_chooses(qwen: Path) -> None:
         assert torch.equal(actual, base) if not chosen else difference(actual, base) > 0.01
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "qwen3, the head"])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("qwen3, the head", "falcon h1")])
 def test_equal_to_peft(case: str, tmp_path: Path) -> None:
     config, settings = CASES[case]
     if case == "youtu":  # of whose matrices one is taken apart by head
