@@ -55,6 +55,6 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
 
 @pytest.mark.timeout(600)
 def test_kernels_run_clean() -> None:
-    """In CI one case of each test."""
-    fewer = {"TEST_NANOVLLM_CASES": "1"} if os.environ.get("CI") else {}
-    few_cases.run([str(file) for file in sorted(HERE.glob("test_kernel_*.py"))], sanitized.environment() | fewer)
+    """In CI the planted errors above, and every third file."""
+    files = sorted(HERE.glob("test_kernel_*.py"))[:: 3 if os.environ.get("CI") else 1]
+    few_cases.run([str(file) for file in files], sanitized.environment())
