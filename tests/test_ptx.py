@@ -42,7 +42,7 @@ def test_kernels_run_as_ptx(capability: int) -> None:
     if capability != 90:
         files = [HERE / f"test_kernel_{name}.py" for name in ("gemm", "packed_gemm", "decode_attention", "prefill_attention")]
     elif os.environ.get("CI"):
-        files = [HERE / f"test_kernel_{name}.py" for name in ("packed_wgmma", "prefill_attention", "decode_attention", "norm")]
+        files = [HERE / f"test_kernel_{name}.py" for name in ("packed_wgmma", "prefill_attention")]
     few_cases.run([str(file) for file in files], os.environ | settings)
 
 
