@@ -38,6 +38,11 @@ class Folding:
 GGUFField = float | str | list[bool] | list[int] | list[float]
 
 
+def usual_keys(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """What a config says by names of its own, by those that others have for it."""
+    return {usual: config[own] for own, usual in keys.items() if config.get(own) is not None}
+
+
 def has_all(name: str, **parts: bool) -> None:
     """UnsupportedError for what llama.cpp takes for granted in files of an architecture and a model lacks."""
     lacking = [part.replace("_", " ") for part, there in parts.items() if not there]

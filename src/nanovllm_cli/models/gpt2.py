@@ -14,7 +14,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
 
 _KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
@@ -27,7 +27,7 @@ _PARTS = {
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {**config, **{usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}}
+    found = {**config, **usual_keys(config, _KEYS)}
     width = found.get("hidden_size")
     found = {"intermediate_size": 4 * width, **found} if type(width) is int else found
     return found | {"num_key_value_heads": None, "head_dim": None}  # of which it has none

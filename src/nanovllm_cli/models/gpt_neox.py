@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family, GGUFField, has_all
+from nanovllm_cli.models.family import Family, GGUFField, has_all, usual_keys
 
 _KEYS = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 _PARTS = {
@@ -19,8 +19,7 @@ _PARTS = {
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    usual = {usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}
-    return {**usual, **config, "num_key_value_heads": None, "head_dim": None}  # of which it has none
+    return {**usual_keys(config, _KEYS), **config, "num_key_value_heads": None, "head_dim": None}  # of which it has none
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
 from nanovllm_cli.models.gemma import window_keys
 
 _KEYS = {
@@ -26,7 +26,7 @@ _PARTS = {
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**config, **{usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}}
+    return {**config, **usual_keys(config, _KEYS)}
 
 
 def _encoder(spec: ModelSpec) -> ModelSpec:

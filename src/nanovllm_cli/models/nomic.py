@@ -11,7 +11,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.bert import GGUF_ENTRY, encoder
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
 
 _KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {**config, **{usual: config[own] for own, usual in _KEYS.items() if config.get(own) is not None}}
+    found = {**config, **usual_keys(config, _KEYS)}
     activation = config.get("activation_function")
     return found if activation is None else found | {"hidden_act": {"swiglu": "silu"}.get(str(activation), activation)}
 
