@@ -50,6 +50,13 @@ def loop() -> Iterator[Loop]:
     loop.runner.close()
 
 
+def stop(pid: int) -> None:
+    """Returns when it has stopped: which of its threads a signal meets first is the system's choice, and the others run on for as
+    long as that one waits for a processor."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def schema_of(properties: int, objects: int) -> str:
     one = {"type": "object", "properties": {f"p{i}": {} for i in range(properties)}}
     return json.dumps({"anyOf": [one] * objects}, separators=(",", ":"))
@@ -126,7 +133,7 @@ def test_a_child_that_takes_too_long_is_replaced(loop: Loop) -> None:
     loop.check("regex", "before it")
     for word in ("one", "two"):
         (child,) = loop.pool._idle
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         with pytest.raises(UsageError, match="takes more than 1 s"):
             loop.check("regex", word)
         loop.check("regex", f"after {word}")
@@ -141,7 +148,7 @@ def test_a_child_that_dies_is_replaced(loop: Loop) -> None:
 
     async def dies_of_it(pool: CheckPool) -> None:
         (now,) = pool._idle
-        os.kill(now.process.pid, signal.SIGSTOP)
+        stop(now.process.pid)
         asking = asyncio.create_task(pool.check(Constraint("regex", "d+")))
         await asyncio.sleep(0)
         os.kill(now.process.pid, signal.SIGKILL)

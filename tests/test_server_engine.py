@@ -483,6 +483,7 @@ def test_busy_is_not_stuck_and_silence_is(runner: asyncio.Runner, engine: Engine
         pid = engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         try:
             assert silent_for(engine, 60.0) == [EngineState.READY]
             assert silent_for(engine, 120.0) == [EngineState.STUCK]

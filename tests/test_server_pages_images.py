@@ -177,7 +177,8 @@ def test_a_photo_is_made_smaller_and_stands_upright(opening: Open, served: Serve
 
 
 def test_a_model_that_reads_no_images_is_sent_none(opening: Open, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    blind, seeing = (card._replace(reads_images=sees) for card, sees in zip(served.models.cards(), (False, True), strict=True))
+    reads = (("text",), ("text", "image"))
+    blind, seeing = (card._replace(modalities=kinds) for card, kinds in zip(served.models.cards(), reads, strict=True))
     monkeypatch.setattr(served.models, "cards", lambda: [blind, seeing])
     served.answers(Script.of("Yes"))
     chat = opening()

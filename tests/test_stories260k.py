@@ -15,7 +15,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.weights.checkpoint import TensorInfo, open_checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 MODEL = DATA / "stories260K" / "stories260K.gguf"
@@ -25,7 +25,7 @@ PUBLISHED_NLL = 1.5645
 pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the stories260K checkpoint is not beside this project")
 
 
-class LegacyCheckpoint:
+class LegacyCheckpoint(Checkpoint):
     """llama2.c's first format, in memory: seven ints, then the matrices of all layers kind by kind. Under GGUF's names."""
 
     format = "gguf"
@@ -64,10 +64,6 @@ class LegacyCheckpoint:
         take_layers("ffn_up", inner, dim)
         take("output_norm.weight", dim)
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
     def names(self) -> list[str]:
         return list(self.tensors)
 
@@ -77,13 +73,13 @@ class LegacyCheckpoint:
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         return self.tensors[name] if rows is None else self.tensors[name][rows[0] : rows[1]]
 
-    def release(self, name: str) -> None:
-        pass
+    def raw(self, name: str) -> torch.Tensor:
+        return self.tensors[name].view(torch.uint8).reshape(len(self.tensors[name]), -1)
 
 
 @pytest.fixture(scope="module", params=["gguf", "legacy"])
 def worker(request: pytest.FixtureRequest) -> Worker:
-    checkpoint: Any = open_checkpoint(MODEL) if request.param == "gguf" else LegacyCheckpoint(LEGACY.read_bytes())
+    checkpoint = open_checkpoint(MODEL) if request.param == "gguf" else LegacyCheckpoint(LEGACY.read_bytes())
     return Worker(checkpoint, EngineConfig(num_blocks=400, threads=2, max_model_len=512))
 
 
