@@ -20,10 +20,10 @@ from PIL import Image as pillow
 
 from nanovllm_cli import sent
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
-from nanovllm_cli.images import reading, source
+from nanovllm_cli.images import reading
 from nanovllm_cli.images.parts import MAX_PARTS, too_many_parts
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.source import data_url, image_bytes, kind_of
+from nanovllm_cli.images.source import IMAGE, data_url
 from nanovllm_cli.vision_spec import ImageTokens, Picture, SizeRule, TowerSpec, VisionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
@@ -274,13 +274,13 @@ def test_many_parts_are_refused_before_they_are_read(name: str, monkeypatch: pyt
 
 def test_parts_of_usual_sizes_may_fill_the_largest_file() -> None:
     """1 KB in a PNG's chunk, 255 bytes in a GIF's block behind the first image, 64 KB in a JPEG's segment."""
-    size = source.MAX_IMAGE_BYTES
+    size = sent.MAX_BYTES
     for data in (
         PNG[:33] + chunk(b"IDAT", bytes(1024)) * (size // 1036) + PNG[33:],
         saved("GIF")[:-1] + (b"\xff" + bytes(255)) * (size // 256),
         JPEG[:2] + (b"\xff\xe9\xff\xff" + bytes(65533)) * (size // 65537) + JPEG[2:],
     ):
-        assert too_many_parts(data, str(kind_of(data))) is None
+        assert too_many_parts(data, str(IMAGE.kind_of(data))) is None
 
 
 def bmp_of(head: bytes, body: bytes) -> bytes:
@@ -359,9 +359,9 @@ def url_of(data: bytes, kind: str = "image/png") -> str:
 def test_a_file_comes_back_out_of_its_url(name: str) -> None:
     url = data_url(VALID[name])
     kind = re.split(r"[, ]", name)[0]
-    assert kind_of(VALID[name]) == kind
+    assert IMAGE.kind_of(VALID[name]) == kind
     assert url == url_of(VALID[name], f"image/{kind}")
-    assert image_bytes(url, "it") == VALID[name]
+    assert IMAGE.bytes_of(url, "it") == VALID[name]
 
 
 def test_forms_of_an_url() -> None:
@@ -377,7 +377,7 @@ def test_forms_of_an_url() -> None:
         plain,
         wrapped,
     ):
-        assert image_bytes(url, "it") == PNG, url[:40]
+        assert IMAGE.bytes_of(url, "it") == PNG, url[:40]
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_forms_of_an_url() -> None:
 )
 def test_no_address_is_opened(url: str) -> None:
     with pytest.raises(UnsupportedError, match=r"^messages\[0\] is an address") as caught:
-        image_bytes(url, "messages[0]")
+        IMAGE.bytes_of(url, "messages[0]")
     assert "data:image/png;base64" in str(caught.value.hint)
 
 
@@ -428,21 +428,21 @@ def test_no_address_is_opened(url: str) -> None:
 )
 def test_other_text_is_no_image(url: str) -> None:
     with pytest.raises(UsageError, match=r"^messages\[0\] is ") as caught:
-        image_bytes(url, "messages[0]")
+        IMAGE.bytes_of(url, "messages[0]")
     assert "data:image/png;base64" in str(caught.value.hint)
 
 
 def test_an_url_of_nothing_is_an_empty_image() -> None:
-    assert refusal(image_bytes("data:image/png;base64,", "it")).endswith("is empty")
+    assert refusal(IMAGE.bytes_of("data:image/png;base64,", "it")).endswith("is empty")
 
 
 def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_IMAGE_BYTES", len(PNG) - 1)
-    for read in (lambda: data_url(PNG), lambda: image_bytes(url_of(PNG), "it"), lambda: image_bytes("A" * 10**6, "it")):
+    monkeypatch.setattr(sent, "MAX_BYTES", len(PNG) - 1)
+    for read in (lambda: data_url(PNG), lambda: IMAGE.bytes_of(url_of(PNG), "it"), lambda: IMAGE.bytes_of("A" * 10**6, "it")):
         with pytest.raises(UsageError, match="is too large"):
             read()
-    monkeypatch.setattr(source, "MAX_IMAGE_BYTES", len(PNG))
-    assert image_bytes(data_url(PNG), "it") == PNG
+    monkeypatch.setattr(sent, "MAX_BYTES", len(PNG))
+    assert IMAGE.bytes_of(data_url(PNG), "it") == PNG
 
 
 @pytest.mark.parametrize("data", [b"", b"no image\n" * 20])

@@ -27,7 +27,7 @@ from nanovllm_cli.cli.model import Loaded
 from nanovllm_cli.cli.question import said
 from nanovllm_cli.errors import NanovllmError, SessionError, UnsupportedError, UsageError
 from nanovllm_cli.server.messages import Facts, Generate
-from nanovllm_cli.sounds.source import data_url
+from nanovllm_cli.sounds.source import SOUND
 from seeing import png
 from sounding import noise, sound_part
 from sounding import wav as saved
@@ -37,7 +37,7 @@ from test_chat_prompt import Screen
 
 RATE = 16_000
 SOUNDS = [saved(noise(RATE, seed)) for seed in range(2)] + [saved(noise(50_000), 44_100)]
-URLS = [data_url(each) for each in SOUNDS]
+URLS = [SOUND.data_url(each) for each in SOUNDS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ARGS = ("-t", "2", "-n", "8", "--temp", "0", "-q")
 
@@ -102,13 +102,14 @@ REFUSED: list[tuple[dict[str, Any], type[NanovllmError], str]] = [
     ({"type": "input_audio"}, UsageError, "has no sound"),
     ({"type": "input_audio", "input_audio": {"data": 5}}, UsageError, "has no sound"),
     ({"type": "input_audio", "input_audio": {"data": ""}}, UsageError, "is empty"),
-    ({"type": "input_audio", "input_audio": {"data": "????"}}, UsageError, "not valid base64"),
+    ({"type": "input_audio", "input_audio": {"data": "????"}}, UsageError, "nor a sound in base64"),
     ({"type": "audio_url", "audio_url": {"url": "https://example.com/a.wav"}}, UnsupportedError, "none is opened here"),
     ({"type": "audio", "audio": "file:///etc/passwd"}, UnsupportedError, "none is opened here"),
     ({"type": "audio", "path": "/etc/passwd"}, UsageError, "has no sound"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, UnsupportedError, "reads no images"),
     ({"type": "video_url", "video_url": {"url": URLS[0]}}, UnsupportedError, "read no video"),
-    (sound_part(png()), UsageError, "no sound of a kind"),
+    (sound_part(png()), UsageError, "nor a sound in base64 of a kind"),
+    ({"type": "audio", "audio": "data:audio/wav;base64,AAAA"}, UsageError, "no sound of a kind"),
 ]
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanovllm_cli import sent as sent_
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import RATE, EarSpec, HearingSpec
-from nanovllm_cli.sounds import reading, source, wav
+from nanovllm_cli.sounds import reading, wav
 from nanovllm_cli.sounds.reading import read_sent, read_sound, samples_of
 from nanovllm_cli.sounds.resampling import resampled
-from nanovllm_cli.sounds.source import data_url, sound_bytes
+from nanovllm_cli.sounds.source import SOUND
 from nanovllm_cli.sounds.spectrogram import log_mel
 from nanovllm_cli.vision_spec import ImageTokens, Sound
 from sounding import chunk, in_base64, noise, riff, tone
@@ -264,17 +265,18 @@ def test_a_sound_may_be_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_a_sound_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sent in (in_base64(GOOD), data_url(GOOD), "data:audio/x-wav;base64," + in_base64(GOOD), "data:video/ogg;base64,"
+    for sent in (in_base64(GOOD), SOUND.data_url(GOOD), "data:audio/x-wav;base64," + in_base64(GOOD), "data:video/ogg;base64,"
                  + in_base64(GOOD), "\n" + in_base64(GOOD)):  # fmt: skip
-        assert sound_bytes(sent, "it") == GOOD
+        assert SOUND.bytes_of(sent, "it") == GOOD
     for sent, told in (("http://127.0.0.1/a.wav", "none is opened"), ("file:///etc/passwd", "none is opened")):
         with pytest.raises(UnsupportedError, match=told):
-            sound_bytes(sent, "it")
+            SOUND.bytes_of(sent, "it")
     for sent in ("/etc/passwd", "data:text/plain;base64,AAAA", "data:audio/wav,abc", "data:audio/wav;base64,???"):
         with pytest.raises(UsageError):
-            sound_bytes(sent, "it")
-    monkeypatch.setattr(source, "MAX_SOUND_BYTES", len(GOOD) - 1)
-    for read in (lambda: data_url(GOOD), lambda: sound_bytes(in_base64(GOOD), "it"), lambda: sound_bytes("A" * 10**6, "it")):
+            SOUND.bytes_of(sent, "it")
+    monkeypatch.setattr(sent_, "MAX_BYTES", len(GOOD) - 1)
+    sent_as = (in_base64(GOOD), "A" * 10**6)
+    for read in (lambda: SOUND.data_url(GOOD), *(lambda each=each: SOUND.bytes_of(each, "it") for each in sent_as)):
         with pytest.raises(UsageError, match="too large"):
             read()
 

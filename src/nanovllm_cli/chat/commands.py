@@ -22,8 +22,8 @@ from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.images.source import KINDS, data_url, kind_of
-from nanovllm_cli.sounds import source as sounds
+from nanovllm_cli.images.source import IMAGE
+from nanovllm_cli.sounds.source import SOUND
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.options import Choice
@@ -214,9 +214,9 @@ def _file(chat: Chat, argument: str) -> None:
         raise UsageError("which file?", "/file PATH")
     path = _named(argument)
     data = read_file(str(path))
-    if b"\0" in data and kind_of(data) is not None:
+    if b"\0" in data and IMAGE.kind_of(data) is not None:
         raise UsageError(f"{path} is an image", "/image PATH sends it")
-    if b"\0" in data and sounds.kind_of(data) is not None:
+    if b"\0" in data and SOUND.kind_of(data) is not None:
         raise UsageError(f"{path} is a sound", "/audio PATH sends it")
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
@@ -241,9 +241,9 @@ def _image(chat: Chat, argument: str) -> None:
         return
     path = _named(argument)
     data = read_file(str(path))
-    if data and kind_of(data) is None and b"\0" not in data:
-        raise UsageError(f"{path} is no image of a kind that is read here", f"what is read is {KINDS}; /file sends a text")
-    say_attached(chat, data_url(data, str(path)), str(path))
+    if data and IMAGE.kind_of(data) is None and b"\0" not in data:
+        raise UsageError(f"{path} is no image of a kind that is read here", f"what is read is {IMAGE.kinds}; /file sends a text")
+    say_attached(chat, IMAGE.data_url(data, str(path)), str(path))
 
 
 def _audio(chat: Chat, argument: str) -> None:
@@ -254,7 +254,7 @@ def _audio(chat: Chat, argument: str) -> None:
         chat.display.say("no sound goes with the next message")
         return
     path = _named(argument)
-    say_attached(chat, sounds.data_url(read_file(str(path)), str(path)), str(path))
+    say_attached(chat, SOUND.data_url(read_file(str(path)), str(path)), str(path))
 
 
 def say_attached(chat: Chat, url: str, name: str) -> None:

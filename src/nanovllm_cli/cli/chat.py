@@ -34,8 +34,8 @@ from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
-from nanovllm_cli.images.source import data_url
-from nanovllm_cli.sounds.source import data_url as sound_url
+from nanovllm_cli.images.source import IMAGE
+from nanovllm_cli.sounds.source import SOUND
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.loop import Chat
@@ -227,8 +227,8 @@ def _first_message(talk: ChatOptions, spoken: list[str]) -> _First:
     texts = [inputs.decode(inputs.read_file(name), name).removesuffix("\n") for name in talk.file or []]
     words = [*([talk.prompt] if talk.prompt is not None else []), *spoken]
     texts.append(" ".join(inputs.checked(word) for word in words))
-    images = [(name, data_url(inputs.read_file(name), name)) for name in talk.image or []]
-    images += [(name, sound_url(inputs.read_file(name), name)) for name in talk.audio or []]
+    images = [(name, IMAGE.data_url(inputs.read_file(name), name)) for name in talk.image or []]
+    images += [(name, SOUND.data_url(inputs.read_file(name), name)) for name in talk.audio or []]
     return _First("\n\n".join(text for text in texts if text), images)
 
 

@@ -26,20 +26,20 @@ _WAIT_SECONDS = 1.0
 def attached(images: Sequence[str], sounds: Sequence[str], others: Sequence[str]) -> list[str]:
     """Files of images and sounds as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError,
     AccessRefusedError."""
-    from nanovllm_cli.images.source import data_url
-    from nanovllm_cli.sounds.source import data_url as sound_url
+    from nanovllm_cli.images.source import IMAGE
+    from nanovllm_cli.sounds.source import SOUND
 
     flag = "--image" if STANDARD_INPUT in images else "--audio"
     if [*images, *sounds, *others].count(STANDARD_INPUT) > 1 and STANDARD_INPUT in (*images, *sounds):
         raise UsageError(f"standard input can be one thing only, and {flag} - is it", "name a file for the others")
     found = []
-    for name, made in [*((name, data_url) for name in images), *((name, sound_url) for name in sounds)]:
+    for name, medium in [*((name, IMAGE) for name in images), *((name, SOUND) for name in sounds)]:
         if name == STANDARD_INPUT:
             source = standard_input()
             data, name = b"" if source is None else source.read(MAX_INPUT_BYTES + 1), "standard input"
         else:
             data = read_file(name)
-        found.append(made(data, name))
+        found.append(medium.data_url(data, name))
     return found
 
 

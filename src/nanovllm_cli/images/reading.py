@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.parts import too_many_parts
 from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, fitted
-from nanovllm_cli.images.source import image_bytes, kind_of, no_image
+from nanovllm_cli.images.source import IMAGE
 from nanovllm_cli.sent import Recent
 from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 
@@ -26,16 +26,16 @@ _RLE = 1, 2  # compressions of a BMP
 
 
 def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Picture]:
-    """What a model sees of images as clients sent them, each with what an error calls it; see `image_bytes`."""
+    """What a model sees of images as clients sent them, each with what an error calls it; see `Medium.bytes_of`."""
     return [] if spec is None else [read_sent(url, spec, where)[0] for url, where in sent]
 
 
 def read_sent(url: str, spec: VisionSpec, where: str, salt: str | None = None) -> tuple[Picture, int]:
-    """What a model sees of an image as a client sent it, and how many pixels were sent; see `image_bytes`. salt: who has another
-    one can't tell by the time it takes whether the image was read before."""
+    """What a model sees of an image as a client sent it, and how many pixels were sent; see `Medium.bytes_of`. salt: who has
+    another one can't tell by the time it takes whether the image was read before."""
 
     def read() -> tuple[Picture, int]:
-        data = image_bytes(url, where)
+        data = IMAGE.bytes_of(url, where)
         return read_image(data, spec, where), _num_pixels(data)
 
     return _recent.get(url, (spec, salt), read)
@@ -56,9 +56,7 @@ def read_image(data: bytes, spec: VisionSpec, where: str) -> Picture:
 
     Raises UsageError for what is no image, is damaged, or has more than MAX_PIXELS or an aspect of more than MAX_ASPECT.
     """
-    kind = kind_of(data)
-    if kind is None:
-        raise no_image(where, data)
+    kind = IMAGE.known(data, where)
     if (too_many := too_many_parts(data, kind)) is not None:
         raise UsageError(f"{where} is a {kind.upper()} of more than {too_many}", f"save it again, as a plain {kind.upper()}")
     return _made(_decoded(data, kind, where), spec.size)
@@ -111,7 +109,7 @@ def _num_pixels(data: bytes) -> int:
     """Of a file that could be decoded."""
     from PIL import Image as pillow
 
-    kind = kind_of(data)
+    kind = IMAGE.kind_of(data)
     assert kind is not None
     with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
         return picture.width * picture.height

@@ -2,7 +2,7 @@
 
 Anybody may have sent them: what libsndfile raises becomes a typed error here, and what would take long or much memory is found
 before, or while it is decoded. WAV files are read here (`wav.py`); libsndfile decodes the compressed kinds that are named in
-`source.KINDS`, and none of the others that it knows.
+`source.SOUND`, and none of the others that it knows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec
 from nanovllm_cli.sent import Recent
 from nanovllm_cli.sounds.resampling import resampled
-from nanovllm_cli.sounds.source import kind_of, no_sound, sound_bytes
+from nanovllm_cli.sounds.source import SOUND
 from nanovllm_cli.sounds.spectrogram import log_mel
 from nanovllm_cli.sounds.wav import MAX_CHANNELS, read_wave
 from nanovllm_cli.vision_spec import Clip, Sound
@@ -29,14 +29,14 @@ _BLOCK = 1 << 18
 
 
 def read_sounds(sent: Iterable[tuple[str, str]], spec: HearingSpec) -> list[Clip]:
-    """What a model hears of sounds as clients sent them, each with what an error calls it; see `sound_bytes`."""
+    """What a model hears of sounds as clients sent them, each with what an error calls it; see `Medium.bytes_of`."""
     return [read_sent(text, spec, where) for text, where in sent]
 
 
 def read_sent(sent: str, spec: HearingSpec, where: str, salt: str | None = None) -> Clip:
-    """What a model hears of a sound as a client sent it; see `sound_bytes`. salt: who has another one can't tell by the time it
-    takes whether the sound was read before."""
-    return _recent.get(sent, (spec, salt), lambda: read_sound(sound_bytes(sent, where), spec, where))
+    """What a model hears of a sound as a client sent it; see `Medium.bytes_of`. salt: who has another one can't tell by the
+    time it takes whether the sound was read before."""
+    return _recent.get(sent, (spec, salt), lambda: read_sound(SOUND.bytes_of(sent, where), spec, where))
 
 
 _recent: Recent[Clip] = Recent(lambda clip: sum(sound.num_bytes for sound in clip.images))
@@ -58,9 +58,7 @@ def read_sound(data: bytes, spec: HearingSpec, where: str) -> Clip:
 
 def samples_of(data: bytes, where: str) -> np.ndarray:
     """[n] float32 at 16 kHz, the mean of all channels. Raises as `read_sound`."""
-    kind = kind_of(data)
-    if kind is None:
-        raise no_sound(where, data)
+    kind = SOUND.known(data, where)
     if kind == "wav":
         wave = read_wave(data, where)
         rate, blocks = wave.rate, wave.mono()
