@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,17 @@ def heard_by_transformers(spec: HearingSpec, prompt: TokenIds) -> dict[str, torc
     return given
 
 
-def hearing_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "qwen3-asr") -> Path:
-    """A Qwen3-ASR: bytes are tokens, of a spectrogram of nine bands."""
+def hearing_model(
+    folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "qwen3-asr", words: Sequence[str] = WORDS
+) -> Path:
+    """A Qwen3-ASR: bytes are tokens, of a spectrogram of nine bands. words: its control tokens."""
     from transformers import AutoModelForMultimodalLM
 
-    config = config_of(family, vocab_size=FIRST + len(WORDS), eos_token_id=FIRST + 1, max_position_embeddings=1024)
+    config = config_of(family, vocab_size=FIRST + len(words), eos_token_id=FIRST + 1, max_position_embeddings=1024)
     config.audio_token_id = FIRST + 3
     save(random_model(config, seed, dtype, AutoModelForMultimodalLM), folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"feature_size": 9, "min_length": 800}))
-    write_byte_tokenizer(folder, tuple(WORDS))
+    write_byte_tokenizer(folder, tuple(words))
     told = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
     return folder

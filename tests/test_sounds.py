@@ -15,7 +15,7 @@ import pytest
 
 from nanovllm_cli import sent as sent_
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
-from nanovllm_cli.hearing_spec import RATE, EarSpec, HearingSpec
+from nanovllm_cli.hearing_spec import RATE, EarSpec, HearingSpec, Transcript
 from nanovllm_cli.sounds import reading, wav
 from nanovllm_cli.sounds.reading import read_sent, read_sound, samples_of
 from nanovllm_cli.sounds.resampling import resampled
@@ -32,9 +32,9 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 LINE, PLANE = EarSpec(**SHAPE, front="line"), EarSpec(**SHAPE, front="plane", chunk=100, channels=3)
 AROUND = "<|audio_start|>", "<|audio_end|>"
-VOXTRAL = HearingSpec(LINE, TOKENS, 3000, AROUND, padded=True)
-QWEN2 = HearingSpec(LINE, TOKENS, 3000, AROUND, padded=True, framed=True, most=1)
-QWEN3 = HearingSpec(PLANE, TOKENS, 800, AROUND, least=8000)
+VOXTRAL = HearingSpec(LINE, TOKENS, 3000, AROUND, Transcript(), padded=True)
+QWEN2 = HearingSpec(LINE, TOKENS, 3000, AROUND, Transcript(), padded=True, framed=True, most=1)
+QWEN3 = HearingSpec(PLANE, TOKENS, 800, AROUND, Transcript(), least=8000)
 
 
 def values_of(sound: Sound) -> np.ndarray:

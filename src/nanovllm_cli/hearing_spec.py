@@ -81,17 +81,32 @@ class EarSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Transcript:
+    """How a model is asked for what is said in a sound. question: behind the sound; question_in: where the language is known, its
+    {name} in it.
+    own: what a client's own words are: "subject": what it is about, for a system's message; "question": they take ours' place.
+    begins: what the answer is given to begin with; begins_in: where the language is known, its {name} or ISO 639 {code}."""
+
+    question: str = ""
+    question_in: str = ""
+    own: Literal["subject", "question", "nothing"] = "nothing"
+    begins: str = ""
+    begins_in: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class HearingSpec:
     """All that a model needs to hear. tokens: `token` as often as there are rows of the tower's output. piece: frames that a
     tower reads at once; the rest of a longer sound are further pieces. padded: the last one is as long, by silence; framed: what
     is heard of it is not longer for that. least: samples that a sound is padded to by silence. most: pieces of a sound; 0: any
     number. around: what stands in front of a sound's tokens and behind them, where a chat template knows nothing of sounds and
-    does not write it."""
+    does not write it. transcript: how it is asked for one."""
 
     tower: EarSpec
     tokens: ImageTokens
     piece: int
     around: tuple[str, str]
+    transcript: Transcript
     padded: bool = False
     framed: bool = False
     least: int = 0

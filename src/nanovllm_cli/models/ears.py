@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.hearing_spec import HOP, RATE, WINDOW, EarSpec, HearingSpec
+from nanovllm_cli.hearing_spec import HOP, RATE, WINDOW, EarSpec, HearingSpec, Transcript
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
@@ -31,6 +31,12 @@ _QWEN3_TOKENS = ImageTokens("<|audio_pad|>", "<|audio_pad|>")  # the template wr
 _QWEN2_TOKENS = ImageTokens("<|AUDIO|>", "<|AUDIO|>")
 _QWEN2_AROUND = "<|audio_bos|>", "<|audio_eos|>"
 _VOXTRAL_TOKENS = ImageTokens("[AUDIO]", "[AUDIO]")
+# The first two as they were trained; a Qwen2-Audio chats, and is asked.
+_QWEN3_TRANSCRIPT = Transcript(own="subject", begins_in="language {name}<asr_text>")
+_VOXTRAL_TRANSCRIPT = Transcript(begins="[TRANSCRIBE]", begins_in="lang:{code}[TRANSCRIBE]")
+_QWEN2_TRANSCRIPT = Transcript(
+    "Write down what is said, word for word.", "Write down what is said, word for word. It is {name}.", "question"
+)
 
 Read = Callable[[ConfigReader, ConfigReader], HearingSpec]
 """Of config.json, and of the feature extractor's settings."""
@@ -68,7 +74,7 @@ def _voxtral(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
         projector_activation=activation_of(config, "gelu", "projector_hidden_act"),
         joined=joined,
     )
-    spec = HearingSpec(tower, _VOXTRAL_TOKENS, 2 * tower.positions, ("[BEGIN_AUDIO]", ""), padded=True)
+    spec = HearingSpec(tower, _VOXTRAL_TOKENS, 2 * tower.positions, ("[BEGIN_AUDIO]", ""), _VOXTRAL_TRANSCRIPT, padded=True)
     return _whole(tower, sounds, audio, spec)
 
 
@@ -76,7 +82,9 @@ def _qwen2_audio(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     audio = config.section("audio_config")
     shape = _whisper_shape(audio, ("d_model", 1280), ("encoder_layers", 32), ("encoder_attention_heads", 20), 5120)
     tower = EarSpec(**shape, out_size=text_width(config), projector="one", projector_bias=True, pooled=2)
-    spec = HearingSpec(tower, _QWEN2_TOKENS, 2 * tower.positions, _QWEN2_AROUND, padded=True, framed=True, most=1)
+    spec = HearingSpec(
+        tower, _QWEN2_TOKENS, 2 * tower.positions, _QWEN2_AROUND, _QWEN2_TRANSCRIPT, padded=True, framed=True, most=1
+    )
     return _whole(tower, sounds, audio, spec)
 
 
@@ -109,7 +117,8 @@ def _qwen3_asr(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     least = sounds.integer("min_length", 8000, least=0)
     if least > RATE:
         raise CheckpointError(f"{sounds.where}: sounds of at least {least} samples are not believed", BROKEN)
-    return HearingSpec(tower, _QWEN3_TOKENS, window, ("<|audio_start|>", "<|audio_end|>"), least=least)
+    around = "<|audio_start|>", "<|audio_end|>"
+    return HearingSpec(tower, _QWEN3_TOKENS, window, around, _QWEN3_TRANSCRIPT, least=least)
 
 
 def _whole(tower: EarSpec, sounds: ConfigReader, audio: ConfigReader, spec: HearingSpec) -> HearingSpec:

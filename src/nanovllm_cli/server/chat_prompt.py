@@ -158,7 +158,8 @@ def _image_paths(asked: ChatAsked, kind: str) -> dict[str, str]:
         for place, part in enumerate(content)
         if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in PARTS[kind]
     ]
-    return dict(zip(places, asked.image_paths or places, strict=True))
+    paths = asked.image_paths if asked.sound_path is None else [asked.sound_path]
+    return dict(zip(places, paths or places, strict=True))
 
 
 def _read(part: ImagePart, sense: Sense, salt: str | None) -> tuple[Sent, int]:

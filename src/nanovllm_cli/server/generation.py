@@ -68,6 +68,7 @@ class Generator:
             prompt_ids = await self._chat_prompt(work.model, asked, caller)
             if asked.before:
                 prompt_ids = TokenIds(_behind(asked.before, prompt_ids, work.model))
+            prompt_ids += list(asked.begins)
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
             known = work.model.format

@@ -230,9 +230,9 @@ class ChatAsked:
     continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
     whole_calls: for who does not stream: a call counts once it is complete, and is content where it turns out broken.
     before: tokens of a conversation so far, which the prompt is put behind. most_tokens: of prompt and answer together, where
-    that is to be less than the model can.
+    that is to be less than the model can. begins: tokens that the answer is given to begin with, and that are no part of it.
     param: what the conversation is called in its client's request, for errors. image_paths: where the images of its messages are
-    in that request, in their order; empty where that is their place in `messages`.
+    in that request, in their order; empty where that is their place in `messages`. sound_path: the same of its only sound.
     """
 
     messages: Sequence[Message]
@@ -251,8 +251,10 @@ class ChatAsked:
     cache_salt: str | None = None
     before: Sequence[int] = ()
     most_tokens: int | None = None
+    begins: Sequence[int] = ()
     param: str = "messages"
     image_paths: Sequence[str] = ()
+    sound_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

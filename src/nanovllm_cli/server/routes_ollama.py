@@ -28,7 +28,7 @@ from nanovllm_cli.server.ollama_prompts import chat_asked, form_of, generate_ask
 from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.reading import off_loop
 from nanovllm_cli.server.routes_embeddings import check_embeds, first_numbers
-from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.routing import UntypedRoute, answers, api_router
 from nanovllm_cli.server.schemas_ollama import (
     AnsweredRequest,
     OllamaChatRequest,
@@ -65,7 +65,7 @@ _INSTEAD = {
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = api_router(OllamaErrorAnswer, untyped=True)
+    routes = api_router(OllamaErrorAnswer, route=UntypedRoute)
 
     @routes.post("/api/chat", responses=answers(OllamaChatAnswer, lines=OllamaChatAnswer, error=OllamaErrorAnswer))
     async def chat(body: OllamaChatRequest, request: Request, exchange: CurrentExchange) -> Response:

@@ -50,9 +50,9 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-def api_router(error: type[BaseModel] = ErrorAnswer, *, untyped: bool = False) -> APIRouter:
-    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json. untyped: programs may leave its type out."""
-    return APIRouter(route_class=UntypedRoute if untyped else ApiRoute, default_response_class=Response, responses=_errors(error))
+def api_router(error: type[BaseModel] = ErrorAnswer, *, route: type[ApiRoute] | None = None) -> APIRouter:
+    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json. route: how its bodies are read."""
+    return APIRouter(route_class=route or ApiRoute, default_response_class=Response, responses=_errors(error))
 
 
 def answers(
@@ -84,8 +84,6 @@ class ApiRequest(Request):
 
 
 class ApiRoute(APIRoute):
-    takes_untyped = False
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         if self.body_field is None:
@@ -99,20 +97,31 @@ class ApiRoute(APIRoute):
     async def _read(self, request: Request) -> ApiRequest:
         assert self.body_field is not None
         state = request.app.state
-        limits, max_bytes = state.settings, state.max_body_bytes()
-        untyped = self.takes_untyped and not _is_of_page(request)
-        body = await read_body(request, state.gate, max_bytes, limits.body_seconds, untyped=untyped)
-        value = parse_json(body, limits.max_json_depth)
+        self._check_sender(request)
+        body = await read_body(request, state.gate, state.max_body_bytes(), state.settings.body_seconds)
+        value = await self._value(body, request)
         model, problems = self.body_field.validate(value, loc=("body",))
         if problems:
             raise RequestValidationError(problems, body=value)
-        return ApiRequest(_called_json(request.scope) if untyped else request.scope, request.receive, len(body), model)
+        scope = request.scope if _is_json(request) else _called_json(request.scope)
+        return ApiRequest(scope, request.receive, len(body), model)
+
+    def _check_sender(self, request: Request) -> None:
+        """Raises ApiError where a page of another site could send such a body."""
+        if not _is_json(request):
+            raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
+
+    async def _value(self, body: bytes, request: Request) -> Any:
+        """For the route's model. Raises ApiError 400."""
+        return parse_json(body, request.app.state.settings.max_json_depth)
 
 
 class UntypedRoute(ApiRoute):
     """Takes bodies by any name, where no page sent them."""
 
-    takes_untyped = True
+    def _check_sender(self, request: Request) -> None:
+        if _is_of_page(request):
+            super()._check_sender(request)
 
 
 def _called_json(scope: Scope) -> Scope:
@@ -126,16 +135,18 @@ def _is_of_page(request: Request) -> bool:
     return "origin" in request.headers or "sec-fetch-site" in request.headers
 
 
-async def read_body(request: Request, gate: Gate, max_bytes: int, seconds: float, *, untyped: bool = False) -> bytes:
-    """The body. untyped: it is JSON by any name. Raises ApiError: 415 where it is not called JSON, or compressed; 413, 408; 429
-    where too much comes at once."""
+def _is_json(request: Request) -> bool:
+    """Whether its body is called that."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not untyped and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+async def read_body(request: Request, gate: Gate, max_bytes: int, seconds: float) -> bytes:
+    """The body. Raises ApiError: 415 where it is compressed; 413, 408; 429 where too much comes at once."""
     if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise ApiError(415, "compressed bodies are not read: chunked is the only transfer coding here")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ApiError(415, "compressed bodies are not read: send the JSON as it is, without Content-Encoding")
+        raise ApiError(415, "compressed bodies are not read: send it as it is, without Content-Encoding")
     too_large = ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
@@ -239,7 +250,7 @@ def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
         405: "Other methods",
         408: "The body did not come",
         413: "The body is too large",
-        415: "The body is not called JSON, or compressed",
+        415: "The body is not called what it must be, or compressed",
         429: "Too many requests under way",
         431: "The headers are too large",
         500: "A failure of the server",

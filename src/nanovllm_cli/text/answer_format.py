@@ -20,6 +20,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import (
+    ASR,
     FORMATS,
     HarmonyParser,
     HarmonyPiece,
@@ -242,6 +243,8 @@ def model_format(
     """`answer_format` of a model; None for one that does not chat."""
     if template is None:
         return None
+    if reasoning is None and tokenizer.token_to_id(ASR.close) is not None and reasoning_format(template.source) is None:
+        reasoning = ASR.name
     return answer_format(template.source, tools=tools, reasoning=reasoning, special_tokens=special_tokens(tokenizer))
 
 

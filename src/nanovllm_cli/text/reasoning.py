@@ -82,6 +82,8 @@ HARMONY = ReasoningFormat(
     ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
 )
 THINK = _tags("think", "<think>", "</think>")
+ASR = ReasoningFormat("asr", "language ", "<asr_text>", ("<asr_text>",))
+"""Qwen3-ASR's: which language it hears, and then what is said. No template has a word of it."""
 FORMATS: tuple[ReasoningFormat, ...] = (
     HARMONY,
     _tags("mistral", "[THINK]", "[/THINK]"),
@@ -91,6 +93,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     _tags("exaone", "<thought>", "</thought>"),
     _tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     THINK,
+    ASR,
 )
 
 
@@ -98,8 +101,8 @@ def reasoning_format(template_source: str) -> ReasoningFormat | None:
     """The format whose tags a chat template writes, or None for a model that does not reason aloud."""
     if "<|channel|>analysis" in template_source:
         return HARMONY
-    for known in FORMATS[1:]:
-        if known.open in template_source or known.close in template_source:
+    for known in FORMATS:
+        if known not in (HARMONY, ASR) and (known.open in template_source or known.close in template_source):
             return known
     return None
 

@@ -1,0 +1,108 @@
+"""POST /v1/audio/transcriptions: what is said in a sound, by a model that hears.
+
+It is a turn of a conversation that holds the sound and what its family is asked by (`text/transcripts.py`). What such a model
+writes in front of the transcript (Qwen3-ASR: the language) is its reasoning to us, and no part of the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request
+from starlette.responses import PlainTextResponse, Response
+
+from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.forms import form_router
+from nanovllm_cli.server.ports import ChatAsked, Event, Generation, ServedModel
+from nanovllm_cli.server.routing import answers
+from nanovllm_cli.server.schemas_audio import SAMPLING, TranscriptEvent, TranscriptionAnswer, TranscriptionRequest
+from nanovllm_cli.server.sse import DONE, data_frame, while_connected
+from nanovllm_cli.sounds.source import SOUND
+from nanovllm_cli.text.transcripts import asks
+
+Form = Annotated[TranscriptionRequest, Body(media_type="multipart/form-data")]
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = form_router()
+
+    @routes.post("/audio/transcriptions", include_in_schema=False)
+    @routes.post("/v1/audio/transcriptions", responses=answers(TranscriptionAnswer, streams=TranscriptEvent))
+    async def transcriptions(body: Form, request: Request, exchange: CurrentExchange) -> Response:
+        """A sound's words."""
+        if body.stream:
+            return context.stream(_frames(context, body, exchange))
+        return await while_connected(request, _whole(context, body, exchange))
+
+    return routes
+
+
+async def _whole(context: ServerContext, body: TranscriptionRequest, exchange: Exchange) -> Response:
+    async with _generation(context, body, exchange) as generation:
+        text = "".join([_said(events, body) async for events in generation])
+        if body.response_format == "text":
+            return PlainTextResponse(text + "\n")
+        return JsonResponse({"text": text, "usage": _usage(generation)})
+
+
+async def _frames(context: ServerContext, body: TranscriptionRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async with _generation(context, body, exchange) as generation:
+        pieces = []
+        async for events in generation:
+            if piece := _said(events, body):
+                pieces.append(piece)
+                yield data_frame({"type": "transcript.text.delta", "delta": piece})
+        done = {"type": "transcript.text.done", "text": "".join(pieces), "usage": _usage(generation)}
+        yield data_frame(done) + DONE
+
+
+@contextlib.asynccontextmanager
+async def _generation(context: ServerContext, body: TranscriptionRequest, exchange: Exchange) -> AsyncIterator[Generation]:
+    async with context.models.use(body.model) as model:
+        generation = await context.generates.chat(body.model, _asked(body, model), exchange.caller)
+        async with contextlib.aclosing(generation):
+            exchange.follow(generation)
+            yield generation
+
+
+def _asked(body: TranscriptionRequest, model: ServedModel) -> ChatAsked:
+    hearing = model.facts.hearing
+    if hearing is None:
+        raise ApiError(400, f"the model {model.id!r} hears nothing", code="unsupported", param="model")
+    try:
+        sound = {"type": "audio_url", "audio_url": {"url": SOUND.data_url(body.file, "file")}}
+    except NanovllmError as error:
+        raise ApiError.of(error, "file") from None
+    try:
+        messages, begins = asks(hearing.transcript, model.tokenizer, sound, body.language, body.prompt)
+    except NanovllmError as error:
+        raise ApiError.of(error, "language" if isinstance(error, UsageError) else "prompt") from None
+    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    if body.max_completion_tokens is not None:
+        given["max_tokens"] = body.max_completion_tokens
+    params = model.default_params.under({"temperature": 0.0, **given})
+    return ChatAsked(messages=messages, params=params, begins=begins, param="file", sound_path="file")
+
+
+def _said(events: list[Event], body: TranscriptionRequest) -> str:
+    """Raises ApiError where the text is not all there, and nobody asked for less."""
+    if body.max_completion_tokens is None and any(event.finish_reason == "length" for event in events):
+        told = "the transcript is longer than this server's limits: send the sound in pieces"
+        raise ApiError(400, told, code="context_length_exceeded", param="file")
+    return "".join(event.content for event in events)
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    usage = generation.usage
+    return {
+        "type": "tokens",
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
