@@ -6,13 +6,12 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -60,6 +59,9 @@ from test_models_gguf import nothing, write
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
 from tiny_adapter import write_adapter
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # what PEFT asks transformers
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
@@ -101,6 +103,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def trained(config: Any, folder: Path, seed: int = 1, base: Any = None, **settings: Any) -> PeftModel:
     """A random model and a random adapter of it, saved there, both of whose sides matter."""
+    from peft import LoraConfig, get_peft_model  # takes seconds, in each process that collects this file
+
     wanted = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear", "init_lora_weights": False} | settings
     torch.manual_seed(seed)
     model = get_peft_model(base or random_model(config), LoraConfig(task_type="CAUSAL_LM", **wanted)).eval()

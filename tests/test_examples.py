@@ -46,6 +46,7 @@ NOT_RUN = {
     r"--against transformers": "takes ten seconds; tests/test_verify.py has it",
     r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",
     r"--algorithm imatrix": "takes ten seconds; tests/test_importance.py has it",
+    r"audio/transcriptions": "the stand-in server reads no forms; tests/test_transcripts.py has it",
     r"models pull": "asks the hub; tests/test_models_command.py has one",
     r"models rm": "nothing is in the cache; tests/test_models_command.py has it",
     r"nanovllm serve": "runs until it is ended; tests/test_serve_command.py has it",

@@ -55,6 +55,6 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
 
 @pytest.mark.timeout(600)
 def test_kernels_run_clean() -> None:
-    if os.environ.get("CI"):
-        pytest.skip("takes most of a minute: run where CI is not set")
-    few_cases.run([str(file) for file in sorted(HERE.glob("test_kernel_*.py"))], sanitized.environment())
+    """One case of each test where CI is set, which takes less than half as long."""
+    environment = sanitized.environment() | ({few_cases.NAME: "1"} if os.environ.get("CI") else {})
+    few_cases.run([str(file) for file in sorted(HERE.glob("test_kernel_*.py"))], environment)

@@ -372,7 +372,7 @@ def test_killed_under_load_it_comes_back_and_leaves_nothing(
         assert (engine.num_restarts, failures) == (2, [])
         assert (await collect(engine.generate(PROMPT, SamplingParams(max_tokens=3)))).finished
         assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
-        assert num_sockets() == before
+        assert num_sockets() <= before  # those of an earlier test may close meanwhile
 
     runner.run(scenario())
 

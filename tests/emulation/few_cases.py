@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-CASES = int(os.environ.get("TEST_NANOVLLM_CASES") or 3)
+NAME = "TEST_NANOVLLM_CASES"
+CASES = int(os.environ.get(NAME) or 3)
 """Of each test that pass before the rest is skipped."""
 
 
@@ -26,7 +27,7 @@ def run(tests: list[str], environment: dict[str, str]) -> None:
 
 
 def _run(tests: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    plugins = ["-p", "emulation.few_cases", "-p", "pytest_timeout"]
+    plugins = ["-p", "emulation.few_cases", "-p", "pytest_timeout", "-p", "no:logging"]
     command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", *plugins, *tests]
     here = Path(__file__).parents[1]
     paths = os.pathsep.join((str(here), environment.get("PYTHONPATH", "")))

@@ -48,8 +48,8 @@ def serve(
     """Answer over HTTP, as OpenAI's, Anthropic's and Ollama's clients ask.
 
     /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/audio/transcriptions, /v1/messages, /v1/models,
-    /api/chat, /api/generate; a page to chat with at /, how it does at /status and /metrics. Ctrl-C or SIGTERM lets running answers
-    finish; a second one does not.
+    /api/chat, /api/generate; a page to chat with at /, how it does at /status and /metrics. Ctrl-C or SIGTERM lets running
+    answers finish; a second one does not.
     Sampling options are what requests get that ask for nothing else.
     """
     screen = screen_for(messages)
