@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import tokenizers
@@ -178,13 +179,11 @@ def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [state]
 
 
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-ins: a printable byte stands for itself, the others for characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(0x100 + position): byte for position, byte in enumerate(others)})
-    return table
+def byte_characters() -> list[str]:
+    """GPT-2's printable stand-in of each byte: a printable one stands for itself, the others for characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = count(0x100)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-_BYTE_OF_CHAR = _byte_characters()
+_BYTE_OF_CHAR = {character: byte for byte, character in enumerate(byte_characters())}

@@ -70,7 +70,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer in a Hugging Face folder: `tokenizer.json`, else a SentencePiece model, else vocab and merges.
+        """The tokenizer in a Hugging Face folder: `tokenizer.json`, else a SentencePiece model, else Mistral's
+        own file, else vocab and merges.
 
         Raises CheckpointError where the files are missing, broken or contradict each other.
         """

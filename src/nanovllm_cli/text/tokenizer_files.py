@@ -1,8 +1,8 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
-Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `vocab.json` with `merges.txt` (byte-level
-BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and chat templates. The files
-are untrusted: sizes are capped, and what is broken raises CheckpointError with the file's name.
+Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `vocab.json` with
+`merges.txt` (byte-level BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and chat
+templates. The files are untrusted: sizes are capped, and what is broken raises CheckpointError with the file's name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
+from nanovllm_cli.text import tekken
 from nanovllm_cli.text.charsmap import check_charsmap
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
@@ -49,7 +50,7 @@ def load_folder(folder: Path) -> TokenizerParts:
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
     _surround(parts, config)
-    parts.chat_templates = _templates(folder, config)
+    parts.chat_templates = _templates(folder, config) or parts.chat_templates
     return parts
 
 
@@ -70,10 +71,12 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
         vocabulary = read_model(_read_bytes(pieces, MAX_VOCABULARY_BYTES))
         with guard_library(pieces.name):
             return _from_pieces(vocabulary, config)
+    if (own := folder / tekken.FILE).is_file():
+        return tekken.read_tekken(_read_text(own, tekken.MAX_FILE_BYTES))
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, config)
     raise CheckpointError(
-        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model nor vocab.json with merges.txt",
+        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, tekken.json nor vocab.json with merges.txt",
         "copy the tokenizer files of the original model into the folder",
     )
 

@@ -22,6 +22,7 @@ PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")  # of a repository that has only GGUF file
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"  # of a model that embeds
 
+TEKKEN = "tekken.json"  # Mistral's own vocabulary, which is read where there is no other
 # What a Hugging Face model has beside its weights and is read here
 _SETTINGS = {
     MODULES,
@@ -34,6 +35,7 @@ _SETTINGS = {
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    TEKKEN,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -101,6 +103,8 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
         name for name in names
         if is_setting(name) or name == "README.md" or name.startswith("additional_chat_templates/")
     )  # fmt: skip
+    if "tokenizer.json" in settings and TEKKEN in settings:
+        settings.remove(TEKKEN)
     top = sorted(name for name in names if "/" not in name)
     tensors = [name for name in top if name.endswith(".safetensors")]
     indexes = [name for name in top if name.endswith(".safetensors.index.json")]
