@@ -1,28 +1,25 @@
-"""tekken.json, as Mistral publishes vocabularies: tokens' bytes in the order in which they are merged; control tokens come first.
+"""tekken.json, as Mistral publishes vocabularies: control tokens, and behind them bytes by rank (`byte_ranks.py`).
 
-Two pieces become one where their bytes together are a token, the earliest of the file first (tiktoken's rule). As merges that is
-every way to part a token in two. Beside such a file there is often no chat template; which one its models were trained with
-follows from the version in it. Forms: mistral-common's (Mistral AI, Apache 2.0), of which the tests have examples.
+Beside such a file there is often no chat template; which one its models were trained with follows from the version in it. Forms:
+mistral-common's (Mistral AI, Apache 2.0), of which the tests have examples.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tokenizers import AddedToken
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.text import byte_ranks
+from nanovllm_cli.text.byte_ranks import MAX_TOKENS, ranks_of
 from nanovllm_cli.text.pre_tokenizers import PreTokenization
-from nanovllm_cli.text.token_bytes import byte_characters
-from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
+from nanovllm_cli.text.vocabulary import TokenizerParts
 
 FILE = "tekken.json"
-MAX_FILE_BYTES = 128 << 20
-_MAX_TOKENS, _MAX_TOKEN_BYTES = 1 << 20, 256
+_broken = partial(byte_ranks.broken, FILE)
 # What files of the first versions leave out.
 _FIRST = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
@@ -41,17 +38,8 @@ def read_tekken(text: str) -> TokenizerParts:
     if not isinstance(config, dict) or not isinstance(pattern := config.get("pattern"), str):
         raise _broken("it has no pattern to cut texts by")
     special = _special(data, config)
-    ranks = _ranks(data, config, len(special))
-    characters = byte_characters()
-    names = {token: "".join([characters[byte] for byte in token]) for token in ranks}
-    vocabulary = {names[token]: len(special) + rank for token, rank in ranks.items()}
-    if clash := [name for name in special if name in vocabulary]:
-        raise _broken(f"it has {clash[0][:40]!r} twice")
-    vocabulary |= {name: number for number, name in enumerate(special)}
-    merges = [(names[left], names[right]) for left, right in _merges(ranks)]
-    with guard_library(FILE):
-        backend = PreTokenization((pattern,), ignore_merges=True).backend(vocabulary, merges)
-        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    tokens = [AddedToken(name, special=True, normalized=False) for name in special]
+    backend = byte_ranks.build(_ranks(data, config, len(special)), PreTokenization((pattern,)), tokens, 0, FILE)
     bos, eos, pad, unk = map(backend.token_to_id, ("<s>", "</s>", "<pad>", "<unk>"))
     parts = TokenizerParts(backend, bos, eos, pad, unk)
     parts.prefix_ids = () if parts.bos_id is None else (parts.bos_id,)
@@ -65,7 +53,7 @@ def _special(data: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     listed = data.get("special_tokens")
     names = [*_FIRST] if listed is None else _in_order(listed, "token_str")
     count = config.get("default_num_special_tokens", len(names))
-    if not isinstance(count, int) or not len(names) <= count <= _MAX_TOKENS:
+    if not isinstance(count, int) or not len(names) <= count <= MAX_TOKENS:
         raise _broken("it has more control tokens than it says")
     names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
     if len(set(names)) < len(names) or not all(names):
@@ -79,21 +67,12 @@ def _ranks(data: Mapping[str, Any], config: Mapping[str, Any], num_special: int)
     size = config.get("default_vocab_size", num_special + len(texts))
     if not isinstance(size, int) or not num_special < size <= num_special + len(texts):
         raise _broken("it has fewer tokens than it says")
-    try:
-        tokens = [base64.b64decode(text, validate=True) for text in texts[: size - num_special]]
-    except (binascii.Error, ValueError):
-        raise _broken("it has tokens that are not base64") from None
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    if len(ranks) < len(tokens) or not all(0 < len(token) <= _MAX_TOKEN_BYTES for token in tokens):
-        raise _broken(f"it has a token twice, or one that is empty or has more than {_MAX_TOKEN_BYTES} bytes")
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise _broken(f"no token is the byte {missing[0]}")
-    return ranks
+    return ranks_of(texts[: size - num_special], FILE)
 
 
 def _in_order(listed: Any, key: str) -> list[str]:
     """What entries have under that key, by their ranks, which must be 0, 1, …"""
-    if not isinstance(listed, list) or len(listed) > _MAX_TOKENS:
+    if not isinstance(listed, list) or len(listed) > MAX_TOKENS:
         raise _broken("it has no list of tokens, or too long a one")
     found: dict[int, str] = {}
     for entry in listed:
@@ -104,17 +83,6 @@ def _in_order(listed: Any, key: str) -> list[str]:
     if found.keys() != set(range(len(listed))):
         raise _broken("the ranks of its tokens leave gaps")
     return [found[rank] for rank in range(len(listed))]
-
-
-def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Of the token that is merged first, first; of one token's, that of the earlier pieces."""
-    for token in ranks:
-        halves = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-        yield from sorted(halves, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-
-
-def _broken(why: str) -> CheckpointError:
-    return CheckpointError(f"{FILE} is broken: {why}", "download the model again")
 
 
 # ---- chat templates ----

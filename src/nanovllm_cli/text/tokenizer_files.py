@@ -1,8 +1,9 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
-Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `vocab.json` with
-`merges.txt` (byte-level BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and chat
-templates. The files are untrusted: sizes are capped, and what is broken raises CheckpointError with the file's name.
+Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `tiktoken.model`
+(Moonshot's); `vocab.json` with `merges.txt` (byte-level BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`,
+`added_tokens.json` and chat templates. The files are untrusted: sizes are capped, and what is broken raises CheckpointError with
+the file's name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
-from nanovllm_cli.text import tekken
+from nanovllm_cli.text import byte_ranks, tekken
 from nanovllm_cli.text.charsmap import check_charsmap
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
@@ -72,7 +73,9 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
         with guard_library(pieces.name):
             return _from_pieces(vocabulary, config)
     if (own := folder / tekken.FILE).is_file():
-        return tekken.read_tekken(_read_text(own, tekken.MAX_FILE_BYTES))
+        return tekken.read_tekken(_read_text(own, byte_ranks.MAX_FILE_BYTES))
+    if (own := folder / byte_ranks.TIKTOKEN).is_file():
+        return byte_ranks.read_tiktoken(_read_text(own, byte_ranks.MAX_FILE_BYTES), config)
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, config)
     raise CheckpointError(

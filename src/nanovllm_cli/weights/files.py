@@ -36,6 +36,7 @@ _SETTINGS = {
     "tokenizer_config.json",
     "tokenizer.model",
     TEKKEN,
+    "tiktoken.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
