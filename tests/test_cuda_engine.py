@@ -22,10 +22,12 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GPT2Config,
+    GPTBigCodeConfig,
     GPTNeoXConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    MiniCPM3Config,
     Ministral3Config,
     Olmo2Config,
     PhiConfig,
@@ -58,6 +60,7 @@ from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_models import MINICPM3
 
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 64,
@@ -168,6 +171,8 @@ OTHERS: dict[str, Any] = {
     "pythia": GPTNeoXConfig(**{name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}),
     "phi": PhiConfig(**CLASSIC),
     "gpt2": GPT2Config(vocab_size=513, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=80),
+    "bigcode": GPTBigCodeConfig(vocab_size=513, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=80),
+    "minicpm3": MiniCPM3Config(**MINICPM3 | {"scale_depth": 2.0, "dim_model_base": 20, "scale_emb": 3}),
     "arcee": ArceeConfig(**SHAPE | {"head_dim": 8, "mlp_bias": True}),
     "ministral3": Ministral3Config(
         **SHAPE | {"pad_token_id": 0},

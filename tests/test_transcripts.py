@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from hearing import FIRST, TEMPLATE, WORDS, hearing_model
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
+from nanovllm_cli.cli.model import Prompting
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec, Transcript
 from nanovllm_cli.models import ears
@@ -145,6 +146,20 @@ def test_qwen3_asr_is_known_by_its_vocabulary(tokenizer: Tokenizer, tmp_path: Pa
     write_byte_tokenizer(tmp_path, tuple(WORDS))
     assert model_format(Tokenizer.from_folder(tmp_path), template).reasoning is None  # type: ignore[union-attr]
     assert answer_format("Say it in the language of the user.").reasoning is None
+    assert (known.thinks, answer_format("<think>").thinks, answer_format("").thinks) == (False, True, False)
+
+
+def test_the_command_line_knows_it_too(live: LiveServer, folder: Path) -> None:
+    with LLM(folder, config=EngineConfig(threads=2, num_blocks=16)) as llm:
+        prompting = Prompting(llm)
+        assert prompting.reasoning() == ASR
+        make = prompting.parser_for(prompting.encode([{"role": "user", "content": "x"}]))
+        assert make is not None
+        assert make().push("language English<asr_text>Hello").content == "Hello"
+    with pytest.raises(openai.BadRequestError, match="does not reason aloud"):
+        openai.OpenAI(base_url=live.base_url, api_key="none").chat.completions.create(
+            model="hearing", messages=[{"role": "user", "content": "x"}], extra_body={"enable_thinking": True}
+        )
 
 
 # ---- forms ----

@@ -13,7 +13,7 @@ import torch
 
 from gpu.shapes import Shape
 from gpu.timing import copies_for
-from nanovllm_cli.kernels import activation, embedding, norm, prefill_attention, rope_cache, sampling
+from nanovllm_cli.kernels import activation, altup, embedding, norm, prefill_attention, rope_cache, sampling
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
@@ -23,10 +23,12 @@ from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.sampling_table import SamplingBuffers, SamplingTable
 from nanovllm_cli.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels.xielu import xielu
 from nanovllm_cli.sampling_params import SamplingParams
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 BLOCK = 16
+STREAMS = 4  # of a Gemma 3n
 
 
 class Case(NamedTuple):
@@ -238,6 +240,15 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
     def convolved() -> object:
         return gated_conv(launcher, gates.flatten(1), taps, None, inputs, starts, lens, tables)
 
+    streams = randn(launcher, STREAMS, rows, shape.hidden)
+    weights, none = torch.rand(rows, STREAMS, device=device), torch.zeros(STREAMS * STREAMS, STREAMS, device=device)
+
+    def predicted() -> object:
+        return altup.altup_predict(launcher, streams, weights, none, 0.1)
+
+    def corrected() -> object:
+        return altup.altup_correct(launcher, streams, x, weights, none[:STREAMS], gain, 0.1)
+
     made: list[tuple[str, float, Callable[[], object]]] = [
         ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),
         ("norm of 8 groups", 2.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x.view(rows * 8, -1), None, gain, 1e-6, 0.0)),
@@ -245,6 +256,9 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         ("short convolution", 7.0 * x.nbytes, convolved),
         ("gate of attention", 3.0 * x.nbytes, lambda: sigmoid_gate(launcher, gated, gates[:, 0])),
         ("silu and up", 1.5 * both.nbytes, lambda: activation.gated_activation(launcher, both, "silu")),
+        ("four streams, predicted", 9.0 * x.nbytes, predicted),
+        ("four streams, corrected", 10.0 * x.nbytes, corrected),
+        ("xielu", 2.0 * both.nbytes, lambda: xielu(launcher, both, 0.8, 0.7, 0.5, -1e-6)),
         ("squared relu", 2.0 * both.nbytes, lambda: activation.gated_activation(launcher, both, "relu2")),
         ("embedding", 2.0 * x.nbytes, lambda: embedding.embedding(launcher, ids, table)),
         ("draw, greedy", float(logits.nbytes), drawn(0.0)),

@@ -32,7 +32,7 @@ PTX = int(os.environ.get("TEST_NANOVLLM_PTX") or 0)
 """The capability whose PTX an `Emulator` runs instead: see ptx/device.py."""
 ORDERS = (7,) if SANITIZE else (0,) if on_gpu.ENABLED else (0, 1, 7)
 """Thread orders that every kernel is tested in: as numbered, backwards, shuffled."""
-FLAGS = ["-std=c++20", "-fPIC", "-fno-strict-aliasing", "-DEMULATION", "-w", "-O1"]
+FLAGS = ["-std=c++20", "-fPIC", "-fno-strict-aliasing", "-DEMULATION", "-w", "-Og"]
 if SANITIZE:  # variables of shared memory get gaps too, though they have a section of their own
     FLAGS += ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fsanitize-sections=cuda_shared"]
     FLAGS += ["-fno-sanitize=null,pointer-overflow"]  # a fifth of compiling, and what they find ends in an access, which is found

@@ -207,7 +207,7 @@ class Prompting:
             return None
         from nanovllm_cli.text.reasoning import reasoning_format
 
-        return reasoning_format(self.llm.chat_template.source)
+        return reasoning_format(self.llm.chat_template.source, self.llm.tokenizer)
 
     def parser_for(self, ids: list[int]) -> Callable[[], ReasoningSplitter] | None:
         """What splits an answer to `ids`: a new one for each answer."""

@@ -132,7 +132,7 @@ def _variables(model: ServedModel, asked: ChatAsked) -> dict[str, Any]:
     if asked.thinking is not None:
         if model.thinking_switch is not None:
             variables.setdefault(model.thinking_switch, asked.thinking)
-        elif asked.thinking and (model.format is None or model.format.reasoning is None):
+        elif asked.thinking and (model.format is None or not model.format.thinks):
             raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
     return {**model.chat_defaults.variables, **variables}
 

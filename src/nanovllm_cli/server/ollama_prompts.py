@@ -78,7 +78,7 @@ def generate_asked(body: OllamaGenerateRequest, model: ServedModel, form: Constr
 
 def thinks(format: AnswerFormat | None, thinking_switch: str | None) -> bool:
     """Whether a model can reason aloud."""
-    return thinking_switch is not None or (format is not None and format.reasoning is not None)
+    return thinking_switch is not None or (format is not None and format.thinks)
 
 
 def num_logprobs(body: AnsweredRequest) -> int | None:

@@ -81,12 +81,14 @@ def _asked(body: TranscriptionRequest, model: ServedModel) -> ChatAsked:
         raise ApiError.of(error, "file") from None
     try:
         messages, begins = asks(hearing.transcript, model.tokenizer, sound, body.language, body.prompt)
+    except UsageError as error:
+        raise ApiError.of(error, "language") from None
     except NanovllmError as error:
-        raise ApiError.of(error, "language" if isinstance(error, UsageError) else "prompt") from None
+        raise ApiError.of(error, "prompt" if body.prompt else "model") from None
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
-    params = model.default_params.under({"temperature": 0.0, **given})
+    params = model.default_params.under({"temperature": 0.0, **given, "n": 1, "logprobs": None})
     return ChatAsked(messages=messages, params=params, begins=begins, param="file", sound_path="file")
 
 

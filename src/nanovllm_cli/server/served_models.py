@@ -368,7 +368,7 @@ def _chat_defaults(settings: ModelSettings, switch: str | None, known: AnswerFor
     check_variables(chat.variables)
     if known is None and (chat.variables or settings.thinking is not None):
         raise UsageError(f"--chat-template-kwargs and --think have no meaning: {name} has no chat template")
-    if chat.reasoning_budget is not None and (known is None or known.reasoning is None):
+    if chat.reasoning_budget is not None and (known is None or not known.thinks):
         raise UsageError(f"--reasoning-budget has no meaning: {name} does not mark its reasoning")
     if settings.thinking is None:
         return chat

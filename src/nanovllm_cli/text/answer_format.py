@@ -83,6 +83,11 @@ class AnswerFormat:
         return self.tools.name
 
     @property
+    def thinks(self) -> bool:
+        """Whether its reasoning is such, and not what a Qwen3-ASR says of the language."""
+        return self.reasoning not in (None, ASR)
+
+    @property
     def visible(self) -> tuple[str, ...]:
         """Special tokens that the detokenizer must leave in the text."""
         return (*(self.reasoning.visible if self.reasoning is not None else ()), *self.tools.tags)
@@ -243,8 +248,9 @@ def model_format(
     """`answer_format` of a model; None for one that does not chat."""
     if template is None:
         return None
-    if reasoning is None and tokenizer.token_to_id(ASR.close) is not None and reasoning_format(template.source) is None:
-        reasoning = ASR.name
+    if reasoning is None:
+        known = reasoning_format(template.source, tokenizer)
+        reasoning = "none" if known is None else known.name
     return answer_format(template.source, tools=tools, reasoning=reasoning, special_tokens=special_tokens(tokenizer))
 
 

@@ -97,14 +97,15 @@ FORMATS: tuple[ReasoningFormat, ...] = (
 )
 
 
-def reasoning_format(template_source: str) -> ReasoningFormat | None:
-    """The format whose tags a chat template writes, or None for a model that does not reason aloud."""
+def reasoning_format(template_source: str, tokenizer: Tokenizer | None = None) -> ReasoningFormat | None:
+    """The format whose tags a chat template writes, or that its model's vocabulary has; None for a model that does not reason
+    aloud."""
     if "<|channel|>analysis" in template_source:
         return HARMONY
     for known in FORMATS:
         if known not in (HARMONY, ASR) and (known.open in template_source or known.close in template_source):
             return known
-    return None
+    return ASR if tokenizer is not None and tokenizer.token_to_id(ASR.close) is not None else None
 
 
 def prompt_opens_reasoning(prompt: str, known: ReasoningFormat = THINK) -> bool:
