@@ -70,6 +70,9 @@ class Tokenizer:
     def id_to_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
 
+    def token_to_id(self, token: str) -> int | None:
+        return ord(token) if len(token) == 1 else None
+
 
 class Template:
     def __init__(self, source: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -131,12 +132,17 @@ def _check_no_download(repo: str) -> None:
     """Raises BusyError while a process, which may be another program's, holds a lock of a file of the repository."""
     for path in (hub.cache_folder() / ".locks" / hub.repo_folder(repo).name).glob("*.lock"):
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_at_once) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BusyError(f"{repo} is being downloaded", "wait until that is over, or end it") from None
         except OSError:  # it is gone; or not to be told here, and what may not be removed will be refused
             continue
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe by the name of a lock does not wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _num_bytes(folder: Path) -> int:
