@@ -61,6 +61,9 @@ class Resolved:
 
 
 class Tokenizer:
+    def __init__(self, word: str = "") -> None:
+        self.word = word  # a token beside characters
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return [ord(character) for character in text]
 
@@ -71,7 +74,7 @@ class Tokenizer:
         return chr(token_id).encode()
 
     def token_to_id(self, token: str) -> int | None:
-        return ord(token) if len(token) == 1 else None
+        return ord(token) if len(token) == 1 else VOCABULARY if token == self.word else None
 
 
 class Template:
@@ -117,7 +120,7 @@ class LLM:
         self.config, self.options = config, options | {"revision": found.revision}
         self.lora, self.draft_model, self.mtp = config.lora, config.draft_model, config.mtp
         self.lora_modules = config.lora_modules
-        self.tokenizer = Tokenizer()
+        self.tokenizer = Tokenizer("<asr_text>" if model == "listener" else "")
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
         self.chat_template = None if model == "base" else Template(source)
         self.default_params = SamplingParams(max_tokens=7) if model == "short" else SamplingParams()

@@ -175,6 +175,15 @@ def test_reasoning_is_dropped_in_a_pipe_unless_asked_for(tmp_path: Path) -> None
     assert whole["answers"][0]["reasoning"] == "let me see"
 
 
+def test_a_pipe_gets_a_transcript_without_its_language(tmp_path: Path) -> None:
+    prompt = "say language English<asr_text>Good morning."
+    assert nanovllm(tmp_path, "run", "-q", "listener", prompt).out == "Good morning.\n"
+    whole = json.loads(nanovllm(tmp_path, "run", "--json", "listener", prompt).out)
+    assert whole["answers"][0]["reasoning"] == "English"
+    assert nanovllm(tmp_path, "run", "-q", "listener", "say Good morning.").out == "Good morning.\n"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", prompt).out == "language English<asr_text>Good morning.\n"
+
+
 def test_an_answer_that_is_cut_off_in_its_reasoning_says_why_nothing_is_there(tmp_path: Path) -> None:
     words = ["thinker", "say <think>let me see</think>Forty-two.", "--no-stats"]
     cut = nanovllm(tmp_path, "run", *words, "-n", "12")
