@@ -6,6 +6,7 @@ writes in front of the transcript (Qwen3-ASR: the language) is its reasoning to 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any
@@ -65,7 +66,8 @@ async def _frames(context: ServerContext, body: TranscriptionRequest, exchange: 
 @contextlib.asynccontextmanager
 async def _generation(context: ServerContext, body: TranscriptionRequest, exchange: Exchange) -> AsyncIterator[Generation]:
     async with context.models.use(body.model) as model:
-        generation = await context.generates.chat(body.model, _asked(body, model), exchange.caller)
+        asked = await asyncio.to_thread(_asked, body, model)  # a file may have 64 MiB
+        generation = await context.generates.chat(body.model, asked, exchange.caller)
         async with contextlib.aclosing(generation):
             exchange.follow(generation)
             yield generation
