@@ -221,5 +221,5 @@ GEMMA4 = Family(
     gguf_keys=_keys,
     gguf_gate_up=True,
 )
-GEMMA4_UNIFIED = replace(GEMMA4, defaults=_DEFAULTS | {"max_position_embeddings": 262144})
+GEMMA4_UNIFIED = replace(GEMMA4, defaults=_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024})
 """12B: it sees and hears without parts of their own for it."""

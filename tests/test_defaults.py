@@ -1,0 +1,75 @@
+"""What a family takes a config's missing keys for is what transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from nanovllm_cli.models.registry import HF_ARCHITECTURES
+
+OTHER_NAMES = {
+    "hidden_act": "activation_function", "layer_norm_eps": "layer_norm_epsilon", "rope_scaling": "rope_parameters",
+}  # fmt: skip
+OUR_OWN = {  # by architecture: what transformers has no key for, or another default, which no published config leaves out
+    "AfmoeForCausalLM": {"route_norm"},
+    "Dots1ForCausalLM": {"n_shared_experts"},
+    "GemmaForCausalLM": {"hidden_act"},  # as its configs have it, who meant tanh's
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace"},
+    "GPT2LMHeadModel": {"attention_bias", "mlp_bias"},
+    "GPTBigCodeForCausalLM": {"attention_bias", "mlp_bias", "hidden_act"},  # by another name of the same
+    "GPTNeoXForCausalLM": {"mlp_bias"},
+    "HunYuanMoEV1ForCausalLM": {"num_shared_expert"},
+    "Mistral4ForCausalLM": {"head_dim"},  # the turned part
+    "Qwen3_5MoeForCausalLM": {"intermediate_size"},
+    "Qwen3_5MoeForConditionalGeneration": {"intermediate_size"},
+    "SolarOpenForCausalLM": {"intermediate_size"},
+}  # fmt: skip
+MODEL_TYPES: dict[str, str] = {}  # the first of several that share a class
+for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for model_type, names in mapping.items():
+        for each in [names] if isinstance(names, str) else names:
+            MODEL_TYPES.setdefault(each, model_type)
+KNOWN = [name for name in HF_ARCHITECTURES if name in MODEL_TYPES and HF_ARCHITECTURES[name].defaults]
+
+
+def found(config: Any, key: str) -> Iterator[Any]:
+    """What a config of transformers has by that name, or one that means the same."""
+    values = config.to_dict()
+    rope = values.get("rope_parameters") or {}
+    for name in (config.attribute_map.get(key, key), key, OTHER_NAMES.get(key, key)):
+        for place in (values, rope, rope.get("full_attention") or {}):
+            if name in place:
+                yield place[name]
+    if hasattr(config, key):
+        yield getattr(config, key)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Mapping):  # theirs has what is left out as well
+        kinds = {"type": "rope_type"}
+        return isinstance(theirs, Mapping) and all(theirs.get(kinds.get(key, key)) == value for key, value in ours.items())
+    if isinstance(theirs, list) and not isinstance(ours, list):
+        return all(each == ours for each in theirs)
+    return bool(theirs == ours or theirs == pytest.approx(ours))
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_defaults_are_those_of_transformers(architecture: str) -> None:
+    config = CONFIG_MAPPING[MODEL_TYPES[architecture]]()
+    config = getattr(config, "text_config", None) or config
+    config.allow_global_per_layer_attribute_access = True
+    own = OUR_OWN.get(architecture, set())
+    for key, value in HF_ARCHITECTURES[architecture].defaults.items():
+        theirs = list(found(config, key))
+        assert (key in own) or any(same(value, each) for each in theirs), (key, value, theirs)
+
+
+def test_there_are_many() -> None:
+    assert len(KNOWN) > 70
