@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
 
 OTHER_NAMES = {
@@ -69,6 +72,24 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     for key, value in HF_ARCHITECTURES[architecture].defaults.items():
         theirs = list(found(config, key))
         assert (key in own) or any(same(value, each) for each in theirs), (key, value, theirs)
+
+
+NO_SPEC = {  # whose defaults alone are no model
+    "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeHybridForCausalLM",
+}  # fmt: skip
+OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default
+
+
+@pytest.mark.parametrize("architecture", [name for name in KNOWN if name not in NO_SPEC])
+def test_a_key_that_is_left_out_changes_nothing(architecture: str) -> None:
+    """Of a config that has only defaults: either it is missed, or the model is the same."""
+    config = CONFIG_MAPPING[MODEL_TYPES[architecture]]()
+    whole = (getattr(config, "text_config", None) or config).to_dict() | {"architectures": [architecture]}
+    family = HF_ARCHITECTURES[architecture]
+    expected = spec_from_hf(whole, family)
+    for key in whole.keys() - {"architectures"} - OF_ANOTHER_PART.get(architecture, set()):
+        with suppress(CheckpointError):  # it says what is missing
+            assert spec_from_hf({name: value for name, value in whole.items() if name != key}, family) == expected, key
 
 
 def test_there_are_many() -> None:
