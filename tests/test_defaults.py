@@ -14,8 +14,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ears import EARS
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
+from nanovllm_cli.models.towers import TOWERS
 
 OTHER_NAMES = {
     "hidden_act": "activation_function", "layer_norm_eps": "layer_norm_epsilon", "rope_scaling": "rope_parameters",
@@ -90,6 +93,38 @@ def test_a_key_that_is_left_out_changes_nothing(architecture: str) -> None:
     for key in whole.keys() - {"architectures"} - OF_ANOTHER_PART.get(architecture, set()):
         with suppress(CheckpointError):  # it says what is missing
             assert spec_from_hf({name: value for name, value in whole.items() if name != key}, family) == expected, key
+
+
+TOWER_TYPES = MODEL_TYPES | {
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio", "Qwen3ASRForConditionalGeneration": "qwen3_asr",
+    "VoxtralForConditionalGeneration": "voxtral",
+}  # fmt: skip
+FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do not go together
+    "Qwen3ASR": ("text_config", {"hidden_size": 3584}),
+    "Gemma3": ("vision_config", {"image_size": 896, "patch_size": 14}),
+    "Idefics3": ("vision_config", {"image_size": 256}),
+    "SmolVLM": ("vision_config", {"image_size": 256}),
+    "Qwen2Audio": ("audio_config", {}),
+    "Qwen": ("text_config", {"hidden_size": 3584}),
+}
+
+
+@pytest.mark.parametrize("architecture", [*TOWERS, *EARS])
+def test_nor_does_it_change_a_tower(architecture: str) -> None:
+    whole = CONFIG_MAPPING[TOWER_TYPES[architecture]]().to_dict() | {"architectures": [architecture]}
+    part, fitting = next((each for name, each in FITTING.items() if architecture.startswith(name)), ("text_config", {}))
+    whole[part] = whole[part] | fitting
+    family: Any = {**TOWERS, **EARS}[architecture]
+
+    def spec(config: dict[str, Any]) -> Any:
+        return family.read(ConfigReader(config, "config.json"), ConfigReader({}, "preprocessor_config.json"))
+
+    expected = spec(whole)
+    for part in {"vision_config", "audio_config"} & whole.keys():
+        for key in (whole[part] or {}).keys() - fitting.keys():
+            with suppress(CheckpointError):
+                less = {name: value for name, value in whole[part].items() if name != key}
+                assert spec(whole | {part: less}) == expected, key
 
 
 def test_there_are_many() -> None:
