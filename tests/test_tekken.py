@@ -185,11 +185,12 @@ def test_broken_files_are_told(case: str, ranks: list[bytes]) -> None:
     change, says = BROKEN[case]
     change(data)
     with pytest.raises(CheckpointError) as caught:
-        read_tekken(json.dumps(data))
+        read_tekken(data)
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "null", '{"config": 5}'])
-def test_other_files_are_told(text: str) -> None:
-    with pytest.raises(CheckpointError, match=r"tekken\.json is broken"):
-        read_tekken(text)
+def test_other_files_are_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tekken\.json is (broken|not JSON|not a JSON object)"):
+        Tokenizer.from_folder(tmp_path)

@@ -6,7 +6,6 @@ mistral-common's (Mistral AI, Apache 2.0), of which the tests have examples.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,13 +27,9 @@ _FIRST = (
 )  # fmt: skip
 
 
-def read_tekken(text: str) -> TokenizerParts:
-    """Raises CheckpointError for a file that is broken or larger than any is."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _broken(f"it is not JSON: {str(error)[:200]}") from None
-    config = data.get("config") if isinstance(data, dict) else None
+def read_tekken(data: Mapping[str, Any]) -> TokenizerParts:
+    """data: the file's. Raises CheckpointError where it is broken or larger than any is."""
+    config = data.get("config")
     if not isinstance(config, dict) or not isinstance(pattern := config.get("pattern"), str):
         raise _broken("it has no pattern to cut texts by")
     special = _special(data, config)

@@ -1,7 +1,7 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
-Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `tiktoken.model`
-(Moonshot's); `vocab.json` with `merges.txt` (byte-level BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`,
+Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `vocab.json` with
+`merges.txt` (byte-level BPE); `tiktoken.model` (Moonshot's). Beside them: `tokenizer_config.json`, `special_tokens_map.json`,
 `added_tokens.json` and chat templates. The files are untrusted: sizes are capped, and what is broken raises CheckpointError with
 the file's name.
 """
@@ -73,13 +73,14 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
         with guard_library(pieces.name):
             return _from_pieces(vocabulary, config)
     if (own := folder / tekken.FILE).is_file():
-        return tekken.read_tekken(_read_text(own, byte_ranks.MAX_FILE_BYTES))
-    if (own := folder / byte_ranks.TIKTOKEN).is_file():
-        return byte_ranks.read_tiktoken(_read_text(own, byte_ranks.MAX_FILE_BYTES), config)
+        return tekken.read_tekken(_read_object(own, byte_ranks.MAX_FILE_BYTES))
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, config)
+    if (own := folder / byte_ranks.TIKTOKEN).is_file():
+        return byte_ranks.read_tiktoken(_read_text(own, byte_ranks.MAX_FILE_BYTES), config)
     raise CheckpointError(
-        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, tekken.json nor vocab.json with merges.txt",
+        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, tekken.json, vocab.json with merges.txt nor "
+        f"{byte_ranks.TIKTOKEN}",
         "copy the tokenizer files of the original model into the folder",
     )
 
