@@ -32,6 +32,7 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "GPTBigCodeForCausalLM": {"attention_bias", "mlp_bias", "hidden_act"},  # by another name of the same
     "GPTNeoXForCausalLM": {"mlp_bias"},
     "HunYuanMoEV1ForCausalLM": {"num_shared_expert"},
+    "LightOnOcrForConditionalGeneration": {"max_position_embeddings"},  # of a config without a part for texts
     "Mistral4ForCausalLM": {"head_dim"},  # the turned part
     "Qwen3_5MoeForCausalLM": {"intermediate_size"},
     "Qwen3_5MoeForConditionalGeneration": {"intermediate_size"},
@@ -77,8 +78,9 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
         assert (key in own) or any(same(value, each) for each in theirs), (key, value, theirs)
 
 
-NO_SPEC = {  # whose defaults alone are no model
-    "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeHybridForCausalLM",
+NO_SPEC = {  # whose defaults alone are no model, or of no model that is published
+    "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration",
+    "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration",
 }  # fmt: skip
 OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default
 
@@ -97,10 +99,11 @@ def test_a_key_that_is_left_out_changes_nothing(architecture: str) -> None:
 
 TOWER_TYPES = MODEL_TYPES | {
     "Qwen2AudioForConditionalGeneration": "qwen2_audio", "Qwen3ASRForConditionalGeneration": "qwen3_asr",
-    "VoxtralForConditionalGeneration": "voxtral",
+    "VoxtralForConditionalGeneration": "voxtral", "LightOnOCRForConditionalGeneration": "lighton_ocr",
 }  # fmt: skip
 FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do not go together
     "Qwen3ASR": ("text_config", {"hidden_size": 3584}),
+    "GlmOcr": ("text_config", {"hidden_size": 1536}),
     "Gemma3": ("vision_config", {"image_size": 896, "patch_size": 14}),
     "Idefics3": ("vision_config", {"image_size": 256}),
     "SmolVLM": ("vision_config", {"image_size": 256}),

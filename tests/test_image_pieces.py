@@ -162,7 +162,7 @@ def test_published_models_see() -> None:
     assert (smol.tower.positions, smol.tower.out_size, smol.tower.num_layers) == (1024, 960, 12)
     assert most_rows_of_all(smol) == 17 * 64
     assert lfm2.size == GRID
-    assert (lfm2.tower.projector_size, lfm2.tower.projector_eps, lfm2.tower.smooth) == (2560, 1e-5, True)
+    assert (lfm2.tower.projector_size, lfm2.tower.projector_eps, lfm2.tower.stretch) == (2560, 1e-5, "areas")
     assert read(LFM2_VL | {"projector_use_layernorm": False}).tower.projector_eps == 0
     assert read(SMOLVLM, SMOLVLM_IMAGES | {"do_image_splitting": False}).size.most_tiles == 1
     assert read(LFM2_VL, {"do_image_splitting": False}).size.most_tiles == 0

@@ -41,6 +41,9 @@ PIXTRAL = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64,
     "patch_size": 4, "hidden_act": "silu", "model_type": "pixtral",
 }  # fmt: skip
+GLM = {
+    "depth": 3, "num_heads": 2, "patch_size": 4, "hidden_size": 32, "intermediate_size": 40, "rms_norm_eps": 1e-3,
+}  # fmt: skip
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2VL", {
         "text_config": TEXT | MROPE, "vision_config": QWEN | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2},
@@ -59,6 +62,19 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("Mistral3", {
         "text_config": TEXT | {"model_type": "mistral", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
     }),
+    "lighton_ocr": ("LightOnOcr", {
+        "text_config": TEXT | {"model_type": "qwen3", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
+    }),
+    "glm4v": ("Glm4v", {"text_config": TEXT | MROPE, "vision_config": GLM | {"out_hidden_size": 24, "image_size": 20}}),
+    "glm4v_moe": ("Glm4vMoe", {
+        "text_config": TEXT | MROPE | {"n_routed_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1},
+        "vision_config": GLM | {"out_hidden_size": 24, "image_size": 28},
+    }),
+    "glm_ocr": ("GlmOcr", {"text_config": TEXT | MROPE, "vision_config": GLM | {"out_hidden_size": 24}}),
+    "paddleocr": ("PaddleOCRVL", {
+        "text_config": TEXT | MROPE,
+        "vision_config": SIGLIP | {"model_type": "paddleocr_vl_vision", "num_hidden_layers": 3, "image_size": 20},
+    }),
     "smolvlm": ("SmolVLM", {
         "text_config": TEXT | {"model_type": "llama"}, "scale_factor": 2, "pad_token_id": 0,
         "vision_config": SIGLIP | {"model_type": "smolvlm_vision"},
@@ -76,7 +92,8 @@ IN_PIECES: dict[str, dict[str, Any]] = {
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"gemma3": [(48, 48)], "smolvlm": [(48, 48)],
-         "mistral3": FREE_SIZES[1:]}  # transformers fails with a Mistral 3's image of one token  # fmt: skip
+         "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
+         "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
 Rows = tuple[torch.Tensor, list[torch.Tensor]]
 
@@ -117,8 +134,10 @@ def make(name: str, folder: Path) -> Made:
         with torch.no_grad():
             if name == "gemma3":
                 return model.model.get_image_features(given["pixel_values"]).pooler_output[0], []
-            if name == "mistral3":
+            if name in ("mistral3", "lighton_ocr"):
                 return model.model.get_image_features(given["pixel_values"], given["image_sizes"]).pooler_output[0], []
+            if name == "paddleocr":
+                return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
             return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
 
@@ -131,7 +150,11 @@ def image_processor(name: str) -> Any:
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
         return Gemma3ImageProcessorPil(size={"height": 48, "width": 48})
-    if name == "mistral3":
+    if name == "paddleocr":
+        from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+
+        return PaddleOCRVLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
+    if name in ("mistral3", "lighton_ocr"):
         from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
         return PixtralImageProcessorPil(patch_size={"height": CELL, "width": CELL}, size={"longest_edge": 64})
@@ -235,6 +258,10 @@ PREFIXES = {
         ("vision_tower.", "model.vision_tower.vision_model."),
     ],
     "mistral3": [("vision_tower.", "model.vision_tower.")],
+    "glm4v": [("model.visual.", "visual.")],
+    "glm_ocr": [("model.visual.", "visual.")],
+    "paddleocr": [("visual.", "model.visual."), ("mlp_AR.", "model.projector.")],
+    "lighton_ocr": [("model.vision_encoder.", "vision_encoder."), ("model.vision_projection.", "vision_projection.")],
 }
 
 

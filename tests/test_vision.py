@@ -16,9 +16,14 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma4Config,
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    GlmOcrConfig,
     Lfm2VlConfig,
+    LightOnOcrConfig,
     LlamaConfig,
     Mistral3Config,
+    PaddleOCRVLConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -42,6 +47,14 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 GEMMA_4_TOWER = TOWER | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}
 GEMMA_4_IDS: dict[str, Any] = {"audio_config": None, "image_token_id": 512, "video_token_id": 511}
 QWEN_TOWER = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MROPE_WHOLE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}
+GLM_TEXT = QWEN_TEXT | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+}  # fmt: skip
+GLM_EXPERTS = {
+    "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 34, "n_group": 1, "topk_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+}  # fmt: skip
 MODELS: dict[str, Any] = {
     "qwen2-vl": Qwen2VLConfig(
         text_config=QWEN_TEXT, vision_config=QWEN_TOWER | {"embed_dim": 32, "hidden_size": 48}, **QWEN_IDS
@@ -75,6 +88,26 @@ MODELS: dict[str, Any] = {
     ),
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
+        vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 4, "image_size": 64},
+    ),
+    "glm4v": Glm4vConfig(
+        text_config=GLM_TEXT, image_token_id=512, tie_word_embeddings=False,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "image_size": 20},
+    ),
+    "glm4v, 2 of 5 experts": Glm4vMoeConfig(
+        text_config=QWEN_TEXT | GLM_EXPERTS, image_token_id=512, tie_word_embeddings=False,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "image_size": 16},
+    ),
+    "glm-ocr": GlmOcrConfig(
+        text_config=GLM_TEXT | {"head_dim": 24, "rope_parameters": MROPE_WHOLE}, image_token_id=512, tie_word_embeddings=False,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48},
+    ),
+    "paddleocr-vl": PaddleOCRVLConfig(
+        text_config=GLM_TEXT | {"head_dim": 24, "rope_parameters": MROPE_WHOLE}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 20, "patch_size": 4},
+    ),
+    "lighton-ocr": LightOnOcrConfig(
+        text_config=SMALL | {"model_type": "qwen3"}, image_token_id=512, spatial_merge_size=2, tie_word_embeddings=False,
         vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 4, "image_size": 64},
     ),
     "smolvlm": SmolVLMConfig(
@@ -121,7 +154,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
     is_image = (ids == token).int()
     if model.config.model_type == "gemma3":
         return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_image}
-    if model.config.model_type == "mistral3":
+    if model.config.model_type in ("mistral3", "lighton_ocr"):
         sizes = torch.tensor([[each.image.height, each.image.width] for each in prompt.images])
         whole = torch.zeros(len(values), 3, *sizes.max(0).values.tolist())
         for each, value in zip(whole, values, strict=True):
@@ -137,8 +170,11 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
     for value in values:
         lines, columns = (side // tower.cell for side in value.shape[1:])
         cells = value.view(3, lines, tower.merge, tower.patch_size, columns, tower.merge, tower.patch_size)
-        flat = cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # a row a patch, cell by cell
-        patches.append(flat[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1))
+        if model.config.model_type == "paddleocr_vl":
+            patches.append(cells.permute(1, 2, 4, 5, 0, 3, 6).flatten(0, 3))  # a row a patch, line by line
+        else:
+            flat = cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # cell by cell
+            patches.append(flat[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1))
         grids.append([1, lines * tower.merge, columns * tower.merge])
     grid = torch.tensor(grids)
     return {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}

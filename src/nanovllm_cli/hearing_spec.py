@@ -59,6 +59,10 @@ class EarSpec:
         return False
 
     @property
+    def qk_norm(self) -> bool:
+        return False
+
+    @property
     def normed(self) -> bool:
         return False
 

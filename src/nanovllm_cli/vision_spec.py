@@ -137,7 +137,8 @@ class SizeRule:
     """Which size an image is made, by kind; sides are multiples of `multiple`. Into which pieces it is cut, squares of `tile`
     pixels, if it is; what shows all of it then is behind them.
 
-    area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL)
+    area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL); where a side is shorter than
+             `multiple` and `small` says how the other is rounded, made that long first (GLM-4V, PaddleOCR-VL)
     longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
     square   longest_side on either side, whatever its shape (SigLIP)
     largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
@@ -157,6 +158,7 @@ class SizeRule:
     least_tiles: int = 0
     most_tiles: int = 0
     tolerance: float = 1.0
+    small: Literal["", "floor", "round"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,11 @@ class ImageTokens:
         return self.before + lines + self.whole + self.token + self.after
 
 
+Stretch = Literal["corners", "areas", "bilinear", "bicubic"]
+"""How a square table of positions becomes an image's: linearly, from corner to corner; as a picture is made smaller, by the areas
+of its pixels; linearly, or by cubic polynomials, between the middles of pixels."""
+
+
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
     """A vision transformer (Dosovitskiy et al. 2020), and what makes of its rows those that a decoder reads.
@@ -200,20 +207,21 @@ class TowerSpec:
     out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP,
     down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, and
     patch_bias of the patches'. positions: a learned table of so many rows, a square that is stretched to an image's grid;
-    0: none. smooth: stretched as a picture is, by the pixels' areas, and not from corner to corner. by_axis: two tables of
-    so many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in the first half
-    of a head's pairs, of columns in the second; None: none. dealt: a head's frequencies go to lines and columns in turn
-    (Pixtral), else both have the same ones. window: of attention in all layers but `full`, in cells on a side; 0: none.
-    pre_norm, post_norm: of the rows before the first layer and behind the last. normed: all that attention reads has a
-    norm, each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are norms behind
-    attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. projector:
-    "merger" (Qwen: norm, join a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix),
-    "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean,
-    times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix;
-    LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them); projector_eps: of its norm, 0
-    where "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers,
-    in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et
-    al. 2024).
+    0: none. stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
+    counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
+    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. window: of
+    attention in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without
+    their positions, and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all
+    that attention reads has a norm, each head's queries, keys and, without a gain, values, and its scores are not scaled;
+    and there are norms behind attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias,
+    reads and gives. projector: "merger" (Qwen: norm, join a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's
+    mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
+    "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined"
+    (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between
+    them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a
+    SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm,
+    a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows, merged by mergers of their own, are
+    added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -226,7 +234,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -234,7 +242,7 @@ class TowerSpec:
     bias: bool = True
     patch_bias: bool = False
     positions: int = 0
-    smooth: bool = False
+    stretch: Stretch = "corners"
     by_axis: bool = False
     theta: float | None = None
     dealt: bool = False
@@ -242,6 +250,7 @@ class TowerSpec:
     full: tuple[int, ...] = ()
     pre_norm: bool = False
     post_norm: bool = False
+    qk_norm: bool = False
     normed: bool = False
     clipped: bool = False
     standardized: bool = False

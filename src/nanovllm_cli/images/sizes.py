@@ -73,6 +73,9 @@ def most_rows_of_all(spec: VisionSpec) -> int:
 
 def _by_area(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     unit = rule.multiple
+    if rule.small and min(height, width) < unit:
+        grow, half = max(unit / height, unit / width), 0.5 if rule.small == "round" else 0.0
+        height, width = (max(unit, math.floor(side * grow + half)) for side in (height, width))
     rows, columns = round(height / unit), round(width / unit)
     pixels = rows * columns * unit**2
     if pixels > rule.max_pixels:

@@ -8,6 +8,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 
 
@@ -48,6 +49,12 @@ ERNIE4_5 = Family(
     defaults=_DEFAULTS | {"head_dim": 128, "num_key_value_heads": 2},
     hf=_from_hf,
 )
+PADDLEOCR = replace(
+    ERNIE4_5, name="paddleocr", interleaved=False, interleaved_gguf=False, gguf_keys=section_keys,
+    defaults={**ERNIE4_5.defaults, "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+              "num_attention_heads": 16},
+)  # fmt: skip
+"""That sees, whose pairs are halves."""
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     name="ernie4_5_moe",

@@ -53,16 +53,16 @@ QWEN3_MOE = replace(QWEN3, name="qwen3_moe", gguf_name="qwen3moe", experts=QWEN_
                     defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4})  # fmt: skip
 
 
-def _section_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+def section_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     rope = spec.attention.rope
     return {"rope.dimension_sections": [*rope.sections, 0]} if rope is not None and rope.sections else {}
 
 
 # Of models that see: their positions of a text are those of any other, an image's go by rows and columns, too.
-QWEN2_VL = replace(QWEN2, gguf_name="qwen2vl", gguf_keys=_section_keys,
+QWEN2_VL = replace(QWEN2, gguf_name="qwen2vl", gguf_keys=section_keys,
                    defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8})  # fmt: skip
 QWEN3_VL = replace(QWEN3, has_window=False, hf=lambda spec, read: woven(spec, (24, 20, 20)), gguf_name="qwen3vl",
-                   gguf_keys=_section_keys,
+                   gguf_keys=section_keys,
                    defaults={"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 32,
                              "max_position_embeddings": 128000})  # fmt: skip
 QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3vlmoe", hf_names=QWEN_NAMES,

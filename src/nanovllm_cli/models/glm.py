@@ -4,14 +4,15 @@ with experts in all layers, whose heads are rotated whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.families import section_keys
+from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.models.names import MTP_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
@@ -19,11 +20,14 @@ def _sandwich(spec: ModelSpec) -> ModelSpec:
     return spec.in_order("sandwich").with_attention(out_bias=False)
 
 
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    sections = read.values.get(key("rope.dimension_sections"))
-    if isinstance(sections, list | tuple) and any(sections[:2]):
-        raise UnsupportedError("the positions of a GLM that sees are not supported", ANOTHER)
-    return _sandwich(spec)
+def _that_sees(spec: ModelSpec) -> ModelSpec:
+    return spec.each_rope(lambda own: replace(own, sections=own.sections or (8, 12, 12)))
+
+
+def family_of_glm4(metadata: Mapping[str, Any]) -> Family:
+    """Of a GGUF file: one that sees has its rotary pairs as halves."""
+    sections = metadata.get("glm4.rope.dimension_sections")
+    return GLM4V if isinstance(sections, list | tuple) and any(sections[:2]) else GLM4
 
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -53,8 +57,27 @@ GLM4 = Family(
     },
     gguf_names=SANDWICH_GGUF_NAMES,
     hf=lambda spec, read: _sandwich(spec),
-    gguf=_from_gguf,
+    gguf=lambda spec, read, key: _sandwich(spec),
 )
+GLM4V = replace(
+    GLM4,
+    name="glm4v",
+    gguf_name="glm4",
+    interleaved_gguf=False,
+    qkv_bias=True,
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "vocab_size": 151552, "hidden_size": 4096,
+              "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32, "max_position_embeddings": 32768},
+    hf=lambda spec, read: _that_sees(_sandwich(spec)),
+    gguf_keys=section_keys,
+)  # fmt: skip
+"""Of GLM-4.1V and 4.6V-Flash."""
+GLM_OCR = replace(
+    GLM4V,
+    name="glm_ocr",
+    qkv_bias=False,
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096,
+              "num_hidden_layers": 16, "num_attention_heads": 16, "max_position_embeddings": 131072},
+)  # fmt: skip
 GLM4_MOE = Family(
     "glm4_moe",
     gguf_name="glm4moe",
@@ -67,6 +90,15 @@ GLM4_MOE = Family(
     gguf_keys=_keys,
     mtp_names=MTP_HF_NAMES,
 )  # fmt: skip
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    name="glm4v_moe",
+    hf=lambda spec, read: _that_sees(_with_experts_from_hf(spec, read)),
+    gguf_keys=lambda spec: {**_keys(spec), **section_keys(spec)},
+    defaults={**GLM4_MOE.defaults, "attention_bias": True, "max_position_embeddings": 65536},
+    mtp_names={},
+)
+"""Of GLM-4.5V and 4.6V."""
 SOLAR_OPEN = replace(
     GLM4_MOE,
     name="solar_open",

@@ -16,7 +16,7 @@ from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
-from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
+from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon_h1 import FALCON_H1
 from nanovllm_cli.models.families import (
@@ -40,7 +40,7 @@ from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from nanovllm_cli.models.glm import GLM4, GLM4_MOE, SOLAR_OPEN
+from nanovllm_cli.models.glm import GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
 from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
 from nanovllm_cli.models.gpt_oss import GPT_OSS
@@ -121,6 +121,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "Glm4vForConditionalGeneration": GLM4V,
+    "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
+    "Glm46VForConditionalGeneration": GLM4V,
+    "GlmOcrForConditionalGeneration": GLM_OCR,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT_BIGCODE,
     "GPTNeoXForCausalLM": GPT_NEOX,
@@ -138,6 +142,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Lfm2VlForConditionalGeneration": LFM2,
+    "LightOnOCRForConditionalGeneration": QWEN3,
+    "LightOnOcrForConditionalGeneration": QWEN3,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
@@ -149,6 +155,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Olmo3ForCausalLM": OLMO3,
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
+    "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
     "SarvamMoEForCausalLM": SARVAM_MOE,
@@ -267,6 +274,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": OLMO2,
     "olmoe": OLMOE,
+    "paddleocr": PADDLEOCR,
     "phi2": PHI,
     "phi3": PHI3,
     "seed_oss": SEED_OSS,
@@ -297,7 +305,8 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
-    return family_of_gguf(metadata) if name == "deepseek2" else _look_up(name, GGUF_ARCHITECTURES)
+    by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4}.get(name)
+    return _look_up(name, GGUF_ARCHITECTURES) if by_more is None else by_more(metadata)
 
 
 def _look_up(name: str, table: dict[str, Family]) -> Family:

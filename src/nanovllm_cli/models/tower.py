@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,17 @@ from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, next_stage
-from nanovllm_cli.vision_spec import Image, TowerSpec
+from nanovllm_cli.models.tower_products import activated
+from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
 """As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
+_STRETCHED: dict[Stretch, dict[str, Any]] = {
+    "corners": {"mode": "bilinear", "align_corners": True},
+    "areas": {"mode": "bilinear", "align_corners": False, "antialias": True},
+    "bilinear": {"mode": "bilinear", "align_corners": False},
+    "bicubic": {"mode": "bicubic", "align_corners": False},
+}
 
 
 class _Grid(NamedTuple):
@@ -64,8 +71,6 @@ class Tower(Layers):
         spec = self.spec
         grid = self._grid(image)
         x = self._patches(image, grid)
-        if spec.pre_norm:
-            x = self._norm("pre_norm", x)
         turns = self._turns(grid)
         everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x)
         if spec.window:
@@ -115,6 +120,8 @@ class Tower(Layers):
         values = _cell_by_cell(patches, merge, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
         values = ((values - self._mean) / self._std).flatten(1).to(self._dtype)
         x = self._linear("patch", values)
+        if spec.pre_norm:
+            x = self._norm("pre_norm", x)
         if not spec.positions:
             return x
         return x + _cell_by_cell(self._positions(lines, columns), merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
@@ -129,9 +136,7 @@ class Tower(Layers):
         table = table.to(torch.float32).view(rows, rows, -1)
         if (rows, rows) == (lines, columns):
             return table
-        planes, smooth = table.permute(2, 0, 1)[None], self.spec.smooth
-        sides = lines, columns
-        stretched = functional.interpolate(planes, sides, mode="bilinear", align_corners=not smooth, antialias=smooth)
+        stretched = functional.interpolate(table.permute(2, 0, 1)[None], (lines, columns), **_STRETCHED[self.spec.stretch])
         return stretched[0].permute(1, 2, 0)
 
     def _projected(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +156,10 @@ class Tower(Layers):
             if not self.spec.projector_size:
                 return self._linear("projector.out", x)
             return self._two_layers("projector", self._norm("projector.norm", x, eps) if eps else x)
+        if self.spec.projector == "gated":
+            x = self._linear("projector.first", self._linear("projector.join", self._joined(x)))
+            x = activated(self._norm("projector.norm", x, eps), "gelu", gated=False)
+            return self._two_layers("projector", x, "silu", gated=True)
         x = self._joined(self._norm("projector.norm", x, eps))
         if self.spec.projector == "patch_merger":
             x = self._linear("projector.join", x)
@@ -158,6 +167,7 @@ class Tower(Layers):
 
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, self.spec.merge**2 * x.shape[-1])
+
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
@@ -188,8 +198,9 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm(f"layers.{i}.mlp_norm")
         matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
         matrix(f"layers.{i}.down", hidden, inner)
-        if spec.normed:
+        if spec.qk_norm or spec.normed:
             shapes[f"layers.{i}.head_norm.weight"] = (2 * spec.head_dim,)
+        if spec.normed:
             norm(f"layers.{i}.after_attention_norm", kind="rms")
             norm(f"layers.{i}.after_mlp_norm", kind="rms")
         if spec.clipped:
@@ -218,6 +229,13 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
             norm("projector.norm", joined)
         matrix("projector.up", spec.projector_size, joined)
         matrix("projector.down", spec.out_size, spec.projector_size)
+        return shapes
+    if spec.projector == "gated":
+        matrix("projector.join", spec.out_size, joined, bias=True)
+        matrix("projector.first", spec.out_size, spec.out_size, bias=False)
+        norm("projector.norm", spec.out_size, kind="layer")
+        matrix("projector.up", 2 * spec.projector_size, spec.out_size, bias=False)
+        matrix("projector.down", spec.out_size, spec.projector_size, bias=False)
         return shapes
     norm("projector.norm")
     if spec.projector == "patch_merger":

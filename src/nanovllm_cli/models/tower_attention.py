@@ -16,15 +16,16 @@ from nanovllm_cli.kernels import cpu
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each head: of queries and keys with gains [2, dim] in float32, of values without."""
+    """RMS norms of each head: of queries and keys with gains [2, dim] in float32. of_all: of values, too, without; scores are not
+    scaled then."""
 
     gains: torch.Tensor
     eps: float
+    of_all: bool
 
 
 Attend = Callable[[torch.Tensor, HeadNorms | None], torch.Tensor]
-"""[n, 3 * heads * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]. Scores of those that
-are normed are not scaled."""
+"""[n, 3 * heads * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]."""
 
 
 class Windows(NamedTuple):
@@ -51,8 +52,10 @@ class TorchAttention:
         heads, dim = self._heads, self._dim
         parts = qkv.view(-1, 3, heads, dim)
         if norms is not None:
-            parts = functional.rms_norm(parts.to(torch.float32), (dim,), eps=norms.eps)
-            parts[:, :2] *= norms.gains[:, None]
+            parts = parts.to(torch.float32)
+            normed = functional.rms_norm(parts, (dim,), eps=norms.eps)
+            normed[:, :2] *= norms.gains[:, None]
+            parts = normed if norms.of_all else torch.cat([normed[:, :2], parts[:, 2:]], dim=1)
         turned = (parts[:, :2] if self._turns is None else _turned(parts[:, :2], *self._turns)).to(qkv.dtype)
         found, start = [], 0
         for count, length in self._sizes:
@@ -60,10 +63,14 @@ class TorchAttention:
                 each[start : start + count * length].view(count, length, heads, dim).transpose(1, 2)
                 for each in (turned[:, 0], turned[:, 1], parts[:, 2].to(qkv.dtype))
             )
-            seen = functional.scaled_dot_product_attention(q, k, v, scale=None if norms is None else 1.0)
+            seen = functional.scaled_dot_product_attention(q, k, v, scale=_scale(norms, dim))
             found.append(seen.transpose(1, 2).reshape(-1, heads * dim))
             start += count * length
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _scale(norms: HeadNorms | None, dim: int) -> float:
+    return 1.0 if norms is not None and norms.of_all else dim**-0.5
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -93,12 +100,11 @@ class PagedAttention:
 
     def __call__(self, qkv: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
         of_q, of_k = (None, None) if norms is None else norms.gains.to(qkv.dtype)
-        of_v, eps = (None, 0.0) if norms is None else (self._ones, norms.eps)
+        eps, of_v = (0.0, None) if norms is None else (norms.eps, self._ones if norms.of_all else None)
         q = cpu.rope_and_cache(
             qkv, self._heads, self._heads, self._dim, of_q, of_k, of_v, eps, 0.0, self._cos, self._sin, False, self._slots,
             self._run, self._keys, self._values,
         )  # fmt: skip
-        scale = self._dim**-0.5 if norms is None else 1.0
         return cpu.paged_attention(
-            q, self._keys, self._values, self._tiles, self._tables, scale, 0, 0.0, None, both_ways=True
+            q, self._keys, self._values, self._tiles, self._tables, _scale(norms, self._dim), 0, 0.0, None, both_ways=True
         )

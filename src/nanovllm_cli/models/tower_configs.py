@@ -15,7 +15,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS, text_config
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.vision_spec import TowerSpec
+from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
 
 MAX_SIDE = 1 << 14
 MAX_PIXELS = MAX_SIDE**2
@@ -31,6 +31,7 @@ RESAMPLES: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {1: "lanczos",
 
 Three = tuple[float, float, float]
 HALVES: tuple[Three, Three] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+CLIP: tuple[Three, Three] = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIGLIP_NAMES: dict[str, str | tuple[str, ...]] = {
     "patch": "vision_tower.embeddings.patch_embedding",
     "positions": "vision_tower.embeddings.position_embedding",
@@ -80,14 +81,24 @@ def activation_of(
     return ACTIVATIONS[said]
 
 
-def siglip_shape(config: ConfigReader, vision: ConfigReader, hidden: int = 768, heads: int = 12) -> dict[str, Any]:
-    """Fields of a TowerSpec, of all that SigLIP's towers have in common. hidden, heads: where a config does not say."""
+def siglip_shape(
+    config: ConfigReader,
+    vision: ConfigReader,
+    hidden: int = 768,
+    heads: int = 12,
+    *,
+    inner: int = 3072,
+    layers: int = 12,
+    parts: int = 2,
+) -> dict[str, Any]:
+    """Fields of a TowerSpec, of all that SigLIP's towers have in common. hidden, heads, inner, layers: where a config does not
+    say. parts: see `heads_of`."""
     hidden = vision.integer("hidden_size", hidden)
     return {
         "hidden_size": hidden,
-        "num_layers": depth_of(vision, "num_hidden_layers", 12),
-        "num_heads": heads_of(vision, "num_attention_heads", hidden, heads, parts=2),
-        "intermediate_size": vision.integer("intermediate_size", 3072),
+        "num_layers": depth_of(vision, "num_hidden_layers", layers),
+        "num_heads": heads_of(vision, "num_attention_heads", hidden, heads, parts=parts),
+        "intermediate_size": vision.integer("intermediate_size", inner),
         "out_size": text_width(config),
         "activation": activation_of(vision, "gelu_pytorch_tanh"),
         "norm": "layer",
@@ -131,6 +142,33 @@ def check_width(config: ConfigReader, tower: TowerSpec | EarSpec) -> None:
         raise CheckpointError(
             f"{config.where}: the tower makes rows of {tower.out_size} numbers for a decoder of {width}", BROKEN
         )
+
+
+def of_any_area(
+    config: ConfigReader,
+    images: ConfigReader,
+    tower: TowerSpec,
+    tokens: ImageTokens,
+    colours: tuple[Three, Three],
+    pixels: tuple[int, int],
+    small: Literal["", "floor", "round"] = "",
+    frames: int = 1,
+) -> VisionSpec:
+    """Of images whose pixels are counted, as Qwens have it. colours: mean and deviation; pixels: the fewest and the most, all of
+    settings that say nothing. small: see `SizeRule`. frames: in which an image's pixels are counted."""
+    check_width(config, tower)
+    size = images.section("size")
+    least, most = (
+        images.integer(f"{bound}_pixels", size.integer(edge, size.integer(f"{bound}_pixels", usual)))
+        for bound, edge, usual in (("min", "shortest_edge", pixels[0]), ("max", "longest_edge", pixels[1]))
+    )
+    if not least <= most <= MAX_PIXELS:
+        raise CheckpointError(
+            f"{images.where}: images of {least} to {most} pixels; the second must be the larger, and at most {MAX_PIXELS}", BROKEN
+        )
+    least, most = -(-least // frames), most // frames
+    rule = SizeRule("area", tower.cell, min_pixels=least, max_pixels=most, resample=resample_of(images, 3), small=small)
+    return VisionSpec(tower, rule, tokens, *colours_of(images, colours), has_grid=True)
 
 
 def resample_of(

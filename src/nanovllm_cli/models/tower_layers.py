@@ -49,6 +49,9 @@ class LayersSpec(Protocol):
     def gated(self) -> bool: ...
 
     @property
+    def qk_norm(self) -> bool: ...
+
+    @property
     def normed(self) -> bool: ...
 
     @property
@@ -76,18 +79,19 @@ class Layers:
         x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
 
     def _head_norms(self, layer: str) -> HeadNorms | None:
-        return HeadNorms(self._tensors[f"{layer}.head_norm.weight"].view(2, -1), self.spec.eps) if self.spec.normed else None
+        if not (self.spec.qk_norm or self.spec.normed):
+            return None
+        return HeadNorms(self._tensors[f"{layer}.head_norm.weight"].view(2, -1), self.spec.eps, of_all=self.spec.normed)
 
     def _mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
         made = []
         for first in range(0, len(x), ROWS_TOGETHER):
-            inner = self._linear(f"{name}.up", x[first : first + ROWS_TOGETHER])
-            inner = activated(inner, self.spec.activation, gated=self.spec.gated)
-            made.append(self._linear(f"{name}.down", inner))
+            rows = x[first : first + ROWS_TOGETHER]
+            made.append(self._two_layers(name, rows, self.spec.activation, gated=self.spec.gated))
         return made[0] if len(made) == 1 else torch.cat(made)
 
-    def _two_layers(self, name: str, x: torch.Tensor, activation: str = "gelu") -> torch.Tensor:
-        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), activation, gated=False))
+    def _two_layers(self, name: str, x: torch.Tensor, activation: str = "gelu", *, gated: bool = False) -> torch.Tensor:
+        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), activation, gated=gated))
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         products, bounds = self._products[name]

@@ -8,6 +8,7 @@ tools/mtmd of llama.cpp, which reads them. Files are untrusted, as everywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower import tower_shapes
-from nanovllm_cli.models.tower_configs import RESAMPLES
+from nanovllm_cli.models.tower_configs import RESAMPLES, square
 from nanovllm_cli.models.towers import TOWERS
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 
@@ -50,12 +51,14 @@ class Given(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Projector:
     """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
-    it belongs to. configs: config.json without these, and the image processor's settings without colours. fused:
-    llama.cpp wants queries, keys and values as one; what is read may be either. instead: see `ImageTokens`."""
+    it belongs to. configs: config.json, and the image processor's settings without colours. also: other "architectures" with the
+    same projector; which it is, configs says. fused: llama.cpp wants queries, keys and values as one; what is read may be either.
+    instead: see `ImageTokens`."""
 
     model: str
     texts: tuple[str, ...]
     configs: Callable[[Given], tuple[Config, Config]]
+    also: tuple[str, ...] = ()
     fused: bool = False
     instead: str = ""
 
@@ -85,9 +88,9 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
         "num_attention_heads": heads, "patch_size": given.integer("patch_size"), "hidden_act": _activation(read),
     })  # fmt: skip
     config, settings = projector.configs(given)
-    config["architectures"] = [projector.model]
+    model = config.setdefault("architectures", [projector.model])[0]
     settings |= {key: read.values.get(f"clip.vision.{key}") for key in ("image_mean", "image_std")}
-    spec = TOWERS[projector.model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
+    spec = TOWERS[model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
     tokens = replace(spec.tokens, instead=projector.instead)
     return replace(spec, tower=replace(spec.tower, intermediate_size=inner), tokens=tokens)
 
@@ -99,10 +102,12 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
     layer: dict[str, tuple[str, ...]] = {
         "attention_norm": ("ln1",), "out": ("attn_out",), "mlp_norm": ("ln2",), "down": (down,),
         "qkv": ("attn_qkv",) if "v.blk.0.attn_qkv.weight" in shapes else ("attn_q", "attn_k", "attn_v"),
-        "up": ("ffn_gate", up) if spec.gated else (up,),
+        "up": ("ffn_gate", up) if spec.gated else (up,), "head_norm": ("attn_q_norm", "attn_k_norm"),
     }  # fmt: skip
-    others = _NAMES | _PROJECTOR_NAMES[spec.projector]
+    others = _NAMES | _PROJECTOR_NAMES["patch_merger" if spec.projector == "merger" and spec.post_norm else spec.projector]
     modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in others.items()}
+    if spec.projector == "gated":
+        modules["projector.up"] = "mm.gate", "mm.up"
     for i in range(spec.num_layers):
         modules |= {f"layers.{i}.{ours}": tuple(f"v.blk.{i}.{each}" for each in theirs) for ours, theirs in layer.items()}
     for place, behind in enumerate(spec.deep):
@@ -140,8 +145,7 @@ def _qwen3(given: Given) -> tuple[Config, Config]:
 def _qwen(given: Given, own: Config) -> tuple[Config, Config]:
     out, _ = given.matrix("mm.2.weight")
     vision = {**given.vision, "out_hidden_size": out, "spatial_merge_size": given.integer("spatial_merge_size", 2), **own}
-    pixels = {f"{bound}_pixels": given.read.values.get(f"clip.vision.image_{bound}_pixels") for bound in ("min", "max")}
-    return {"vision_config": vision, "text_config": {"hidden_size": out}}, pixels
+    return {"vision_config": vision, "text_config": {"hidden_size": out}}, _pixels(given)
 
 
 def _gemma3(given: Given) -> tuple[Config, Config]:
@@ -163,6 +167,43 @@ def _pixtral(given: Given) -> tuple[Config, Config]:
     out, _ = given.matrix("mm.2.weight")
     text = {"hidden_size": out, "rms_norm_eps": _eps(given)}
     return {"vision_config": vision, "text_config": text, "spatial_merge_size": given.integer("spatial_merge_size")}, {}
+
+
+def _lighton(given: Given) -> tuple[Config, Config]:
+    """The projector's epsilon is the decoder's, which all of them have alike and no file says."""
+    config, settings = _pixtral(given)
+    config["text_config"]["rms_norm_eps"] = 1e-6
+    return config, settings
+
+
+def _glm(given: Given) -> tuple[Config, Config]:
+    out, _ = given.matrix("mm.model.fc.weight")
+    vision = {**given.vision, "out_hidden_size": out, "spatial_merge_size": given.integer("spatial_merge_size", 2),
+              "rms_norm_eps": _eps(given)}  # fmt: skip
+    model = "Glm4vForConditionalGeneration"
+    if "v.blk.0.attn_q_norm.weight" in given.shapes:
+        model, vision["attention_bias"] = "GlmOcrForConditionalGeneration", "v.blk.0.attn_qkv.bias" in given.shapes
+    else:
+        vision |= {"intermediate_size": given.matrix("mm.gate.weight")[0], "image_size": _side(given)}
+    counted = {key: 2 * most if type(most) is int else most for key, most in _pixels(given).items()}  # in two frames
+    return {"architectures": [model], "vision_config": vision, "text_config": {"hidden_size": out}}, counted
+
+
+def _paddleocr(given: Given) -> tuple[Config, Config]:
+    out, _ = given.matrix("mm.2.weight")
+    vision = {**given.vision, "image_size": _side(given), "layer_norm_eps": _eps(given),
+              "spatial_merge_size": given.integer("spatial_merge_size", 2)}  # fmt: skip
+    return {"vision_config": vision, "text_config": {"hidden_size": out}}, _pixels(given)
+
+
+def _side(given: Given) -> int:
+    """Of a square image with as many patches as the table of positions has rows; "image_size" is another."""
+    rows, _ = given.matrix("v.position_embd.weight")
+    return math.isqrt(square(given.read, rows, "v.position_embd.weight")) * given.integer("patch_size")
+
+
+def _pixels(given: Given) -> Config:
+    return {f"{bound}_pixels": given.read.values.get(f"clip.vision.image_{bound}_pixels") for bound in ("min", "max")}
 
 
 def _idefics3(given: Given) -> tuple[Config, Config]:
@@ -196,13 +237,22 @@ PROJECTORS = {
     "qwen2vl_merger": Projector("Qwen2VLForConditionalGeneration", ("qwen2vl",), _qwen2),
     "qwen2.5vl_merger": Projector("Qwen2_5_VLForConditionalGeneration", ("qwen2vl",), _qwen2_5),
     "qwen3vl_merger": Projector(
-        "Qwen3VLForConditionalGeneration", ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _qwen3, fused=True
+        "Qwen3VLForConditionalGeneration", ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _qwen3, fused=True,
+        also=("Qwen3_5ForConditionalGeneration",),
     ),
     "gemma3": Projector("Gemma3ForConditionalGeneration", ("gemma3",), _gemma3, instead="<pad>"),  # as transformers does
     "pixtral": Projector("Mistral3ForConditionalGeneration", ("mistral3", "llama"), _pixtral),
+    "lightonocr": Projector(
+        "LightOnOCRForConditionalGeneration", ("qwen3",), _lighton, also=("LightOnOcrForConditionalGeneration",)
+    ),
+    "glm4v": Projector(
+        "Glm4vForConditionalGeneration", ("glm4", "glm4moe"), _glm, fused=True,
+        also=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
+    ),
+    "paddleocr": Projector("PaddleOCRVLForConditionalGeneration", ("paddleocr",), _paddleocr),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
-}
+}  # fmt: skip
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
 _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
@@ -210,6 +260,10 @@ _PROJECTOR_NAMES = {
     "pooled": {"projector.norm": "mm.soft_emb_norm", "projector.out": "mm.input_projection"},
     "patch_merger": {
         "projector.norm": "mm.input_norm", "projector.join": "mm.patch_merger", "projector.up": "mm.1", "projector.down": "mm.2",
+    },
+    "gated": {
+        "pre_norm": "v.norm_embd", "projector.join": "mm.patch_merger", "projector.first": "mm.model.fc",
+        "projector.norm": "mm.post_norm", "projector.down": "mm.down",
     },
     "joined": {
         "projector.norm": "mm.input_norm", "projector.up": "mm.1", "projector.down": "mm.2", "projector.out": "mm.model.fc",

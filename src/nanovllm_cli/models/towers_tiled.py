@@ -80,7 +80,7 @@ def lfm2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         projector_eps=1e-5 if has_norm else 0.0,
         projector_size=config.integer("projector_hidden_size", 2560),
         positions=square(vision, vision.integer("num_patches", 256), "num_patches"),
-        smooth=True,
+        stretch="areas",
         **siglip_shape(config, vision),
     )
     for key, only in (("projector_hidden_act", "gelu"), ("projector_bias", True), ("vision_feature_layer", -1)):

@@ -120,7 +120,7 @@ class _TowerView(CheckpointView):
 def _projector(source: Checkpoint) -> tuple[str, Projector]:
     family = tower_family(source.config)
     for label, projector in PROJECTORS.items():
-        if family is not None and TOWERS[projector.model].names is family.names:
+        if family is not None and family.read in {TOWERS[model].read for model in (projector.model, *projector.also)}:
             return label, projector
     raise UnsupportedError(f"{source.path}: no file is written of what such a model sees by", f"known: {', '.join(PROJECTORS)}")
 
@@ -128,7 +128,9 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
 def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Header:
     tower, size = spec.tower, spec.size
     side = {"tiles": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
-    eps = tower.eps if tower.projector == "joined" else tower.projector_eps
+    if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
+        side = math.isqrt(size.max_pixels)
+    eps = tower.projector_eps if label == "pixtral" else tower.eps
     keys: dict[str, Any] = {
         "clip.has_vision_encoder": True, "clip.projector_type": label, "clip.vision.projection_dim": tower.out_size,
         "clip.vision.image_size": side or (math.isqrt(tower.positions) or 40) * tower.patch_size,

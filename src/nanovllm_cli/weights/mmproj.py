@@ -166,4 +166,4 @@ def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor
 
 def _convolved(spec: TowerSpec) -> TowerSpec:
     """The same, whose patches have a kernel of one frame: so have all of these files', whatever folders have."""
-    return replace(spec, frames=0, smooth=False)
+    return replace(spec, frames=0, stretch="corners")

@@ -26,10 +26,12 @@ from nanovllm_cli.weights.loader import MISSHAPEN, OTHER_MODEL
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"
-_ROOT = re.compile(rf"(?:model\.)?({'|'.join(_ROOTS)})\.(?:vision_model\.)?")
-_UNREAD = re.compile(r".*\.(?:inv_freq|position_ids)|vision_tower\.head\..*")
-"""Numbers that follow from the config, and SigLIP's head, which makes one vector of an image."""
+_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision"
+_ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
+"""LightOnOCR's and PaddleOCR-VL's names for what others have."""
+_ROOT = re.compile(rf"(?:model\.)?({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?")
+_UNREAD = re.compile(r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*")
+"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, and positions that nothing adds."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -90,9 +92,13 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
     """See `tower_parts`."""
     family = tower_family(checkpoint.config)
     assert family is not None
-    plain = {name: _ROOT.sub(r"\1.", name, count=1) for name in reader.names() if _ROOT.match(name)}
+    plain = {name: _ROOT.sub(_plain_root, name, count=1) for name in reader.names() if _ROOT.match(name)}
     plain = {name: own for name, own in plain.items() if not _UNREAD.fullmatch(own)}
     return compared(checkpoint.path, reader, plain, family.names, stored_shapes(spec))
+
+
+def _plain_root(found: re.Match[str]) -> str:
+    return _ALSO.get(found[1], found[1]) + "."
 
 
 def compared(
@@ -143,9 +149,11 @@ def match_tensors(
 def stored_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """Of what files have for each of ours, all that lies behind each other in it taken together."""
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
-    if spec.projector != "scaled" and not spec.smooth:  # which are matrices there, too
+    if spec.projector != "scaled" and spec.stretch != "areas":  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.projector == "gated":  # a kernel over a cell
+        shapes["projector.join.weight"] = (spec.out_size, spec.hidden_size, spec.merge, spec.merge)
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
     return shapes
@@ -163,7 +171,7 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     if spec.projector == "scaled" and ours.endswith(".qkv.weight"):
         q, k, v = stored.chunk(3)
         return torch.cat([_axes_joined(q, spec.num_heads), _axes_joined(k, spec.num_heads), v])
-    if ours.endswith(".head_norm.weight"):
+    if spec.projector == "scaled" and ours.endswith(".head_norm.weight"):
         return _axes_joined(stored, 2)
     if ours == "projector.out.weight" and spec.projector == "pooled":
         return stored.T
