@@ -13,11 +13,12 @@ from safetensors.numpy import load_file
 
 MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
-    "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2",
+    "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
+    "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
-SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector."
+SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "mlp_AR."
 Tensors = dict[str, np.ndarray]
 
 
@@ -98,7 +99,15 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
             keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": config["downsample_factor"],
                      "clip.vision.image_size": 256,
                      "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
-        case "Mistral3":
+        case "Glm4v" | "Glm4vMoe" | "GlmOcr":
+            keys |= {"clip.use_silu": True, "clip.vision.attention.layer_norm_epsilon": vision["rms_norm_eps"]}
+        case "PaddleOCRVL":
+            size = json.loads((folder / "preprocessor_config.json").read_text())["size"]
+            keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"],
+                     "clip.vision.image_min_pixels": size["shortest_edge"],
+                     "clip.vision.image_max_pixels": size["longest_edge"],
+                     "clip.vision.image_size": int(size["longest_edge"] ** 0.5)}  # fmt: skip
+        case "Mistral3" | "LightOnOcr":
             keys |= {f"clip.use_{vision['hidden_act']}": True, "clip.vision.spatial_merge_size": config["spatial_merge_size"],
                      "clip.vision.attention.layer_norm_epsilon": 1e-5}  # fmt: skip
     return keys
@@ -109,6 +118,7 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     for theirs, numbers in load_file(folder / "model.safetensors").items():
         key = theirs.removeprefix("model.")
+        key = key.replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
         if not key.startswith(SEEING) or ".head." in key:
             continue
         if name == "Gemma3":
@@ -116,6 +126,8 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
             numbers = numbers + 1 if "soft_emb_norm" in key else numbers
         if name == "SmolVLM":
             key = theirs
+        if name == "PaddleOCRVL":
+            key = key.replace("visual.", "model.")
         if name == "Lfm2Vl":
             key = key.replace("vision_tower.", "vision_tower.vision_model.")
             if "patch_embedding.weight" in key:
@@ -138,7 +150,7 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
             for part, rows in zip("qkv", np.split(numbers, 3), strict=True):
                 yield names.get_name(key.replace("qkv", part), (".weight", ".bias")), rows
         else:
-            if name == "Mistral3" and ("q_proj" in key or "k_proj" in key):
+            if name in ("Mistral3", "LightOnOcr") and ("q_proj" in key or "k_proj" in key):
                 heads = vision["num_attention_heads"]
                 numbers = numbers.reshape(heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
             yield names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(numbers)

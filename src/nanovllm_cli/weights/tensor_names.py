@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.names import HF_IGNORED, MTP_GGUF_NAMES
 from nanovllm_cli.models.registry import gguf_family, hf_family
@@ -21,7 +22,7 @@ _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.", "m
 _HEADS = "language_model.", "thinker."
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
-_LAYER, _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
+_LAYER, _BLOCK = re.compile(r"(?:model\.(?:language_model\.)?)?layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
@@ -78,8 +79,7 @@ def mtp_names(checkpoint: Checkpoint) -> dict[str, str]:
         arch = config["general.architecture"]
         count, further = (config.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
         return mtp_gguf_names(family, count - further) if type(count) is int and type(further) is int else {}
-    inner = config.get("text_config")
-    count = (inner if isinstance(inner, Mapping) else config).get("num_hidden_layers")
+    count = text_config(config).get("num_hidden_layers")
     own = "mtp.layers.0." if family.mtp_names["join.weight"].startswith("mtp.") else rf"\g<0>{count}."
     every = names_of(checkpoint) | dict(family.mtp_names)
     return {ours: _NUMBERED.sub(own, theirs).replace("{i}.", "") for ours, theirs in every.items()}
@@ -142,12 +142,14 @@ def _other_parts(checkpoint: Checkpoint, names: set[str]) -> set[str]:
         flat = checkpoint.format == "hf" and checkpoint.config.get("vision_config") is not None
         return {name for name in names if (flat and name.startswith(_SEES))} | _further(checkpoint, names)
     heads = {before + "lm_head.weight" for before in ("", *_HEADS)}
-    return {name for name in names if not name.startswith((prefix, "language_model.")) and name not in heads}
+    others = {name for name in names if not name.startswith((prefix, "language_model.")) and name not in heads}
+    return others | _further(checkpoint, names)
 
 
 def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Layers behind the model's own that are for speculation."""
     config, is_folder = checkpoint.config, checkpoint.format == "hf"
+    config = text_config(config) if is_folder else config
     pattern, prefix = (_LAYER, "") if is_folder else (_BLOCK, f"{config.get('general.architecture')}.")
     count = config.get("num_nextn_predict_layers" if is_folder else prefix + "nextn_predict_layers")
     end = config.get("num_hidden_layers" if is_folder else prefix + "block_count")
@@ -163,8 +165,7 @@ def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
 def _unread(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Keys and values of layers that read those of others, which published Gemmas have all the same."""
     config, is_folder = checkpoint.config, checkpoint.format == "hf"
-    inner = config.get("text_config") if is_folder else None
-    config = inner if isinstance(inner, Mapping) else config
+    config = text_config(config) if is_folder else config
     arch = "" if is_folder else f"{config.get('general.architecture')}."
     count = config.get("num_kv_shared_layers" if is_folder else arch + "attention.shared_kv_layers")
     layers = config.get("num_hidden_layers" if is_folder else arch + "block_count")
