@@ -34,7 +34,9 @@ SHORT = {
     "PREDICT": "8", "NUM_SAMPLES": "1", "VERIFY_TOKENS": "32", "REPETITIONS": "1", "NO_WARMUP": "1", "ROOFLINE": "off",
     "WARMUP": "0", "CTX_SIZE": "1024", "NUM_PROMPTS": "2", "INPUT_LEN": "16", "OUTPUT_LEN": "8",
 }  # fmt: skip
-MODELS = dict.fromkeys(("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m"), "seeing") | {
+MODELS = dict.fromkeys(
+    ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m", "lightonocr:1b", "paddleocr-vl", "glm-ocr"), "seeing"
+) | {
     "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing",
 }  # fmt: skip
 GPU, INSTALL = "needs a GPU", "installs something"
@@ -125,7 +127,7 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     for name in ("adapter", "other"):
         write_adapter(folder / name)
     seeing_model(folder / "seeing")
-    for name in ("photo.jpg", "page.png", "a.png", "b.png"):
+    for name in ("photo.jpg", "page.png", "table.png", "a.png", "b.png"):
         (folder / name).write_bytes(png())
     hearing_model(folder / "hearing")
     for name in ("talk.wav", "bell.mp3"):  # a name says nothing

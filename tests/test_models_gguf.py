@@ -592,7 +592,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts where there are none": ("gemma3", EXPERTS, "gemma3 with experts"),
     "weights of experts": ("llama", {**EXPERTS, "expert_weights_scale": 2.5}, "experts times 2.5"),
     "a sigmoid": ("llama", {**EXPERTS, "expert_gating_func": 2}, "not weighed by a softmax"),
-    "positions in an image": ("glm4", {"rope.dimension_sections": [8, 12, 12, 0]}, "positions of a GLM that sees"),
     "layers that see": ("granite", {"deepstack_mapping": [-1, 0, 1]}, "layers of a Granite that see"),
     "groups of experts": ("llama", {**EXPERTS, "expert_group_count": 2}, "chosen by groups"),
 }

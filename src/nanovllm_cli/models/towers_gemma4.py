@@ -92,7 +92,7 @@ _MATRICES = {
     "up": (f"{_LAYER}.mlp.gate_proj", f"{_LAYER}.mlp.up_proj"),
     "down": (f"{_LAYER}.mlp.down_proj",),
 }
-_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 GEMMA4_NAMES: dict[str, tuple[str, ...]] = {
     "patch.weight": ("vision_tower.patch_embedder.input_proj.weight",),
     "positions.weight": ("vision_tower.patch_embedder.position_embedding_table",),
@@ -102,7 +102,7 @@ GEMMA4_NAMES: dict[str, tuple[str, ...]] = {
     "layers.{i}.mlp_norm.weight": (f"{_LAYER}.pre_feedforward_layernorm.weight",),
     "layers.{i}.after_mlp_norm.weight": (f"{_LAYER}.post_feedforward_layernorm.weight",),
     **{f"layers.{{i}}.{ours}.weight": tuple(f"{each}.linear.weight" for each in theirs) for ours, theirs in _MATRICES.items()},
-    **{f"layers.{{i}}.{ours}.bounds": tuple(f"{each}.{bound}" for each in theirs for bound in _BOUNDS)
+    **{f"layers.{{i}}.{ours}.bounds": tuple(f"{each}.{bound}" for each in theirs for bound in BOUNDS)
        for ours, theirs in _MATRICES.items()},
     "projector.standard_norm.shift": ("vision_tower.std_bias",),
     "projector.standard_norm.scale": ("vision_tower.std_scale",),

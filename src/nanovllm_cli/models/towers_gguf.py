@@ -20,6 +20,7 @@ from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower import tower_shapes
 from nanovllm_cli.models.tower_configs import RESAMPLES, square
 from nanovllm_cli.models.towers import TOWERS
+from nanovllm_cli.models.towers_gemma4 import BOUNDS
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 
 _WINDOW = 112  # of Qwen2.5-VL, in pixels: no file says it
@@ -103,6 +104,7 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
         "attention_norm": ("ln1",), "out": ("attn_out",), "mlp_norm": ("ln2",), "down": (down,),
         "qkv": ("attn_qkv",) if "v.blk.0.attn_qkv.weight" in shapes else ("attn_q", "attn_k", "attn_v"),
         "up": ("ffn_gate", up) if spec.gated else (up,), "head_norm": ("attn_q_norm", "attn_k_norm"),
+        "after_attention_norm": ("attn_post_norm",), "after_mlp_norm": ("ffn_post_norm",),
     }  # fmt: skip
     others = _NAMES | _PROJECTOR_NAMES["patch_merger" if spec.projector == "merger" and spec.post_norm else spec.projector]
     modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in others.items()}
@@ -115,7 +117,8 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
     names = {}
     for ours in tower_shapes(spec):
         module, _, kind = ours.rpartition(".")
-        names[ours] = tuple(f"{theirs}.{kind}" for theirs in modules[module])
+        kinds = BOUNDS if kind == "bounds" else (kind,)
+        names[ours] = _STANDARD.get(ours) or tuple(f"{theirs}.{each}" for theirs in modules[module] for each in kinds)
     if spec.frames:
         names["patch.weight"] += tuple(f"v.patch_embd.weight.{frame}" for frame in range(1, spec.frames))
     return names
@@ -156,6 +159,24 @@ def _gemma3(given: Given) -> tuple[Config, Config]:
     _, out = given.matrix("mm.input_projection.weight")
     vision = {**given.vision, "image_size": side, "layer_norm_eps": _eps(given), "model_type": "siglip_vision_model"}
     return {"vision_config": vision, "text_config": {"hidden_size": out}, "mm_tokens_per_image": (side // cell) ** 2}, {}
+
+
+def _gemma4(given: Given) -> tuple[Config, Config]:
+    """Its activation is a GELU, of which files say nothing, or that it is one. Nor does one say that tokens of an image see all
+    of it: so they do in the larger models, whose rows are standardized."""
+    out, _ = given.matrix("mm.input_projection.weight")
+    shape = given.shapes.get("v.position_embd.weight", ())
+    if len(shape) != 3:
+        raise CheckpointError(f"{given.read.where}: tensor 'v.position_embd.weight' is no two tables: {list(shape)}", BROKEN)
+    hidden, heads, is_large = given.vision["hidden_size"], given.vision["num_heads"], "v.std_bias" in given.shapes
+    vision = {
+        **given.vision, "model_type": "gemma4_vision", "num_key_value_heads": heads, "head_dim": hidden // heads,
+        "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": _eps(given), "position_embedding_size": shape[1],
+        "pooling_kernel_size": given.integer("projector.scale_factor", 3), "standardize": is_large,
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in given.shapes,
+    }  # fmt: skip
+    text = {"hidden_size": out, "use_bidirectional_attention": "vision" if is_large else None}
+    return {"vision_config": vision, "text_config": text}, {}
 
 
 def _pixtral(given: Given) -> tuple[Config, Config]:
@@ -241,6 +262,7 @@ PROJECTORS = {
         also=("Qwen3_5ForConditionalGeneration",),
     ),
     "gemma3": Projector("Gemma3ForConditionalGeneration", ("gemma3",), _gemma3, instead="<pad>"),  # as transformers does
+    "gemma4v": Projector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4),
     "pixtral": Projector("Mistral3ForConditionalGeneration", ("mistral3", "llama"), _pixtral),
     "lightonocr": Projector(
         "LightOnOCRForConditionalGeneration", ("qwen3",), _lighton, also=("LightOnOcrForConditionalGeneration",)
@@ -254,9 +276,11 @@ PROJECTORS = {
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
 }  # fmt: skip
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
+_STANDARD = {"projector.standard_norm.shift": ("v.std_bias",), "projector.standard_norm.scale": ("v.std_scale",)}
 _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
     "merger": {"projector.norm": "v.post_ln", "projector.up": "mm.0", "projector.down": "mm.2"},
+    "scaled": {"projector.out": "mm.input_projection"},
     "pooled": {"projector.norm": "mm.soft_emb_norm", "projector.out": "mm.input_projection"},
     "patch_merger": {
         "projector.norm": "mm.input_norm", "projector.join": "mm.patch_merger", "projector.up": "mm.1", "projector.down": "mm.2",

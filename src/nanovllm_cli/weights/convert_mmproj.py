@@ -27,7 +27,7 @@ from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, g
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
 from nanovllm_cli.weights.gguf_writer import Header
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.vision import arranged, read_vision, read_whole, tower_parts
+from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_whole, tower_parts
 
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
@@ -88,6 +88,8 @@ class _TowerView(CheckpointView):
 
     def info(self, name: str) -> TensorInfo:
         ours, _, count = self._own[name]
+        if ours.endswith(".bounds"):
+            return TensorInfo(name, (1,), "F32", 4)
         infos = [self._inner.info(each) for each in self._parts[ours]]
         rows, *others = infos[0].shape
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
@@ -103,6 +105,8 @@ class _TowerView(CheckpointView):
         """Reading lets pages go."""
 
     def _arranged(self, ours: str, place: int, count: int) -> torch.Tensor:
+        if ours.endswith(".bounds"):
+            return bounds_of(self._inner, [self._parts[ours][place]])
         whole = torch.cat([read_whole(self._reader, each) for each in self._parts[ours]])
         if ours == "patch.weight":
             kernel = whole[:, :, place] if self._spec.frames else arranged(ours, whole, self._spec)
@@ -131,17 +135,21 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
     eps = tower.projector_eps if label == "pixtral" else tower.eps
+    mean, std, where = list(spec.mean), list(spec.std), "clip.projector_type"
+    if tower.projector == "scaled":  # which takes off a half and divides by one itself
+        mean, std = [one - other for one, other in zip(mean, std, strict=True)], [2 * each for each in std]
+        where = "clip.vision.projector_type"
     keys: dict[str, Any] = {
-        "clip.has_vision_encoder": True, "clip.projector_type": label, "clip.vision.projection_dim": tower.out_size,
+        "clip.has_vision_encoder": True, where: label, "clip.vision.projection_dim": tower.out_size,
         "clip.vision.image_size": side or (math.isqrt(tower.positions) or 40) * tower.patch_size,
         "clip.vision.patch_size": tower.patch_size, "clip.vision.embedding_length": tower.hidden_size,
         "clip.vision.feed_forward_length": tower.intermediate_size, "clip.vision.block_count": tower.num_layers,
-        "clip.vision.attention.head_count": tower.num_heads, "clip.vision.image_mean": list(spec.mean),
-        "clip.vision.image_std": list(spec.std), "clip.vision.attention.layer_norm_epsilon": eps,
+        "clip.vision.attention.head_count": tower.num_heads, "clip.vision.image_mean": mean,
+        "clip.vision.image_std": std, "clip.vision.attention.layer_norm_epsilon": eps,
     }  # fmt: skip
     if tower.activation != "quick_gelu":
         keys["clip.use_silu" if tower.activation == "silu" else "clip.use_gelu"] = True
-    is_scale = tower.projector in ("pooled", "joined")
+    is_scale = tower.projector in ("pooled", "joined", "scaled")
     keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
     if size.kind == "area":
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}

@@ -28,7 +28,7 @@ from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_names import pairs_to_halves
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.hearing_gguf import compared_ear, read_ear
-from nanovllm_cli.weights.vision import arranged, match_tensors, read_whole, stored_shapes
+from nanovllm_cli.weights.vision import arranged, bounds_of, match_tensors, read_whole, stored_shapes
 from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
@@ -64,7 +64,8 @@ def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: 
     """As `vision.load_tower`."""
     reader, tensors = GGUFReader(file), {}
     for ours, theirs in _compared(file, spec.tower).items():
-        parts = [read_whole(reader, name) for name in theirs]
+        is_bound = ours.endswith(".bounds")
+        parts = [bounds_of(file, theirs)] if is_bound else [read_whole(reader, name) for name in theirs]
         tensors[ours] = _ours(ours, parts, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
@@ -146,7 +147,7 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     shapes = _shapes(file)
     names = names_in_gguf(spec, shapes)
     wanted: dict[str, tuple[int, ...]] = {}
-    for ours, (rows, *others) in stored_shapes(_convolved(spec)).items():
+    for ours, (rows, *others) in stored_shapes(_of_one_frame(spec), of_file=True).items():
         count = 1 if ours == "patch.weight" else len(names[ours])
         wanted |= dict.fromkeys(names[ours], (rows // count, *others))
     match_tensors(file.path, wanted, {name: (name, shape) for name, shape in shapes.items() if not _UNREAD.fullmatch(name)})
@@ -156,7 +157,7 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
 def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if ours == "patch.weight":  # all frames show the same
-        return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _convolved(spec))
+        return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _of_one_frame(spec))
     whole = torch.cat(parts)
     if ours.endswith(".qkv.weight") and spec.dealt:
         both = 2 * spec.hidden_size
@@ -164,6 +165,6 @@ def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor
     return whole if ours == "projector.norm.weight" else arranged(ours, whole, spec)
 
 
-def _convolved(spec: TowerSpec) -> TowerSpec:
+def _of_one_frame(spec: TowerSpec) -> TowerSpec:
     """The same, whose patches have a kernel of one frame: so have all of these files', whatever folders have."""
-    return replace(spec, frames=0, stretch="corners")
+    return replace(spec, frames=0)

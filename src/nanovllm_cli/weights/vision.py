@@ -73,7 +73,7 @@ def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, dev
     tensors = {}
     for ours, theirs in parts.items():
         is_bound = ours.endswith(".bounds")
-        whole = _bounds(checkpoint, theirs) if is_bound else torch.cat([read_whole(reader, name) for name in theirs])
+        whole = bounds_of(checkpoint, theirs) if is_bound else torch.cat([read_whole(reader, name) for name in theirs])
         tensors[ours] = arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
@@ -146,10 +146,11 @@ def match_tensors(
         raise CheckpointError(f"{path}: tensors don't match the tower: {'; '.join(lines)}", OTHER_MODEL)
 
 
-def stored_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
-    """Of what files have for each of ours, all that lies behind each other in it taken together."""
+def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[int, ...]]:
+    """Of what folders have for each of ours, or GGUF files, whose patches all have kernels: all that lies behind each other in it
+    taken together."""
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
-    if spec.projector != "scaled" and spec.stretch != "areas":  # which are matrices there, too
+    if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
     if spec.projector == "gated":  # a kernel over a cell
@@ -187,7 +188,7 @@ def _axes_joined(stored: torch.Tensor, heads: int) -> torch.Tensor:
     return stored.view(heads, 4, len(stored) // (4 * heads), *stored.shape[1:])[:, [2, 0, 3, 1]].flatten(0, 2)
 
 
-def _bounds(checkpoint: Checkpoint, names: Iterable[str]) -> torch.Tensor:
+def bounds_of(checkpoint: Checkpoint, names: Iterable[str]) -> torch.Tensor:
     """Numbers that stand alone; where nothing is cut off, they are infinite."""
     bounds = torch.stack([checkpoint.tensor(name).to(torch.float32).reshape(()) for name in names])
     if bounds.isnan().any():
