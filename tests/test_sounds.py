@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import struct
 import subprocess
 import sys
 import wave as python_wave
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 from nanovllm_cli import sent as sent_
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import RATE, EarSpec, HearingSpec, Transcript
-from nanovllm_cli.sounds import reading, wav
+from nanovllm_cli.sounds import decoder, reading, wav
 from nanovllm_cli.sounds.reading import read_sent, read_sound, samples_of
 from nanovllm_cli.sounds.resampling import resampled
 from nanovllm_cli.sounds.source import SOUND
@@ -198,6 +200,71 @@ def test_compressed_kinds_are_heard(kind: str, subtype: str | None) -> None:
             samples_of(file.getvalue()[:cut], "it")
 
 
+@pytest.mark.parametrize("kind", ["FLAC", "OGG", "MP3"])
+def test_damaged_sounds_write_nothing_and_leave_no_process(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """libmpg123 tells standard error of each frame that it can't decode."""
+    soundfile = pytest.importorskip("soundfile")
+    file = io.BytesIO()
+    soundfile.write(file, tone(440, 48000, 2), 48000, format=kind)
+    data = np.frombuffer(file.getvalue(), np.uint8).copy()
+    data[len(data) // 3 :] = np.random.default_rng(0).integers(0, 256, len(data) - len(data) // 3, np.uint8)
+    with contextlib.suppress(UsageError):
+        samples_of(data.tobytes(), "it")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_decoder_that_dies_is_a_damaged_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for code, told in (
+        ("import sys; sys.stdin.buffer.read(); sys.exit(1)", "damaged"), ("import os; os.abort()", "damaged"),
+        ("print('[\"FLAC\", 16000, 1]', flush=True); import os; os.abort()", "damaged"),
+        ("print('[\"AIFF\", 16000, 1]')", "damaged"), ("print('[\"FLAC\", 16000, 99]')", "damaged"),
+    ):  # fmt: skip
+        (tmp_path / "decoder.py").write_text(code)
+        monkeypatch.setattr(decoder, "__file__", str(tmp_path / "decoder.py"))
+        assert told in refused(b"fLaC" + b"\0" * (1 << 20))
+    (tmp_path / "decoder.py").write_text(f"import sys; sys.exit({decoder.NO_LIBRARY})")
+    assert "soundfile is not installed" in refused(b"fLaC" + b"\0" * 100, UnsupportedError)
+
+
+def test_few_bytes_that_stand_for_very_many_samples() -> None:
+    """Silence of 32 channels: what takes long to decode is ended while it is decoded."""
+    soundfile = pytest.importorskip("soundfile")
+    file = io.BytesIO()
+    with soundfile.SoundFile(file, "w", 192_000, 8, format="FLAC") as out:
+        for _ in range(200):
+            out.write(np.zeros((192_000, 8), np.int16))
+    assert len(file.getvalue()) < 1 << 20
+    assert "million samples, in 8 channels" in refused(file.getvalue())
+    with pytest.raises(UsageError, match="longer than the 30 seconds that the model hears"):
+        read_sound(file.getvalue(), QWEN2, "it")
+
+
+def test_a_flac_behind_a_tag() -> None:
+    soundfile = pytest.importorskip("soundfile")
+    file = io.BytesIO()
+    soundfile.write(file, noise(4000), RATE, format="FLAC")
+    tag = b"ID3\4\0\0" + bytes([0, 0, 1, 0]) + b"\0" * 128
+    np.testing.assert_array_equal(samples_of(tag + file.getvalue(), "it"), samples_of(file.getvalue(), "it"))
+
+
+def test_what_stands_behind_an_rf64s_samples_is_not_heard() -> None:
+    """Its length is in a chunk of its own."""
+    samples, form = b"\1\0" * 4000, struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16)
+    for size, heard in ((8000, 4000), (0, 4500), (1 << 60, 4500)):
+        sizes = chunk(b"ds64", struct.pack("<QQQI", 0, size, 0, 0))
+        data = b"RF64\xff\xff\xff\xffWAVE" + sizes + chunk(b"fmt ", form) + b"data\xff\xff\xff\xff" + samples + b"axml" * 250
+        assert len(samples_of(data, "it")) == heard
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_too_large_for_any_sound_are_told_of_once() -> None:
+    assert "no numbers" in refused(saved(np.full(4000, 1e300), bits=64, kind=3))
+    data = saved(np.full((4000, 2), 3e38), bits=32, kind=3)
+    assert "no numbers" in refused(data)
+
+
 def test_a_wav_needs_no_soundfile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
     assert len(samples_of(saved(noise(4000)), "it")) == 4000
@@ -259,7 +326,7 @@ def test_a_sound_may_be_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_sound(saved(noise(2 * RATE)), QWEN3, "it").seconds == 2
     assert "longer than" in refused(saved(noise(2 * RATE + 1)))
     monkeypatch.setattr(reading, "MAX_SECONDS", 60)
-    with pytest.raises(UsageError, match=r"30\.0 seconds long, and the model hears 30"):
+    with pytest.raises(UsageError, match="longer than the 30 seconds that the model hears"):
         read_sound(saved(noise(30 * RATE + 1)), QWEN2, "it")
     assert wav.MAX_CHANNELS == 32
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +24,18 @@ from nanovllm_cli.cli.model import Prompting
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec, Transcript
 from nanovllm_cli.models import ears
+from nanovllm_cli.server import routes_audio, routes_chat
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.engine_stream import EngineStream
+from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.forms import MAX_PARTS, parse_form
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.server.schemas_audio import TranscriptionRequest
+from nanovllm_cli.server.schemas_openai import ChatRequest
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.sounds.source import SOUND as MEDIUM
 from nanovllm_cli.text.answer_format import answer_format, model_format
@@ -190,6 +198,9 @@ def test_a_form_is_its_parts() -> None:
         (form(("a", b"1")).replace(b'; name="a"', b""), "parts are not as"),
         (form(("a", b"1")).replace(b"form-data", b"f\r\n" * 9), "parts are not as"),
         (form(("a", b"1"), ("a", b"2")), "'a' twice"),
+        (form(("a", b"1"), ("a[]", b"2")), "'a' twice"),
+        (form(("a", b"1", "a.wav"), ("a[]", b"2")), "'a' twice"),
+        (form(("a[]", b"1"), ("a", b"2")), "'a' twice"),
         (form(("a", b"\xff")), "'a' is not UTF-8"),
         (form(*[("a[]", b"1")] * (MAX_PARTS + 1)), f"more than {MAX_PARTS} parts"),
         (b"--xx\r\n" + b"a: b\r\n" * 100 + b"\r\n1\r\n--xx--\r\n", "parts are not as"),
@@ -200,6 +211,24 @@ def test_what_is_no_form_is_refused(body: bytes, told: str) -> None:
     with pytest.raises(ApiError, match=told) as caught:
         parse_form(body, b"xx")
     assert (caught.value.status, caught.value.code) == (400, "invalid_form")
+
+
+def test_a_form_leaves_nothing_behind() -> None:
+    """Collections come seldom in a server, so that no circle may hold a file."""
+    data = bytes(1 << 20)
+    bodies = [form(("file", data, "a.wav")), form(("file", data, "a.wav"))[:-8], form(("a", b"1"), ("a", data))]
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            for body in bodies:
+                with contextlib.suppress(ApiError):
+                    parse_form(body, b"xx")
+        assert tracemalloc.get_traced_memory()[0] < len(data)
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 # ---- the route ----
@@ -231,8 +260,8 @@ class Server:
         facts = msgspec.structs.replace(model.facts, hearing=hearing)
         self.engine = Engine(facts)
         self.models.served["fake"] = replace(model, facts=facts, engine=self.engine)
-        context = ServerContext(settings or ServeSettings(), self.models, Generator(self.models, FakePool()), FakePool())
-        self.http = TestClient(create_app(context), base_url="http://127.0.0.1:8080", raise_server_exceptions=False)
+        self.context = ServerContext(settings or ServeSettings(), self.models, Generator(self.models, FakePool()), FakePool())
+        self.http = TestClient(create_app(self.context), base_url="http://127.0.0.1:8080", raise_server_exceptions=False)
 
     def post(self, *parts: Any, headers: dict[str, str] | None = None, path: str = PATH) -> Any:
         return self.http.post(path, content=form(*parts), headers={"content-type": FORM} | (headers or {}))
@@ -280,6 +309,23 @@ def test_a_sound_becomes_its_words(server: Server) -> None:
     assert shown(server).endswith("<|im_start|>assistant\nlanguage English<asr_text>")
     params = server.engine.prompts[-1][1]
     assert (params.temperature, params.max_tokens) == (0.5, 9)
+
+
+def test_neither_a_file_nor_messages_wait_for_the_end_of_an_answer(server: Server) -> None:
+    url = MEDIUM.data_url(SOUND, "it")
+    content = [{"type": "audio_url", "audio_url": {"url": url}}]
+
+    async def run() -> None:
+        form_ = TranscriptionRequest.model_validate({"file": SOUND, "model": "fake"})
+        async with routes_audio._generation(server.context, form_, Exchange("1", "POST", "/")) as generation:
+            assert form_.file == b""
+            assert [event async for event in generation]
+        chat = ChatRequest.model_validate({"model": "fake", "messages": [{"role": "user", "content": content}]})
+        async with routes_chat._generation(server.context, chat, Exchange("2", "POST", "/")) as (generation, _):
+            assert chat.messages == []
+            assert [event async for event in generation]
+
+    asyncio.run(run())
 
 
 def test_a_transcript_streams(server: Server) -> None:

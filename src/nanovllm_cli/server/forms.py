@@ -65,6 +65,7 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
             parts.append((part.field_name or b"", part.value or b"", False))
 
     size = len(body) + 1  # nothing is written to files
+    parser = None
     try:
         parser = FormParser(
             _FORM, add, add, lambda: ended.append(True), boundary=boundary, config={"MAX_MEMORY_FILE_SIZE": size}
@@ -73,6 +74,9 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
         parser.finalize()
     except FormParserError:
         raise _broken("its parts are not as its Content-Type says") from None
+    finally:
+        if parser is not None and parser.parser is not None:  # a circle, which would keep the file until a collection
+            parser.parser.callbacks = {}
     if not ended:
         raise _broken("it ends in the middle")
     form: dict[str, Any] = {}
@@ -82,7 +86,10 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
         except UnicodeDecodeError:
             raise _broken(f"{name.decode('utf-8', 'replace')[:40]!r} is not UTF-8") from None
         if key.endswith("[]"):
-            form.setdefault(key[:-2], []).append(value)
+            listed = form.setdefault(key[:-2], [])
+            if not isinstance(listed, list):
+                raise _broken(f"it has {key[:-2][:40]!r} twice")
+            listed.append(value)
         elif key in form:
             raise _broken(f"it has {key[:40]!r} twice")
         else:

@@ -68,6 +68,8 @@ async def _generation(context: ServerContext, body: TranscriptionRequest, exchan
     async with context.models.use(body.model) as model:
         asked = await asyncio.to_thread(_asked, body, model)  # a file may have 64 MiB
         generation = await context.generates.chat(body.model, asked, exchange.caller)
+        body.file = b""  # neither it nor its base64 is to wait for the end of the answer
+        del asked
         async with contextlib.aclosing(generation):
             exchange.follow(generation)
             yield generation

@@ -74,9 +74,12 @@ async def _generation(
     async with context.models.use(body.model) as model:
         asked = await asked_of(body, model, context)
         generation = await context.generates.chat(body.model, asked, exchange.caller)
+        params = asked.params
+        body.messages = []  # its images and sounds are not to wait for the end of the answer
+        del asked
         async with contextlib.aclosing(generation):
             exchange.follow(generation)
-            yield generation, ChatStyle(params=asked.params, reasoning=body.include_reasoning is not False, **shown_by(body))
+            yield generation, ChatStyle(params=params, reasoning=body.include_reasoning is not False, **shown_by(body))
 
 
 async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext) -> ChatAsked:

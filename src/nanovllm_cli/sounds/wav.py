@@ -1,5 +1,6 @@
 """WAV files: whole numbers of 8, 16, 24 and 32 bits, floats of 32 and 64, of any number of channels up to a bound ("Multimedia
-Programming Interface and Data Specifications 1.0", and WAVE_FORMAT_EXTENSIBLE). Their mean over the channels is what is heard.
+Programming Interface and Data Specifications 1.0", WAVE_FORMAT_EXTENSIBLE, and RF64, EBU Tech 3306). Their mean over the channels
+is what is heard.
 
 Anybody may have sent them. A data chunk that is cut off, or whose length was never written, as streams have it, is read as far as
 it goes. Compressed WAV files (A-law, ADPCM) are refused by name.
@@ -8,7 +9,7 @@ it goes. Compressed WAV files (A-law, ADPCM) are refused by name.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _BROKEN = "save or send it again"
 _BLOCK = 1 << 18  # samples of all channels that are numbers at once
 _MOST_CHUNKS = 1 << 10
+_IN_DS64 = 0xFFFFFFFF
 
 
 class Wave(NamedTuple):
@@ -35,19 +37,21 @@ class Wave(NamedTuple):
     def num_frames(self) -> int:
         return len(self.data) // (self.channels * self.width)
 
-    def mono(self) -> Iterator[np.ndarray]:
+    def mono(self) -> Generator[np.ndarray, None, None]:
         """float32, block by block."""
         step = max(1, _BLOCK // self.channels)
         size = self.channels * self.width
         for first in range(0, self.num_frames, step):
             block = self.data[first * size : min(first + step, self.num_frames) * size]
             values = _numbers(block, self.width, self.is_float).reshape(-1, self.channels)
-            yield values[:, 0] if self.channels == 1 else values.mean(axis=1, dtype=np.float32)
+            with np.errstate(over="ignore"):  # whoever takes them looks for what is infinite
+                mean = values[:, 0] if self.channels == 1 else values.mean(axis=1, dtype=np.float32)
+            yield mean
 
 
 def read_wave(data: bytes, where: str) -> Wave:
     """Raises UsageError for what is broken, UnsupportedError for samples of other kinds. where: what an error calls it."""
-    form, place = None, 12
+    form, place, long = None, 12, 0
     for _ in range(_MOST_CHUNKS):
         name, length = data[place : place + 4], int.from_bytes(data[place + 4 : place + 8], "little")
         if len(data) < place + 8:
@@ -55,9 +59,12 @@ def read_wave(data: bytes, where: str) -> Wave:
         place += 8
         if name == b"fmt ":
             form = _form(data[place : place + length], where)
+        elif name == b"ds64":  # of an RF64, whose chunk of samples says nothing of its length
+            long = int.from_bytes(data[place + 8 : place + 16], "little")
         elif name == b"data":
             if form is None:
                 break
+            length = long if long and length == _IN_DS64 else length
             rate, channels, width, is_float = form
             return Wave(rate, channels, width, is_float, memoryview(data)[place : min(place + length, len(data))])
         place += length + length % 2
@@ -83,7 +90,8 @@ def _form(chunk: bytes, where: str) -> tuple[int, int, int, bool]:
 
 def _numbers(block: memoryview, width: int, is_float: bool) -> np.ndarray:
     if is_float:
-        return np.frombuffer(block, f"<f{width}").astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.frombuffer(block, f"<f{width}").astype(np.float32)
     if width == 1:  # these alone have no sign
         return (np.frombuffer(block, np.uint8).astype(np.float32) - 128) / 128
     if width == 3:

@@ -1,0 +1,92 @@
+"""Compressed sounds, decoded by `decoder.py` in a process of its own for each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.sounds import decoder
+from nanovllm_cli.sounds.wav import MAX_CHANNELS
+
+_FORMATS = ("FLAC", "OGG", "MP3")
+_BLOCK = 1 << 20
+_LONGEST_LINE = 200
+
+
+class Decoded(NamedTuple):
+    """blocks: the mean of all channels, float32, as they come. Closing them ends the process."""
+
+    rate: int
+    channels: int
+    blocks: Generator[np.ndarray, None, None]
+
+
+def decoded(data: bytes, kind: str, where: str) -> Decoded:
+    """kind: one of `source.SOUND`'s, for errors: behind a tag there may be another. Raises UsageError for what is damaged, here
+    or while blocks are taken, UnsupportedError where there is nothing to decode it with."""
+    if find_spec("soundfile") is None:
+        raise _no_library(where, kind)
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(Path(decoder.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it is told below why
+            child.stdin.write(data)
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        line = child.stdout.readline(_LONGEST_LINE)
+        if not line:
+            if child.wait() == decoder.NO_LIBRARY:
+                raise _no_library(where, kind)
+            raise _damaged(where, kind)
+        found, rate, channels = json.loads(line)
+        if found not in _FORMATS or not 1 <= channels <= MAX_CHANNELS:
+            raise _damaged(where, kind)
+        return Decoded(rate, channels, _blocks(child, child.stdout, channels, _damaged(where, kind)))
+    except BaseException:
+        _end(child)
+        raise
+
+
+def _blocks(
+    child: subprocess.Popen[bytes], out: IO[bytes], channels: int, failure: UsageError
+) -> Generator[np.ndarray, None, None]:
+    try:
+        frame = 4 * channels
+        while block := out.read(_BLOCK // frame * frame):
+            whole = np.frombuffer(block, np.float32, len(block) // frame * channels).reshape(-1, channels)
+            yield whole[:, 0] if channels == 1 else whole.mean(axis=1, dtype=np.float32)
+        if child.wait() != 0:
+            raise failure
+    finally:
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _no_library(where: str, kind: str) -> UnsupportedError:
+    told = f"{where} is {kind.upper()}, and soundfile is not installed"
+    return UnsupportedError(told, "pip install soundfile, or send a WAV")
+
+
+def _damaged(where: str, kind: str) -> UsageError:
+    return UsageError(f"{where} is damaged: it can't be decoded as {kind.upper()}", "save or send it again")
