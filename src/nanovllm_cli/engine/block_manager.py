@@ -75,6 +75,16 @@ class BlockManager:
         sequence.num_computed = len(entries) * self.block_size
         return True
 
+    def num_found(self, sequence: Sequence) -> int:
+        """How many blocks that hold its beginning are cached."""
+        return 0 if self._prefixes is None else len(self._prefixes.match(sequence, self._num_reusable(sequence)))
+
+    def finds_more(self, sequence: Sequence, num_found: int) -> bool:
+        """Whether there may be more by now. O(1)."""
+        if self._prefixes is None or num_found >= self._num_reusable(sequence):
+            return False
+        return self._prefixes.may_know(sequence, num_found)
+
     def adopt(self, sequence: Sequence) -> int:
         """Swaps blocks that the sequence would compute next for cached ones that somebody else computed meanwhile.
 
@@ -140,9 +150,10 @@ class BlockManager:
         child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
         return True
 
-    def release(self, sequence: Sequence) -> None:
-        """Takes all blocks back. Last ones first, so that the beginnings, which others may share, are evicted last."""
-        self.states.release(sequence)
+    def release(self, sequence: Sequence, *, has_sound_state: bool = True) -> None:
+        """Takes all blocks back. Last ones first, so that the beginnings, which others may share, are evicted last.
+        has_sound_state: see `States.release`."""
+        self.states.release(sequence, is_sound=has_sound_state)
         for block in reversed(sequence.block_table):
             self._drop(block)
         sequence.block_table = []

@@ -51,6 +51,7 @@ class Draft:
         self._block_size = config.block_size
         self._least_logprob = math.log(config.draft_min_p) if config.draft_min_p else None
         self._params = SamplingParams(temperature=0.0, logprobs=0 if config.draft_min_p else None)
+        self._has_states = cache.states is not None
         self._unfed: dict[int, _Unfed] = {}
 
     def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
@@ -58,7 +59,7 @@ class Draft:
         for seq_id in plan.finished:
             self._unfed.pop(seq_id, None)
         self._feed_before_copies(plan)
-        self._runner.run(Plan([], [], plan.finished, plan.copies, plan.state_copies))
+        self._runner.run(Plan([], [], plan.finished, plan.copies, plan.state_copies if self._has_states else []))
         drawn = self._feed([share for share in plan.scheduled if _end(share) <= self._max_position])
         guesses: dict[int, list[int]] = {share.seq_id: [] for share in plan.scheduled if share.num_guesses}
         going = {share.seq_id: share for share in plan.scheduled if share.num_guesses}

@@ -39,15 +39,25 @@ class Result(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that is under way: who is in it with what, who looks at what image, blocks being copied, states that are copied from
-    and held for it, and who was reported as finished."""
+    """A step that is under way: who is in it with what, who looks at what image, blocks being copied, states being copied to
+    sequences, of which the sources are held for it, and who was reported as finished."""
 
     members: list[Sequence]
     scheduled: list[Scheduled]
     look: tuple[Sequence, Look] | None
     copies: list[tuple[int, int]]
-    held_states: list[int]
+    states: list[tuple[int, int]]
     finished: list[int]
+
+
+class _Refusal(NamedTuple):
+    """Who could not enter. room: blocks that there were beside those to be left; found: that hold its beginning; changes: of
+    states until then."""
+
+    sequence: Sequence
+    room: int
+    found: int
+    changes: int
 
 
 _AHEAD = [DRAWN_BEFORE]
@@ -74,7 +84,7 @@ class Scheduler:
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
         self._finished: dict[int, None] = {}
         self._steps: deque[_Step] = deque()
-        self._refused_at: tuple[Sequence, int] | None = None
+        self._refused: _Refusal | None = None
         self._members: list[Sequence] = []
         self._scheduled: list[Scheduled] = []
         self._copies: list[tuple[int, int]] = []
@@ -156,8 +166,8 @@ class Scheduler:
 
     def _begin(self, new: list[NewSequence]) -> Plan:
         finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
-        look, held = self._looking.take(), [source for source, _ in sources]
-        self._steps.append(_Step(self._members, self._scheduled, look, self._copies, held, finished))
+        look = self._looking.take()
+        self._steps.append(_Step(self._members, self._scheduled, look, self._copies, sources, finished))
         state_copies = self._state_copies + sources
         return Plan(self._scheduled, new, finished, self._copies, state_copies, None if look is None else look[1])
 
@@ -206,10 +216,11 @@ class Scheduler:
     def rewind(self) -> None:
         """Forgets planned steps that were broken off: everybody starts again from the tokens that they have."""
         self._looking.take()
+        unsure = {destination for step in self._steps for _, destination in step.states}
         while self._steps:
             self._unpin(self._steps.popleft())
         for sequence in list(self.running):
-            self._preempt(sequence)
+            self._preempt(sequence, has_sound_state=sequence.state not in unsure)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence in whatever state it is, and frees what it held. Ended ones may be given again."""
@@ -223,7 +234,7 @@ class Scheduler:
             for other in sequence.request.sequences:
                 if sequence in other.pending:
                     other.pending.remove(sequence)
-        if sequence.announced and status is not Status.FINISHED:
+        if (sequence.announced or sequence.step) and status is not Status.FINISHED:  # who has drawn, or had a part of a prompt
             self._finished[sequence.seq_id] = None
         if sequence.pending:
             heirs, sequence.pending = sequence.pending, []
@@ -322,9 +333,9 @@ class Scheduler:
             self._preempt(max(candidates, key=by_rank))
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, has_sound_state: bool = True) -> None:
         self.running.remove(sequence)
-        self._blocks.release(sequence)
+        self._blocks.release(sequence, has_sound_state=has_sound_state)
         self._wait(sequence)
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
@@ -351,9 +362,10 @@ class Scheduler:
             return False
         request, headroom = sequence.request, self._headroom(sequence)
         if not self._blocks.admit(sequence, headroom, use_cache=not request.wants_every_row):
-            self._refused_at = (sequence, self._blocks.num_available - headroom)
+            room, found = self._blocks.num_available - headroom, self._blocks.num_found(sequence)
+            self._refused = _Refusal(sequence, room, found, self._blocks.states.pool.num_changes)
             return False
-        self._refused_at = None
+        self._refused = None
         if request.first_scheduled is None:
             request.first_scheduled = self._clock()
         self._count_hits(sequence, sequence.num_computed)
@@ -364,11 +376,13 @@ class Scheduler:
         return (len(self.running) + len(sequence.pending) + 1) // 2 if self.running else 0
 
     def _is_refused(self, sequence: Sequence) -> bool:
-        """Whether there was no room for it, and there are no more blocks now."""
-        if self._refused_at is None or not self.running:
+        """Whether there was no room for it, and there is no more now."""
+        refused = self._refused
+        if refused is None or refused.sequence is not sequence or not self.running:
             return False
-        refused, had = self._refused_at
-        return refused is sequence and self._blocks.num_available - self._headroom(sequence) <= had
+        if self._blocks.num_available - self._headroom(sequence) > refused.room:
+            return False
+        return refused.changes == self._blocks.states.pool.num_changes and not self._blocks.finds_more(sequence, refused.found)
 
     def _count_hits(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_hit_tokens += num_tokens
@@ -403,7 +417,7 @@ class Scheduler:
     def _unpin(self, step: _Step) -> None:
         for source, _ in step.copies:
             self._blocks.unpin(source)
-        self._blocks.states.drop(step.held_states)
+        self._blocks.states.drop(source for source, _ in step.states)
 
     def _collect_prompt(self, sequence: Sequence, share: Scheduled, output: StepOutput) -> None:
         request = sequence.request

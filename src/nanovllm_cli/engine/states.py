@@ -42,6 +42,8 @@ class StatePool:
         self._free = list(range(num_states - 1, -1, -1))
         self._holders = [0] * num_states
         self._behind: OrderedDict[int, int] = OrderedDict()
+        self.num_changes = 0
+        """Grows with all that may let somebody have a state who could have none before."""
 
     @property
     def num_free(self) -> int:
@@ -68,6 +70,7 @@ class StatePool:
 
     def drop(self, state: int) -> None:
         """One less."""
+        self.num_changes += 1
         self._holders[state] -= 1
         assert self._holders[state] >= 0, "a state was returned twice"
         if self._holders[state] == 0:
@@ -75,6 +78,7 @@ class StatePool:
 
     def keep(self, block: int, state: int) -> None:
         """The state behind this block's last token, which the block holds from now on. The first one stays."""
+        self.num_changes += 1
         if block in self._behind:
             self.drop(state)
         else:
@@ -88,6 +92,12 @@ class StatePool:
         """The same, of which there is one, as used now."""
         self._behind.move_to_end(block)
         return self._behind[block]
+
+    def take_over(self, block: int) -> int | None:
+        """The state that is kept behind a block, for a new holder. None where it has others."""
+        if self._holders[self._behind[block]] > 1:
+            return None
+        return self._behind.pop(block)
 
     def forget(self, block: int) -> None:
         """The block is no longer to be found. Blocks without a state are fine."""
@@ -114,8 +124,8 @@ class States:
         return entries[:count]
 
     def give(self, sequence: Sequence, entries: list[Entry]) -> bool:
-        """A state for a sequence without one, behind these blocks, which are `usable`. False, and nothing changes, where none is
-        left."""
+        """A state for a sequence without one, behind these blocks, which are `usable`: a copy of the one that is kept there, or,
+        where that is the last, it itself. False, and nothing changes, where none is left."""
         if not self.num_states:
             return True
         if entries:  # held first: the one that is taken must not be this one
@@ -123,6 +133,8 @@ class States:
         state = self.pool.take()
         if state is None:
             self.forget_source(sequence)
+            state = self.pool.take_over(entries[-1].block) if entries else None
+        if state is None:
             return False
         sequence.state = state
         return True
@@ -200,12 +212,12 @@ class States:
             self.pool.forget(block)
         self._drop_kept(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """Before its blocks are given back."""
+    def release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Before its blocks are given back. is_sound: whether its state is known to be behind its tokens."""
         if sequence.state == NO_STATE:
             return
         done = sequence.num_registered * self._block_size
-        if sequence.state_source == NO_STATE and done and done in _served(sequence):
+        if is_sound and sequence.state_source == NO_STATE and done and done in _served(sequence):
             self.pool.hold(sequence.state)
             self._keep(sequence, done, sequence.state)
         self.forget_source(sequence)
