@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import load_file
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
+from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.vision_spec import TokenIds
@@ -103,28 +104,6 @@ def test_rows_are_those_of_the_folder(name: str, made: Callable[[str], Made], tm
     assert torch.equal(opened(bare)[1](image(draw(cell, cell))).rows, tower(image(draw(cell, cell))).rows)
 
 
-def written_anew(path: Path, to: Path, keys: dict[str, Any], drop: str = "", shapes: dict[str, Any] | None = None) -> Path:
-    """The same file with other keys, None: without; without a tensor; with other tensors."""
-    file = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(to, "clip")
-    for key, field in file.fields.items():
-        value = keys.get(key, field.contents()) if key in keys else field.contents()
-        if key.startswith("GGUF.") or key == "general.architecture" or value is None:
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            writer.add_key_value(key, value, field.types[0])
-    for tensor in file.tensors:
-        if tensor.name != drop:
-            writer.add_tensor(tensor.name, (shapes or {}).get(tensor.name, tensor.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return to
-
-
 @pytest.mark.parametrize(("keys", "drop", "words"), [
     ({}, "v.blk.1.attn_k.output_max", r"1 missing: v\.blk\.1\.attn_k\.output_max"),
     ({}, "v.blk.0.attn_post_norm.weight", "1 missing"),
@@ -141,7 +120,7 @@ def test_files_that_are_broken(
 ) -> None:
     path = written(made("small").folder, tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=words):
-        opened(written_anew(path, tmp_path / "broken.gguf", keys, drop))
+        opened(written_anew(path, tmp_path / "broken.gguf", keys, [drop]))
 
 
 def test_bounds_that_are_no_numbers(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -149,7 +128,7 @@ def test_bounds_that_are_no_numbers(made: Callable[[str], Made], tmp_path: Path)
     path = written(made("small").folder, tmp_path / "m.gguf")
     for value in (np.nan, np.inf):
         other = {"v.blk.1.ffn_up.output_max": np.array([value], np.float32)}
-        broken = written_anew(path, tmp_path / f"{value}.gguf", {}, shapes=other)
+        broken = written_anew(path, tmp_path / f"{value}.gguf", tensors=other)
         if value == np.inf:
             assert opened(broken)[1](image(draw(12, 12))).rows.isfinite().all()
             continue

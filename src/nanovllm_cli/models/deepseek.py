@@ -15,7 +15,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys, only_behind_the_first
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import MTP_HF_NAMES
-from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched
+from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
 MAX_DIM = 1 << 14
 """Of anything that a head has: more is not believed."""
@@ -104,7 +104,8 @@ def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    """What its files call yarn_log_multiplier is a tenth of mscale_all_dim, and its mscale is as large: angles don't grow."""
+    """What its files call yarn_log_multiplier is a tenth of mscale_all_dim, and its mscale is as large: angles don't grow.
+    Queries of Mistral Large 3 do."""
     by_head = read.has(key("attention.key_length_mla"))  # else a file of before 2025's April
     kind = "_mla" if by_head else ""
     rope = spec.attention.rope
@@ -121,7 +122,9 @@ def latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], s
     growth = 1.0
     if rope.scaling == "yarn" and (share := 10 * read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False)):
         rope, growth = replace(rope, attention_factor=1.0), _growth(rope.factor, share)
-    return with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where)
+    scale = read.number(key("attention.temperature_scale"), 0.0, positive=False)
+    length = read.integer(key("attention.temperature_length")) if scale else 1
+    return tempered(with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where), scale, length)
 
 
 def latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:

@@ -13,6 +13,8 @@ from nanovllm_cli.models.family import Family, GGUFField
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """Where "layer_types" says nothing, layers from this one on have a window, which in what is published are none."""
+    if read.text("scoring_func", "sigmoid") == "noaux_tc":  # its first config had the "topk_method" there
+        read = ConfigReader({**read.values, "scoring_func": "sigmoid"}, read.where)
     first = read.integer("max_window_layers", least=0)
     listed = read.values.get("layer_types") is not None
 

@@ -16,7 +16,7 @@ from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues
-from nanovllm_cli.models.rotary import rope_from_gguf, rope_from_hf, stretched, woven
+from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, stretched, woven
 
 MAX_LAYERS = 1024
 ACTIVATIONS = {
@@ -86,6 +86,7 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     """config.json -> ModelSpec, with the meanings that transformers gives its keys. Of a model that also sees or hears, the part
     that reads and writes text."""
     config = family.config(text_config(config))
+    check_one_rope(config)
     read = ConfigReader({**family.defaults, **config}, "config.json")  # null is not the default: it is none
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
@@ -276,9 +277,10 @@ def spec_from_gguf(
     sees_all = replace(attention, rope=rope)
     window = read.integer(key("attention.sliding_window"), 0, least=0) or None
     blocks = []
-    if family.experts is None and family is not LLAMA and read.integer(key("expert_count"), 0, least=0):
+    may_mix = family.experts is not None or family is LLAMA  # Mixtral's are of the architecture llama
+    if not may_mix and read.integer(key("expert_count"), 0, least=0) > 1:  # Hunyuan's first files say 1 of none
         raise UnsupportedError(f"{arch} with experts is not supported", ANOTHER)
-    mlps = mlps_from_gguf(read, key, family.experts, mlp, layers, names)  # Mixtral's are of the architecture llama
+    mlps = mlps_from_gguf(read, key, family.experts, mlp, layers, names) if may_mix else [mlp] * layers
     for i, kind in enumerate(_windows_from_gguf(read, key, family, layers)):
         own = replace(attention, rope=local, window=window) if kind == SLIDING and window is not None else sees_all
         own = replace(own, keys_are_values=family.varied and f"blk.{i}.attn_v.weight" not in names)
@@ -315,14 +317,15 @@ def _without_state_norms(spec: ModelSpec) -> ModelSpec:
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:
-    """Of all layers; a list of layers has a 0 for those with a convolution instead."""
+    """Of all layers; a list of layers has a 0 for those with a convolution instead. Granites without states have a list, too."""
     listed = read.values.get(name)
-    if not isinstance(listed, list | tuple) or not family.convolutions:
+    if not isinstance(listed, list | tuple):
         return read.integer(name, heads)
     layers = read.integer(name.replace("attention.head_count_kv", "block_count"))
-    found = set(listed) - {0} if all(type(each) is int for each in listed) else set()
+    others, what = ({0}, "alike or 0") if family.convolutions else (set(), "alike")
+    found = set(listed) - others if all(type(each) is int for each in listed) else set()
     if len(listed) != layers or len(found) != 1:
-        raise CheckpointError(f"{read.where}: {name!r} must be a list of {layers} layers' heads, alike or 0", BROKEN)
+        raise CheckpointError(f"{read.where}: {name!r} must be a list of {layers} layers' heads, {what}", BROKEN)
     return ConfigReader({name: found.pop()}, read.where).integer(name)
 
 

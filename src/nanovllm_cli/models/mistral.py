@@ -8,32 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import TemperatureSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK2, latent_from_gguf, latent_from_hf, latent_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.rotary import rope_section
+from nanovllm_cli.models.rotary import rope_section, tempered
 
 _ROTARY = ("rope_parameters", "rope_scaling")
 
 
-def _tempered(spec: ModelSpec, scale: float, length: int | None = None) -> ModelSpec:
-    """length: None for the one that its rotary positions are stretched from."""
-    rope = spec.attention.rope
-    assert rope is not None
-    temperature = TemperatureSpec(rope.original_len if length is None else length, scale) if scale else None
-    return spec.with_attention(temperature=temperature)
-
-
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return _tempered(spec, rope_section(read).number("llama_4_scaling_beta", 0.0, positive=False))
+    return tempered(spec, rope_section(read).number("llama_4_scaling_beta", 0.0, positive=False))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     if all_dim := read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False):
         spec = spec.each_rope(lambda rope: replace(rope, mscale=1.0, mscale_all_dim=all_dim))
-    return _tempered(spec, read.number(key("attention.temperature_scale"), 0.0, positive=False))
+    return tempered(spec, read.number(key("attention.temperature_scale"), 0.0, positive=False))
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -64,11 +55,6 @@ def _latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if spec.mixture is not None and spec.mixture.groups > 1:
         raise UnsupportedError(f"{read.where}: experts of a Mistral that are chosen by groups", "known: one group")
     return _from_hf(latent_from_hf(spec, read), read)
-
-
-def _latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    scale = read.number(key("attention.temperature_scale"), 0.0, positive=False)
-    return _tempered(latent_from_gguf(spec, read, key), scale, read.integer(key("attention.temperature_length")) if scale else 1)
 
 
 def _latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -107,7 +93,7 @@ MISTRAL4 = replace(
         },
     },
     hf=_latent_from_hf,
-    gguf=_latent_from_gguf,
+    gguf=latent_from_gguf,
     gguf_name="mistral4",
     gguf_keys=_latent_keys,
 )  # fmt: skip

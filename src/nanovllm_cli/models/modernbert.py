@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, usual_keys
 from nanovllm_cli.models.gemma import window_keys
 
 _KEYS = {
@@ -22,6 +22,9 @@ _KEYS = {
 _PARTS = {
     "attention_norm": "attn_norm", "qkv": "attn.Wqkv", "o": "attn.Wo", "mlp_norm": "mlp_norm", "gate_up": "mlp.Wi",
     "down": "mlp.Wo",
+}  # fmt: skip
+_ACTIVATIONS: dict[str, Literal["gelu", "silu"]] = {
+    "gelu": "gelu", "geglu": "gelu", "silu": "silu", "swish": "silu", "swiglu": "silu",
 }  # fmt: skip
 
 
@@ -42,11 +45,22 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    def gelu(mlp: MLPSpec | MoESpec) -> MLPSpec:
-        assert isinstance(mlp, MLPSpec)
-        return replace(mlp, activation="gelu")
+    """What files don't say is a GELU."""
+    said = read.text(key("hidden_activation"), "gelu")
+    if said not in _ACTIVATIONS:
+        raise UnsupportedError(f"{read.where}: activation {said[:40]!r} is not supported", f"known: {', '.join(_ACTIVATIONS)}")
 
-    return _encoder(spec.each_mlp(gelu))
+    def activated(mlp: MLPSpec | MoESpec) -> MLPSpec:
+        assert isinstance(mlp, MLPSpec)
+        return replace(mlp, activation=_ACTIVATIONS[said])
+
+    return _encoder(spec.each_mlp(activated))
+
+
+def _gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    mlp = spec.dense_mlp
+    own: dict[str, GGUFField] = {} if mlp is None or mlp.activation == "gelu" else {"hidden_activation": mlp.activation}
+    return {**window_keys(lambda layer: layer % 3 == 0)(spec), **own}
 
 
 MODERNBERT = Family(
@@ -82,5 +96,5 @@ MODERNBERT = Family(
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_activation="gelu",
-    gguf_keys=window_keys(lambda layer: layer % 3 == 0),
+    gguf_keys=_gguf_keys,
 )  # fmt: skip

@@ -48,6 +48,7 @@ def _usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     counts = [len(kinds) for kinds in said if isinstance(kinds, list | str)]
     return {
         **({"num_hidden_layers": counts[0]} if counts else {}), **config,
+        "head_dim": config.get("head_dim") or config.get("attention_head_dim") or 128,
         "hidden_act": config.get("mlp_hidden_act", "relu2"), "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
     }  # fmt: skip
 

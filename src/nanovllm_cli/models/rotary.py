@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.mixer_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, ReadValues
@@ -22,7 +22,22 @@ WOVEN = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 
 def rope_section(read: ConfigReader) -> ConfigReader:
     """Where config.json describes its rotary positions; empty where it has no scaling."""
-    return read.section("rope_parameters" if read.has("rope_parameters") else "rope_scaling")
+    return read.section("rope_parameters" if read.values.get("rope_parameters") else "rope_scaling")
+
+
+def check_one_rope(config: Mapping[str, Any]) -> None:
+    """UnsupportedError for a config of transformers 5 into which somebody wrote what those before it had, meaning something else.
+    There that one would count, without the base of its rotations."""
+    new, old = (config.get(key) for key in ("rope_parameters", "rope_scaling"))
+    if not isinstance(new, Mapping) or not isinstance(old, Mapping) or not new or not old:
+        return
+    kinds = [each.get("rope_type", each.get("type", "default")) for each in (new, old)]
+    same_kind = kinds[0] == kinds[1] or {*map(str, kinds)} <= {"default", "mrope", "none"}
+    if not same_kind or any(new.get(key) != value for key, value in old.items() if key not in ("rope_type", "type")):
+        raise UnsupportedError(
+            "config.json says two things of rotary positions: 'rope_parameters' and 'rope_scaling'",
+            "put what is meant into rope_parameters, and take rope_scaling out",
+        )
 
 
 def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
@@ -133,6 +148,15 @@ def rope_from_gguf(
         beta_slow=read.number(key("rope.scaling.yarn_beta_slow"), spec.beta_slow),
         attention_factor=read.number(stretch) if read.has(stretch) else None,
     )
+
+
+def tempered(spec: ModelSpec, scale: float, length: int | None = None) -> ModelSpec:
+    """The same whose queries grow, behind each multiple of a length, by the logarithm of how many there were. length: None for
+    the one that its rotary positions are stretched from."""
+    rope = spec.attention.rope
+    assert rope is not None
+    temperature = TemperatureSpec(rope.original_len if length is None else length, scale) if scale else None
+    return spec.with_attention(temperature=temperature)
 
 
 def with_sections(rope: RopeSpec, sections: Any, read: ConfigReader) -> RopeSpec:

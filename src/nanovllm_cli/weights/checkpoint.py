@@ -56,6 +56,8 @@ SAMPLING_KEYS = {
     "penalty_repeat": "repetition_penalty",
 }
 SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""Where NVIDIA's Model Optimizer said how a folder is quantized before it did so in config.json, too."""
 TOWER = "clip"
 """The architecture of GGUF files of what a model sees by (`mmproj.py`)."""
 
@@ -374,7 +376,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     config = read_json_file(folder / "config.json", MAX_CONFIG_BYTES, infinity=True)
     thinker = config.get("thinker_config")  # in which the first Qwen3-ASR folders have what others have outside
-    return {**thinker, **config} if isinstance(thinker, dict) else config
+    config = {**thinker, **config} if isinstance(thinker, dict) else config
+    beside = folder / MODELOPT_CONFIG
+    if config.get("quantization_config") is None and beside.is_file():
+        said = read_json_file(beside, MAX_CONFIG_BYTES).get("quantization")
+        if isinstance(said, dict) and said.get("quant_algo") is not None:
+            config["quantization_config"] = {"quant_method": "modelopt", **said}
+    return config
 
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:

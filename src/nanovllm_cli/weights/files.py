@@ -44,6 +44,7 @@ _SETTINGS = {
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "hf_quant_config.json",
     "quantize_config.json",
     "quant_config.json",
 }

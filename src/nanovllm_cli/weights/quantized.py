@@ -74,8 +74,10 @@ def without_codes(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _method(config: ConfigReader) -> str:
-    """Early bitsandbytes and compressed-tensors didn't write their names."""
+    """Early bitsandbytes and compressed-tensors didn't write their names; MLX doesn't."""
     values: Mapping[str, Any] = config.values
+    if "quant_method" not in values and {"bits", "group_size"} <= values.keys():
+        raise UnsupportedError(f"{config.where}: weights quantized by MLX", "take the publisher's own folder, or a GGUF file")
     if "quant_method" not in values and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         return "bitsandbytes"
     if "quant_method" not in values and "config_groups" in values:

@@ -24,10 +24,12 @@
                 ffn_up_shexp
     LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight,
                                                                 Granite's and Nemotron's mamba.conv1d.weight alike
-    Mamba-2     blk.3.ssm_a [N, 1], ssm_norm.weight [G, N]      the same [N] and [G N], which some files have anyway; ssm_d alike
+    Mamba-2     blk.3.ssm_a [N, 1], ssm_norm.weight [G, N]      the same [N] and [G N], which some files have anyway; ssm_d alike,
+                                                                and ERNIE's exp_probs_b.bias [1, E]
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
-                linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too
+                linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too;
+                                                            weight_scale_inv of both, of blocks of rows
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
                                                                 queries, its key and its value lie together; biases alike
@@ -210,8 +212,10 @@ def _by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
 
 
 def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    """What belongs to a key head lies together; here it is dealt out."""
-    place, what = found.groups()
+    """What belongs to a key head lies together; here it is dealt out. Scales are of blocks of rows."""
+    place, what, *kinds = found.groups()
+    if len(shape) != 2:
+        return
     names = [f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")]
     if what == "ssm_ba":
         place_of = f"{config.get('general.architecture')}.ssm"
@@ -224,6 +228,12 @@ def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config:
     widths = {"b": group, "a": group}
     if what == "qkvz":
         widths = {"q": key_dim, "k": key_dim, "v": group * value_dim, "z": group * value_dim}
+    kind, block = kinds[0] if kinds else "weight", 1
+    if kind != "weight":
+        block, left = divmod(keys * sum(widths.values()), shape[0])
+        if left or not block or any(width % block for width in widths.values()):
+            raise UnsupportedError(f"tensor {stack!r} has scales of rows that belong to several heads", ANOTHER)
+        widths = {part: width // block for part, width in widths.items()}
     if keys * sum(widths.values()) != shape[0]:
         return
     rows: dict[str, list[int]] = {}
@@ -234,7 +244,7 @@ def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config:
         rows = {"qkv": rows["q"] + rows["k"] + rows["v"], "z": rows["z"]}
     for part, own in rows.items():
         name = {"b": "ssm_beta", "a": "ssm_alpha"}[part] if what == "ssm_ba" else f"in_proj_{part}"
-        yield f"{place}.{name}.weight", _Part(stack, None, tuple(own))
+        yield f"{place}.{name}.{kind}", _Part(stack, None, tuple(own))
 
 
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
@@ -257,7 +267,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
         (re.compile(r"blk\.\d+\.ssm_[ad]"), 2, _of_one_column),
-        (re.compile(r"blk\.\d+\.ssm_norm\.weight"), 2, _as_a_vector),
+        (re.compile(r"blk\.\d+\.(?:ssm_norm\.weight|exp_probs_b\.bias)"), 2, _as_a_vector),
     ],
     "hf": [
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
@@ -281,7 +291,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|(?:linear_attn|mamba)\.conv1d)\.weight"), 3,
          _of_one_column),
         (re.compile(r"backbone\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
-        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.weight"), 2, _key_heads),
+        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
 }  # fmt: skip
