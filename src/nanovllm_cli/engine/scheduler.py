@@ -27,6 +27,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Look, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.refusal import Refusal
 from nanovllm_cli.engine.sequence import Line, Request, Sequence, Status, by_rank
 from nanovllm_cli.engine.strategy import Strategy
 
@@ -48,16 +49,6 @@ class _Step(NamedTuple):
     copies: list[tuple[int, int]]
     states: list[tuple[int, int]]
     finished: list[int]
-
-
-class _Refusal(NamedTuple):
-    """Who could not enter. room: blocks that there were beside those to be left; found: that hold its beginning; changes: of
-    states until then."""
-
-    sequence: Sequence
-    room: int
-    found: int
-    changes: int
 
 
 _AHEAD = [DRAWN_BEFORE]
@@ -84,7 +75,7 @@ class Scheduler:
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
         self._finished: dict[int, None] = {}
         self._steps: deque[_Step] = deque()
-        self._refused: _Refusal | None = None
+        self._refusal = Refusal(blocks)
         self._members: list[Sequence] = []
         self._scheduled: list[Scheduled] = []
         self._copies: list[tuple[int, int]] = []
@@ -362,10 +353,9 @@ class Scheduler:
             return False
         request, headroom = sequence.request, self._headroom(sequence)
         if not self._blocks.admit(sequence, headroom, use_cache=not request.wants_every_row):
-            room, found = self._blocks.num_available - headroom, self._blocks.num_found(sequence)
-            self._refused = _Refusal(sequence, room, found, self._blocks.states.pool.num_changes)
+            self._refusal.note(sequence, headroom)
             return False
-        self._refused = None
+        self._refusal.forget()
         if request.first_scheduled is None:
             request.first_scheduled = self._clock()
         self._count_hits(sequence, sequence.num_computed)
@@ -377,12 +367,7 @@ class Scheduler:
 
     def _is_refused(self, sequence: Sequence) -> bool:
         """Whether there was no room for it, and there is no more now."""
-        refused = self._refused
-        if refused is None or refused.sequence is not sequence or not self.running:
-            return False
-        if self._blocks.num_available - self._headroom(sequence) > refused.room:
-            return False
-        return refused.changes == self._blocks.states.pool.num_changes and not self._blocks.finds_more(sequence, refused.found)
+        return bool(self.running) and self._refusal.stands(sequence, self._headroom(sequence))
 
     def _count_hits(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_hit_tokens += num_tokens

@@ -1,0 +1,42 @@
+"""Who could not enter, and whether that has changed: to ask again costs a walk along all of its prompt."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nanovllm_cli.engine.block_manager import BlockManager
+from nanovllm_cli.engine.sequence import Sequence
+
+
+class _Refused(NamedTuple):
+    """room: blocks that there were beside those to be left; found: that hold its beginning; changes: of states until then."""
+
+    sequence: Sequence
+    room: int
+    found: int
+    changes: int
+
+
+class Refusal:
+    """The last one: nobody overtakes the first of those who wait. headroom: blocks that are to be left beside it."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._last: _Refused | None = None
+
+    def note(self, sequence: Sequence, headroom: int) -> None:
+        """There is no room for it."""
+        blocks = self._blocks
+        room = blocks.num_available - headroom
+        self._last = _Refused(sequence, room, blocks.num_found(sequence), blocks.states.pool.num_changes)
+
+    def forget(self) -> None:
+        """It has entered."""
+        self._last = None
+
+    def stands(self, sequence: Sequence, headroom: int) -> bool:
+        """Whether there was no room for it, and there is no more now: no blocks, none that hold more of it, no state. O(1)."""
+        last, blocks = self._last, self._blocks
+        if last is None or last.sequence is not sequence or blocks.num_available - headroom > last.room:
+            return False
+        return last.changes == blocks.states.pool.num_changes and not blocks.finds_more(sequence, last.found)
