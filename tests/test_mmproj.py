@@ -40,7 +40,7 @@ from test_vision import MODELS, logprobs_of, parts_of, prompt_with
 from towers_gguf import Tensors, write_mmproj
 
 FAMILIES = ["qwen2", "qwen2_5", "qwen3", "qwen3_5", "gemma3", "mistral3", "smolvlm", "lfm2", "glm4v", "glm4v_moe", "glm_ocr",
-            "paddleocr", "lighton_ocr"]  # fmt: skip
+            "paddleocr", "lighton_ocr", "internvl", "internvl, rms"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_broken_metadata_are_refused(name: str, key: str, value: Any, made: Call
 
 
 @pytest.mark.parametrize(("name", "keys", "words"), [
-    ("qwen3", {"clip.projector_type": "internvl"}, "images by the projector 'internvl' are not supported"),
+    ("qwen3", {"clip.projector_type": "kimivl"}, "images by the projector 'kimivl' are not supported"),
     ("qwen3", {"clip.projector_type": None}, "images by the projector 'none'"),
     ("qwen3", {"clip.projector_type": "x" * 1000}, "images by the projector 'x{40}'"),
     ("qwen3", {"clip.has_vision_encoder": False}, "nothing in it sees"),
@@ -541,8 +541,8 @@ def test_what_lies_beside_a_model_and_is_anothers_is_left_there(
     assert heard.notes[0].startswith(f"images are not read: {beside}: ")
     with pytest.raises(CheckpointError):
         load(text, mmproj=str(beside))
-    write_mmproj(made("qwen2").folder, beside, {"clip.projector_type": "internvl"})
-    with pytest.raises(UnsupportedError, match="internvl"):
+    write_mmproj(made("qwen2").folder, beside, {"clip.projector_type": "kimivl"})
+    with pytest.raises(UnsupportedError, match="kimivl"):
         load(text, mmproj=str(beside))
     with pytest.raises(ModelNotFoundError, match=r"no mmproj \./nowhere\.gguf"):
         load(text, mmproj="./nowhere.gguf")

@@ -41,6 +41,10 @@ PIXTRAL = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64,
     "patch_size": 4, "hidden_act": "silu", "model_type": "pixtral",
 }  # fmt: skip
+INTERNVL = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48,
+    "patch_size": 4, "layer_norm_eps": 1e-3,
+}  # fmt: skip
 GLM = {
     "depth": 3, "num_heads": 2, "patch_size": 4, "hidden_size": 32, "intermediate_size": 40, "rms_norm_eps": 1e-3,
 }  # fmt: skip
@@ -79,19 +83,29 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "llama"}, "scale_factor": 2, "pad_token_id": 0,
         "vision_config": SIGLIP | {"model_type": "smolvlm_vision"},
     }),
+    "internvl": ("InternVL", {
+        "text_config": TEXT | {"model_type": "qwen2"}, "vision_config": INTERNVL | {"attention_bias": True},
+    }),
+    "internvl, rms": ("InternVL", {
+        "text_config": TEXT | {"model_type": "qwen3"}, "downsample_ratio": 0.5,
+        "vision_config": INTERNVL | {"norm_type": "rms_norm", "hidden_act": "silu", "image_size": [48, 48], "patch_size": [4, 4]},
+    }),
     "lfm2": ("Lfm2Vl", {
         "text_config": TEXT | {"model_type": "lfm2", "layer_types": ["full_attention"]}, "downsample_factor": 2,
         "projector_hidden_size": 56,
         "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 36},
     }),
 }  # fmt: skip
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
+    "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
+    "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
     "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
 }  # fmt: skip
 """Settings of image processors that cut images."""
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
-SIZES = {"gemma3": [(48, 48)], "smolvlm": [(48, 48)],
+SIZES = {"gemma3": [(48, 48)], "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -126,7 +140,8 @@ def make(name: str, folder: Path) -> Made:
     def rows(pixels: np.ndarray) -> Rows:
         if name in IN_PIECES:
             values = torch.from_numpy(pixels).permute(2, 0, 1) / 255 * 2 - 1
-            seen = {"pixel_values": values[None, None]} if name == "smolvlm" else siglip_2s_patches([values], CELL // 2)
+            by_name = {"smolvlm": values[None, None], "internvl": values[None], "internvl, rms": values[None]}
+            seen = {"pixel_values": by_name[name]} if name in by_name else siglip_2s_patches([values], CELL // 2)
             with torch.no_grad():
                 found = model.model.get_image_features(**seen).pooler_output
             return found[0], []

@@ -19,6 +19,7 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
+    InternVLConfig,
     Lfm2VlConfig,
     LightOnOcrConfig,
     LlamaConfig,
@@ -114,6 +115,10 @@ MODELS: dict[str, Any] = {
         text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_id=512, scale_factor=2, pad_token_id=0,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4},
     ),
+    "internvl": InternVLConfig(
+        text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4}, tie_word_embeddings=False,
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
@@ -160,6 +165,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         for each, value in zip(whole, values, strict=True):
             each[:, : value.shape[1], : value.shape[2]] = value
         return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
+    if model.config.model_type == "internvl":
+        return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "smolvlm":
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type == "lfm2_vl":
@@ -201,7 +208,7 @@ def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, Visio
 
 
 def parts_of(vision: VisionSpec) -> list[int | Image]:
-    if vision.size.kind in ("square", "tiles"):
+    if vision.size.kind in ("square", "tiles", "canvas"):
         return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
     return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
 

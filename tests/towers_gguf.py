@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
     "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
-    "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
+    "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
@@ -61,10 +61,12 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     vision, text = config["vision_config"], {**config, **config.get("text_config", {})}
+    for key in ("image_size", "patch_size"):
+        vision[key] = vision[key][0] if isinstance(vision.get(key), list) else vision.get(key, 560)
     hidden, inner = vision["hidden_size"], vision.get("intermediate_size")
     if name == "Qwen2VL":  # as wrong as there
         hidden, inner = vision["embed_dim"], vision["hidden_size"]
-    mean, std = HALVES if name in ("Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl") else CLIP
+    mean, std = HALVES if name in ("Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl", "InternVL") else CLIP
     depth = vision.get("depth", vision.get("num_hidden_layers"))
     side = vision.get("image_size", 560)
     if name.startswith("Qwen3"):
@@ -99,6 +101,13 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
             keys |= {"clip.use_gelu": True, "clip.vision.projector.scale_factor": config["downsample_factor"],
                      "clip.vision.image_size": 256,
                      "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
+        case "InternVL":
+            images = json.loads((folder / "preprocessor_config.json").read_text())
+            keys |= {f"clip.use_{vision['hidden_act']}": True,
+                     "clip.vision.projector.scale_factor": int(1 / config["downsample_ratio"]),
+                     "clip.vision.preproc_min_tiles": images.get("min_patches"),
+                     "clip.vision.preproc_max_tiles": images.get("max_patches"),
+                     "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
         case "Glm4v" | "Glm4vMoe" | "GlmOcr":
             keys |= {"clip.use_silu": True, "clip.vision.attention.layer_norm_epsilon": vision["rms_norm_eps"]}
         case "PaddleOCRVL":
@@ -124,6 +133,10 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
         if name == "Gemma3":
             key = key.replace("vision_tower.", "vision_tower.vision_model.").replace("projection_weight", "projection.weight")
             numbers = numbers + 1 if "soft_emb_norm" in key else numbers
+        if name == "InternVL":  # names as its converter has them
+            key = f"model.{key}" + (".weight" if "lambda_" in key or "position_emb" in key else "")
+            for part, place in (("layer_norm", 0), ("linear_1", 1), ("linear_2", 3)):
+                key = key.replace(f"model.multi_modal_projector.{part}", f"mlp1.{place}")
         if name == "SmolVLM":
             key = theirs
         if name == "PaddleOCRVL":

@@ -146,9 +146,10 @@ class SizeRule:
              where most_tiles is 1 (Idefics3)
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
+    canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL)
     """
 
-    kind: Literal["area", "longest", "square", "largest", "tiles", "grid"]
+    kind: Literal["area", "longest", "square", "largest", "tiles", "grid", "canvas"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -168,6 +169,7 @@ class ImageTokens:
     last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
     Where images are cut into pieces, in front of the token of a piece is `piece`, with {row} and {column} from 1 on, behind each
     line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not cut, `alone`.
+    line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     """
 
     marker: str
@@ -181,6 +183,7 @@ class ImageTokens:
     pieces_end: str = ""
     whole: str = ""
     alone: str = ""
+    line: str | None = None
 
     def text(self, picture: Picture | Clip) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""
@@ -205,23 +208,25 @@ class TowerSpec:
 
     Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of
     out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP,
-    down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, and
-    patch_bias of the patches'. positions: a learned table of so many rows, a square that is stretched to an image's grid;
-    0: none. stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
-    counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
-    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. window: of
-    attention in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without
-    their positions, and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all
-    that attention reads has a norm, each head's queries, keys and, without a gain, values, and its scores are not scaled;
-    and there are norms behind attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias,
-    reads and gives. projector: "merger" (Qwen: norm, join a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's
-    mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
-    "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined"
-    (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between
-    them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a
-    SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm,
-    a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows, merged by mergers of their own, are
-    added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, if
+    qkv_bias of queries, keys and values, too; patch_bias of the patches'. positions: a learned table of so many rows, a
+    square that is stretched to an image's grid; 0: none. lead: in front of all patches is a row, the same for all images,
+    with a position in front of theirs; it is left out in the end (ViT's class token). stretch: how; see `Stretch`. by_axis:
+    two tables of so many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in
+    the first half of a head's pairs, of columns in the second; None: none. dealt: a head's frequencies go to lines and
+    columns in turn (Pixtral), else both have the same ones. window: of attention in all layers but `full`, in cells on a
+    side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, and of those behind the last layer.
+    qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention reads has a norm, each head's queries,
+    keys and, without a gain, values, and its scores are not scaled; and there are norms behind attention and MLP. clipped:
+    bounds of what each of the layers' matrices, without a bias, reads and gives. scaled: what attention and MLP add is
+    multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two layers with a GELU),
+    "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two
+    layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one
+    matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size
+    rows between them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that
+    is gated by a SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has none. standardized:
+    before that norm, a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows, merged by mergers
+    of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -240,8 +245,10 @@ class TowerSpec:
     frames: int = 0
     gated: bool = False
     bias: bool = True
+    qkv_bias: bool = True
     patch_bias: bool = False
     positions: int = 0
+    lead: bool = False
     stretch: Stretch = "corners"
     by_axis: bool = False
     theta: float | None = None
@@ -253,6 +260,7 @@ class TowerSpec:
     qk_norm: bool = False
     normed: bool = False
     clipped: bool = False
+    scaled: bool = False
     standardized: bool = False
     deep: tuple[int, ...] = ()
 
@@ -301,6 +309,9 @@ class VisionSpec:
         elif rule.kind == "tiles":  # one of those that there is room for shows all of the image
             tiles = max(0, most // (rule.tile // cell) ** 2 - 1)
             size = replace(size, longest_side=min(rule.longest_side, max(1, math.isqrt(tiles)) * rule.tile))
+        elif rule.kind == "canvas":
+            tiles = max(1, most // (rule.tile // cell) ** 2 - 1)
+            size = replace(size, least_tiles=min(rule.least_tiles, tiles), most_tiles=min(rule.most_tiles, tiles))
         elif rule.kind == "grid":
             tiles = max(0, area - size.max_pixels) // rule.tile**2
             size = replace(size, most_tiles=min(rule.most_tiles, tiles))
@@ -309,7 +320,8 @@ class VisionSpec:
     @property
     def least_tokens(self) -> int:
         """Of an image, however small."""
-        side = {"square": self.size.longest_side, "tiles": self.size.tile}.get(self.size.kind, self.tower.cell)
+        rule = self.size
+        side = {"square": rule.longest_side, "tiles": rule.tile, "canvas": rule.tile}.get(rule.kind, self.tower.cell)
         return (side // self.tower.cell) ** 2
 
     def num_tokens(self, picture: Picture | Clip) -> int:

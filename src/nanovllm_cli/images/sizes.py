@@ -32,6 +32,10 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             return _in_tiles(rule, height, width)
         case "grid":
             return _in_grid(rule, height, width)
+        case "canvas":
+            rows, columns = _grid(rule, rule.least_tiles, height, width)
+            tile = rule.tile
+            return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None)
     unit = rule.multiple
     rows, columns = {"area": _by_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
     return Sizes((rows * unit, columns * unit))
@@ -40,7 +44,7 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
 def most_rows(spec: VisionSpec) -> int:
     """No image of an aspect up to MAX_ASPECT, or piece of one, becomes more rows of the tower's output than this."""
     rule = spec.size
-    if rule.kind == "tiles":
+    if rule.kind in ("tiles", "canvas"):
         pixels = rule.tile**2
     elif rule.kind == "square":
         pixels = rule.longest_side**2
@@ -66,7 +70,7 @@ def most_rows_of_all(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind == "grid" and rule.most_tiles >= max(2, rule.least_tiles):
+    elif rule.kind in ("grid", "canvas") and rule.most_tiles >= max(2, rule.least_tiles):
         pieces = rule.most_tiles
     return most_rows(spec) + pieces * (rule.tile // spec.tower.cell) ** 2
 
@@ -130,14 +134,14 @@ def _in_grid(rule: SizeRule, height: int, width: int) -> Sizes:
     pixels = math.prod(max(unit // 2, round(side / unit) * unit) for side in (height, width))
     if pixels <= rule.max_pixels * rule.tolerance or rule.most_tiles < max(2, rule.least_tiles):
         return Sizes(whole)
-    rows, columns = _grid(rule, height, width)
+    rows, columns = _grid(rule, max(2, rule.least_tiles), height, width)
     return Sizes(whole, (rows * rule.tile, columns * rule.tile))
 
 
-def _grid(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
+def _grid(rule: SizeRule, fewest: int, height: int, width: int) -> tuple[int, int]:
     """Among those of equal shape, the largest that is not twice as large as the image."""
     best, least = (1, 1), math.inf
-    for count in range(max(2, rule.least_tiles), rule.most_tiles + 1):
+    for count in range(fewest, rule.most_tiles + 1):
         for columns in (each for each in range(1, count + 1) if count % each == 0):
             off = abs(width / height - columns / (count // columns))
             if off < least or (off == least and height * width > 0.5 * rule.tile**2 * count):

@@ -138,6 +138,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
+    "InternVLForConditionalGeneration": QWEN2,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Idefics3ForConditionalGeneration": LLAMA,
@@ -210,6 +211,8 @@ HF_CLASSIFIERS: dict[str, Family] = {
 """Models with a head for labels in place of tokens, as rerankers are published."""
 TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
+TEXTS_OF_INTERNVL = {"gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+"""The same inside of an InternVL, where they mean nothing else."""
 OF_ANOTHER_CLASS = {"sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -296,6 +299,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     others = HF_BODIES | HF_CLASSIFIERS
+    if names[0] == "InternVLForConditionalGeneration":
+        return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 

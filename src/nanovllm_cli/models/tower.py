@@ -83,6 +83,8 @@ class Tower(Layers):
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
+        if spec.lead:
+            x = x[1:]
         if spec.post_norm:
             x = self._norm("post_norm", x)
         return TowerRows(_line_by_line(self._projected(x), grid), tuple(_line_by_line(each, grid) for each in deep))
@@ -101,7 +103,7 @@ class Tower(Layers):
         merge, dim, theta = self.spec.merge, self.spec.head_dim, self.spec.theta
         lines, columns = grid.lines * merge, grid.columns * merge
         if theta is None:
-            none = torch.empty(lines * columns, 0, device=self._device)
+            none = torch.empty(lines * columns + self.spec.lead, 0, device=self._device)
             return none, none
         frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         of_lines, of_columns = frequencies[0::2], frequencies[1::2] if self.spec.dealt else frequencies[0::2]
@@ -124,7 +126,10 @@ class Tower(Layers):
             x = self._norm("pre_norm", x)
         if not spec.positions:
             return x
-        return x + _cell_by_cell(self._positions(lines, columns), merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+        x += _cell_by_cell(self._positions(lines, columns), merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+        if not spec.lead:
+            return x
+        return torch.cat([self._tensors["lead.weight"] + self._tensors["positions.weight"][:1], x])
 
     def _positions(self, lines: int, columns: int) -> torch.Tensor:
         """[lines, columns, hidden_size] float32, of patches."""
@@ -133,7 +138,7 @@ class Tower(Layers):
             assert max(lines, columns) <= self.spec.positions
             return table[1, :lines, None].to(torch.float32) + table[0, :columns].to(torch.float32)
         rows = math.isqrt(self.spec.positions)
-        table = table.to(torch.float32).view(rows, rows, -1)
+        table = table[self.spec.lead :].to(torch.float32).view(rows, rows, -1)
         if (rows, rows) == (lines, columns):
             return table
         stretched = functional.interpolate(table.permute(2, 0, 1)[None], (lines, columns), **_STRETCHED[self.spec.stretch])
@@ -188,18 +193,22 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
 
     matrix("patch", hidden, 3 * spec.patch_size**2, spec.patch_bias)
     if spec.positions:
-        shapes["positions.weight"] = (*((2,) if spec.by_axis else ()), spec.positions, hidden)
+        shapes["positions.weight"] = (*((2,) if spec.by_axis else ()), spec.positions + spec.lead, hidden)
+    if spec.lead:
+        shapes["lead.weight"] = (1, hidden)
     if spec.pre_norm:
         norm("pre_norm")
     for i in range(spec.num_layers):
         norm(f"layers.{i}.attention_norm")
-        matrix(f"layers.{i}.qkv", 3 * hidden, hidden)
+        matrix(f"layers.{i}.qkv", 3 * hidden, hidden, spec.bias and spec.qkv_bias)
         matrix(f"layers.{i}.out", hidden, hidden)
         norm(f"layers.{i}.mlp_norm")
         matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
         matrix(f"layers.{i}.down", hidden, inner)
         if spec.qk_norm or spec.normed:
             shapes[f"layers.{i}.head_norm.weight"] = (2 * spec.head_dim,)
+        if spec.scaled:
+            shapes |= dict.fromkeys((f"layers.{i}.attention_scale.weight", f"layers.{i}.mlp_scale.weight"), (hidden,))
         if spec.normed:
             norm(f"layers.{i}.after_attention_norm", kind="rms")
             norm(f"layers.{i}.after_mlp_norm", kind="rms")
@@ -226,7 +235,7 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
             matrix("projector.out", spec.out_size, joined, bias=False)
             return shapes
         if spec.projector_eps:
-            norm("projector.norm", joined)
+            norm("projector.norm", joined, kind="layer")
         matrix("projector.up", spec.projector_size, joined)
         matrix("projector.down", spec.out_size, spec.projector_size)
         return shapes

@@ -75,8 +75,9 @@ class Layers:
         """Adds to x, in place."""
         qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
         seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
-        x += self._normed(f"{layer}.after_attention_norm", seen)
-        x += self._normed(f"{layer}.after_mlp_norm", self._mlp(layer, self._norm(f"{layer}.mlp_norm", x)))
+        x += self._scaled(f"{layer}.attention_scale", self._normed(f"{layer}.after_attention_norm", seen))
+        made = self._mlp(layer, self._norm(f"{layer}.mlp_norm", x))
+        x += self._scaled(f"{layer}.mlp_scale", self._normed(f"{layer}.after_mlp_norm", made))
 
     def _head_norms(self, layer: str) -> HeadNorms | None:
         if not (self.spec.qk_norm or self.spec.normed):
@@ -106,6 +107,10 @@ class Layers:
     def _normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._norm(name, x) if self.spec.normed else x
 
+    def _scaled(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        gain = self._tensors.get(f"{name}.weight")
+        return x if gain is None else x * gain
+
     def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """A layer norm is one that has a bias. eps: the spec's, if not given."""
         gain, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
@@ -127,4 +132,4 @@ def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Prod
 def _matrices(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """By name: what has a weight of two dimensions, but for tables of positions."""
     return {name.removesuffix(".weight") for name, shape in shapes.items()
-            if name.endswith(".weight") and len(shape) == 2 and name != "positions.weight"}  # fmt: skip
+            if name.endswith(".weight") and len(shape) == 2 and name not in ("positions.weight", "lead.weight")}  # fmt: skip

@@ -105,8 +105,10 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
         "qkv": ("attn_qkv",) if "v.blk.0.attn_qkv.weight" in shapes else ("attn_q", "attn_k", "attn_v"),
         "up": ("ffn_gate", up) if spec.gated else (up,), "head_norm": ("attn_q_norm", "attn_k_norm"),
         "after_attention_norm": ("attn_post_norm",), "after_mlp_norm": ("ffn_post_norm",),
+        "attention_scale": ("ls1",), "mlp_scale": ("ls2",),
     }  # fmt: skip
-    others = _NAMES | _PROJECTOR_NAMES["patch_merger" if spec.projector == "merger" and spec.post_norm else spec.projector]
+    is_paddle = spec.projector == "merger" and spec.post_norm
+    others = _NAMES | _PROJECTOR_NAMES["patch_merger" if is_paddle else "mlp" if spec.lead else spec.projector]
     modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in others.items()}
     if spec.projector == "gated":
         modules["projector.up"] = "mm.gate", "mm.up"
@@ -118,7 +120,7 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
     for ours in tower_shapes(spec):
         module, _, kind = ours.rpartition(".")
         kinds = BOUNDS if kind == "bounds" else (kind,)
-        names[ours] = _STANDARD.get(ours) or tuple(f"{theirs}.{each}" for theirs in modules[module] for each in kinds)
+        names[ours] = _ALONE.get(ours) or tuple(f"{theirs}.{each}" for theirs in modules[module] for each in kinds)
     if spec.frames:
         names["patch.weight"] += tuple(f"v.patch_embd.weight.{frame}" for frame in range(1, spec.frames))
     return names
@@ -254,6 +256,24 @@ def _lfm2(given: Given) -> tuple[Config, Config]:
     return config, {"resample": numbers[by]}
 
 
+def _internvl(given: Given) -> tuple[Config, Config]:
+    """Older files don't say into how many pieces an image is cut."""
+    out, _ = given.matrix("mm.model.mlp.3.weight")
+    act = given.vision["hidden_act"]
+    vision = {
+        **given.vision, "image_size": given.integer("image_size"), "layer_norm_eps": _eps(given),
+        "hidden_act": "gelu" if act == "gelu_pytorch_tanh" else act,
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in given.shapes else "rms_norm",
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in given.shapes,
+        "attention_bias": bool({"v.blk.0.attn_q.bias", "v.blk.0.attn_qkv.bias"} & given.shapes.keys()),
+    }  # fmt: skip
+    config = {
+        "vision_config": vision, "text_config": {"hidden_size": out},
+        "downsample_ratio": 1 / given.integer("projector.scale_factor", 2),
+    }  # fmt: skip
+    return config, {f"{bound}_patches": given.read.values.get(f"clip.vision.preproc_{bound}_tiles") for bound in ("min", "max")}
+
+
 PROJECTORS = {
     "qwen2vl_merger": Projector("Qwen2VLForConditionalGeneration", ("qwen2vl",), _qwen2),
     "qwen2.5vl_merger": Projector("Qwen2_5_VLForConditionalGeneration", ("qwen2vl",), _qwen2_5),
@@ -274,9 +294,13 @@ PROJECTORS = {
     "paddleocr": Projector("PaddleOCRVLForConditionalGeneration", ("paddleocr",), _paddleocr),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
+    "internvl": Projector("InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "gpt-oss"), _internvl),
 }  # fmt: skip
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
-_STANDARD = {"projector.standard_norm.shift": ("v.std_bias",), "projector.standard_norm.scale": ("v.std_scale",)}
+_ALONE = {
+    "projector.standard_norm.shift": ("v.std_bias",), "projector.standard_norm.scale": ("v.std_scale",),
+    "lead.weight": ("v.class_embd",),
+}  # fmt: skip
 _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
     "merger": {"projector.norm": "v.post_ln", "projector.up": "mm.0", "projector.down": "mm.2"},
@@ -292,6 +316,7 @@ _PROJECTOR_NAMES = {
     "joined": {
         "projector.norm": "mm.input_norm", "projector.up": "mm.1", "projector.down": "mm.2", "projector.out": "mm.model.fc",
     },
+    "mlp": {f"projector.{ours}": f"mm.model.mlp.{place}" for ours, place in (("norm", 0), ("up", 1), ("down", 3))},
 }  # fmt: skip
 
 

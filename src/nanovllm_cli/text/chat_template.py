@@ -19,7 +19,7 @@ import jinja2
 
 from nanovllm_cli.errors import TemplateError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense
-from nanovllm_cli.text.image_tokens import Sent, sounds_in_texts, with_images, with_marks
+from nanovllm_cli.text.image_tokens import Sent, images_in_texts, sounds_in_texts, with_images, with_marks
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -153,6 +153,8 @@ def prepare_chat(
     told, tokens = _plain_messages(messages), None if vision is None else vision.tokens
     if images and isinstance(vision, HearingSpec) and "audio" not in template.source.lower():
         told, tokens = sounds_in_texts(told, vision)
+    elif images and tokens is not None and tokens.line is not None and tokens.marker not in template.source:
+        told, tokens = images_in_texts(told, tokens)
     inputs = _plain({"messages": told, "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)
     veiled = {name: veil.over(value) for name, value in inputs.items()}

@@ -30,16 +30,25 @@ def in_vocabulary(vision: Sense, tokenizer: Tokenizer) -> Sense:
 def sounds_in_texts(messages: Sequence[Any], hearing: HearingSpec) -> tuple[list[Any], ImageTokens]:
     """Messages for a template that knows nothing of sounds: their parts are one text each, with a mark that nobody can have
     written where a sound is, and which tokens that becomes."""
-    before, after = hearing.around
+    return _in_texts(messages, "audio", hearing.tokens, *hearing.around)
+
+
+def images_in_texts(messages: Sequence[Any], tokens: ImageTokens) -> tuple[list[Any], ImageTokens]:
+    """The same of images."""
+    assert tokens.line is not None
+    return _in_texts(messages, "image", tokens, tokens.before, tokens.after + tokens.line)
+
+
+def _in_texts(messages: Sequence[Any], kind: str, tokens: ImageTokens, before: str, after: str) -> tuple[list[Any], ImageTokens]:
     mark = f"\u241f{secrets.token_hex(16)}"
     told = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
-            texts = [mark if part.get("type") == "audio" else str(part.get("text", "")) for part in content]
+            texts = [mark if part.get("type") == kind else str(part.get("text", "")) for part in content]
             message = {**message, "content": "".join(texts)}
         told.append(message)
-    return told, replace(hearing.tokens, marker=mark, before=before, after=after)
+    return told, replace(tokens, marker=mark, before=before, after=after)
 
 
 def with_marks(text: str, plain_at: Collection[int], tokens: ImageTokens, pictures: Sequence[Sent]) -> tuple[str, set[int]]:

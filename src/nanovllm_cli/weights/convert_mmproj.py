@@ -131,7 +131,7 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
 
 def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Header:
     tower, size = spec.tower, spec.size
-    side = {"tiles": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
+    side = {"tiles": size.tile, "canvas": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
     eps = tower.projector_eps if label == "pixtral" else tower.eps
@@ -155,6 +155,8 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
     if size.kind == "tiles":
         keys["clip.vision.preproc_image_size"] = size.longest_side
+    if size.kind == "canvas":
+        keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
     if tower.window:
         keys["clip.vision.window_size"] = tower.window * tower.cell
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1

@@ -8,6 +8,7 @@ read by `hearing_gguf.py`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -32,6 +33,7 @@ from nanovllm_cli.weights.vision import arranged, bounds_of, match_tensors, read
 from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
+_OF_A_BATCH = {"v.class_embd", "v.position_embd.weight"}
 _UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break")
 
 
@@ -146,6 +148,8 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     """Our names -> the file's."""
     shapes = _shapes(file)
     names = names_in_gguf(spec, shapes)
+    if spec.lead:  # which some files have as a batch of one
+        shapes |= {name: (math.prod(shapes[name]) // spec.hidden_size, spec.hidden_size) for name in _OF_A_BATCH & shapes.keys()}
     wanted: dict[str, tuple[int, ...]] = {}
     for ours, (rows, *others) in stored_shapes(_of_one_frame(spec), of_file=True).items():
         count = 1 if ours == "patch.weight" else len(names[ours])

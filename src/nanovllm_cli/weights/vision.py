@@ -157,6 +157,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["projector.join.weight"] = (spec.out_size, spec.hidden_size, spec.merge, spec.merge)
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
+    if spec.lead and not of_file:
+        shapes |= {"lead.weight": (1, 1, spec.hidden_size), "positions.weight": (1, *shapes["positions.weight"])}
     return shapes
 
 
@@ -178,6 +180,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.T
     if ours == "projector.norm.weight" and spec.projector == "pooled":
         return stored.to(torch.float32) + 1
+    if spec.lead and ours in ("lead.weight", "positions.weight"):
+        return stored.view(-1, spec.hidden_size)
     if ours == "projector.join.weight":  # a dimension's patches are behind each other there
         return stored.view(len(stored), spec.hidden_size, spec.merge**2).transpose(1, 2).flatten(1)
     return stored

@@ -1,0 +1,123 @@
+"""How InternVLs (2.5 to 3.5, as transformers has them) see: their configs -> VisionSpec, and what their folders call a tower's
+tensors. See `towers.py`. Squares of one size, with a class token; an image is cut into those that are nearest to its shape.
+"""
+
+from __future__ import annotations
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.family import ANOTHER
+from nanovllm_cli.models.tower_configs import (
+    CLIP,
+    MAX_PIXELS,
+    activation_of,
+    colours_of,
+    depth_of,
+    heads_of,
+    resample_of,
+    text_width,
+    vision_section,
+    weights_and_biases,
+)
+from nanovllm_cli.models.towers_tiled import MOST_TILES
+from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+
+_TOKENS = ImageTokens("<IMG_CONTEXT>", "<IMG_CONTEXT>", before="<img>", after="</img>", line="\n")
+
+
+def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """Of config.json, and of the image processor's settings."""
+    vision = vision_section(config, "internvl_vision")
+    hidden, side, patch = vision.integer("hidden_size", 1024), _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
+    merge = _merge(config)
+    if side % (patch * merge):
+        raise CheckpointError(
+            f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
+            BROKEN,
+        )
+    for read, key, only in (
+        (vision, "use_qk_norm", False), (vision, "use_absolute_position_embeddings", True), (vision, "use_mean_pooling", True),
+        (config, "projector_hidden_act", "gelu"), (config, "vision_feature_layer", -1),
+        (config, "vision_feature_select_strategy", "default"),
+    ):  # fmt: skip
+        if (said := read.values.get(key, only)) != only:
+            raise UnsupportedError(f"{read.where}: {key} {str(said)[:40]!r} is not supported", f"known: {only}")
+    if (norm := vision.text("norm_type", "layer_norm")) not in ("layer_norm", "rms_norm"):
+        raise UnsupportedError(f"{vision.where}: norm_type {norm[:40]!r} is not supported", "known: layer_norm, rms_norm")
+    width = text_width(config)
+    tower = TowerSpec(
+        patch_size=patch,
+        merge=merge,
+        hidden_size=hidden,
+        num_layers=depth_of(vision, "num_hidden_layers", 24),
+        num_heads=heads_of(vision, "num_attention_heads", hidden, parts=2),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        out_size=width,
+        activation=activation_of(vision, "gelu"),
+        norm="layer" if norm == "layer_norm" else "rms",
+        eps=vision.number("layer_norm_eps", 1e-6),
+        projector="joined",
+        projector_eps=1e-5,
+        projector_size=width,
+        qkv_bias=vision.flag("attention_bias", False),
+        patch_bias=True,
+        positions=(side // patch) ** 2,
+        stretch="bicubic",
+        lead=True,
+        scaled=True,
+    )
+    return VisionSpec(tower, _rule(tower, images, side), _TOKENS, *colours_of(images, CLIP))
+
+
+def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
+    """Pieces are made whatever "crop_to_patches" says, as transformers' processor does."""
+    size = images.section("size")
+    made = {size.integer(key, side) for key in ("height", "width")}
+    if made != {side}:
+        raise CheckpointError(f"{images.where}: the tower reads pieces of {side} x {side} pixels, not {sorted(made)}", BROKEN)
+    least, most = images.integer("min_patches", 1), images.integer("max_patches", 12)
+    if not least <= most <= MOST_TILES or most * side**2 > MAX_PIXELS:
+        raise CheckpointError(f"{images.where}: {least} to {most} pieces of {side} x {side} pixels are not believed", BROKEN)
+    return SizeRule(
+        "canvas", tower.cell, resample=resample_of(images, 3), tile=side, least_tiles=least, most_tiles=most
+    )  # fmt: skip
+
+
+def _side(vision: ConfigReader, key: str, usual: int) -> int:
+    """Of a square: a number, or the same one twice."""
+    said = vision.values.get(key, usual)
+    if not isinstance(said, list):
+        return vision.integer(key, usual)
+    sides = {ConfigReader({key: each}, vision.where).integer(key) for each in said}
+    if len(said) != 2 or len(sides) != 1:
+        raise UnsupportedError(f"{vision.where}: {key!r} other than of a square is not supported", ANOTHER)
+    return sides.pop()
+
+
+def _merge(config: ConfigReader) -> int:
+    """Of a share of a side's patches, which are joined."""
+    share = config.number("downsample_ratio", 0.5)
+    merge = round(1 / share) if 1 / 16 <= share <= 1 else 0
+    if merge * share != 1:
+        raise CheckpointError(f"{config.where}: 'downsample_ratio' must be one whole number's part, not {share}", BROKEN)
+    return merge
+
+
+_LAYER = "vision_tower.encoder.layer.{i}"
+INTERNVL_NAMES = weights_and_biases({
+    "patch": "vision_tower.embeddings.patch_embeddings.projection",
+    "layers.{i}.attention_norm": f"{_LAYER}.layernorm_before",
+    "layers.{i}.qkv": tuple(f"{_LAYER}.attention.{part}_proj" for part in "qkv"),
+    "layers.{i}.out": f"{_LAYER}.attention.projection_layer",
+    "layers.{i}.mlp_norm": f"{_LAYER}.layernorm_after",
+    "layers.{i}.up": f"{_LAYER}.mlp.fc1",
+    "layers.{i}.down": f"{_LAYER}.mlp.fc2",
+    "projector.norm": "multi_modal_projector.layer_norm",
+    "projector.up": "multi_modal_projector.linear_1",
+    "projector.down": "multi_modal_projector.linear_2",
+}) | {
+    "lead.weight": ("vision_tower.embeddings.cls_token",),
+    "positions.weight": ("vision_tower.embeddings.position_embeddings",),
+    "layers.{i}.attention_scale.weight": (f"{_LAYER}.lambda_1",),
+    "layers.{i}.mlp_scale.weight": (f"{_LAYER}.lambda_2",),
+}  # fmt: skip
