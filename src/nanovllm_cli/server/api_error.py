@@ -85,6 +85,10 @@ def invalid_value(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
+def late(seconds: float) -> ApiError:
+    return ApiError(503, f"not answered within {seconds:g} seconds", code="timeout")
+
+
 def draining() -> ApiError:
     return ApiError(503, "the server is about to end", code="draining", retry_after=5)
 

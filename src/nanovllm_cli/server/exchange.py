@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -18,6 +19,7 @@ class Exchange:
     """request_id: the client's own where it was sane. started, first_byte, ended: time.monotonic(). tenant: see ports.Caller.
 
     first_byte: of a stream; None for an answer that is sent at once.
+    limit: when it is over however far it has come; seconds: how long that is, None for no limit.
     path: as it was asked for, for logs; route: the route's template, for metrics (None where no route fits). traceparent,
     tracestate: see ports.Caller.
     """
@@ -35,6 +37,8 @@ class Exchange:
     ended: float | None = None
     model: str | None = None
     error: str | None = None
+    limit: asyncio.Timeout | None = None
+    seconds: float | None = None
     _generations: list[Generation] = field(default_factory=list)
     _read_tokens: int = 0
 
@@ -46,6 +50,10 @@ class Exchange:
         """This generation's tokens are part of the exchange. Routes call it once for each."""
         self.model = generation.model.id
         self._generations.append(generation)
+
+    def forget(self) -> None:
+        """What is over. A connection that stays keeps its last request's scope, and with it the exchange."""
+        self._generations.clear()
 
     def count(self, model: str | None, prompt_tokens: int) -> None:
         """Tokens that were read without a generation (embeddings, counting)."""

@@ -21,11 +21,12 @@ from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.engine.vectors import unit
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
+from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE, chat_prompt
+from nanovllm_cli.server.logprobs import check_prompt_logprobs
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import (
@@ -181,6 +182,7 @@ class Generator:
     ) -> LiveGeneration:
         param = asked.param if isinstance(asked, ChatAsked) else "prompt"
         _check_fits(prompt_ids, work.model, param)
+        check_prompt_logprobs(len(prompt_ids), params)
         if asked.most_tokens is not None:
             params = _within(asked.most_tokens, len(prompt_ids), params, param)
         if params.constraint is not None:
@@ -385,11 +387,7 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str, cut: 
     if isinstance(prompt, str) and cut is not None:
         prompt = prompt[: model.most_chars(cut)]
     elif isinstance(prompt, str):
-        model.check_length(len(prompt), param)
-        try:
-            model.tokenizer.check_fits(prompt, model.facts.context_len)
-        except PromptTooLongError as error:
-            raise too_long(error.prompt_len, error.limit, param, at_least=True) from error
+        model.check_texts([prompt], param)
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise ApiError(400, "the text is empty", param=param)

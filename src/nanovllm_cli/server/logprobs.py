@@ -19,13 +19,27 @@ from msgspec import Raw
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import invalid_value
 from nanovllm_cli.server.ports import Event
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 
+MOST_PROMPT_LOGPROBS = 1 << 21
+"""Of one request's prompts. Until the answer is written all of them are values, some 250 bytes each, in two processes."""
+
 LOWEST = -9999.0
 """Instead of minus infinity, which JSON cannot say (OpenAI's)."""
+
+
+def check_prompt_logprobs(num_tokens: int, params: SamplingParams) -> None:
+    """num_tokens: of all prompts. Raises ApiError 400."""
+    if params.prompt_logprobs is None:
+        return
+    wanted = num_tokens * (params.prompt_logprobs + 1)
+    if wanted > MOST_PROMPT_LOGPROBS:
+        told = f"{wanted} log-probabilities of {num_tokens} prompt tokens are more than one request may ask for"
+        raise invalid_value(f"{told}, {MOST_PROMPT_LOGPROBS}", "prompt_logprobs")
 
 
 class TextTokens:

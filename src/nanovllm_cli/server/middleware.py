@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm_cli.server.api_error import ApiError, draining
+from nanovllm_cli.server.api_error import ApiError, draining, late
 from nanovllm_cli.server.errors import as_api_error, error_response
 from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
 from nanovllm_cli.server.gate import Gate, Turnstile
@@ -77,6 +77,7 @@ class Exchanges:
         self._observer.http_started()
         try:
             async with asyncio.timeout(self._settings.request_seconds) as limit:
+                exchange.limit, exchange.seconds = limit, self._settings.request_seconds
                 await self._app(scope, receive, watched)
         except asyncio.CancelledError:  # the server ends, and did not wait any longer
             if exchange.status is None:
@@ -96,11 +97,12 @@ class Exchanges:
                 exchange.method, exchange.route, exchange.status, exchange.ended - exchange.started
             )
             self._ended(exchange)
+            exchange.forget()
 
     def _error_of(self, failure: Exception, exchange: Exchange, timed_out: bool) -> ApiError:
         if timed_out:
             exchange.error = "timeout"
-            return ApiError(503, f"not answered within {self._settings.request_seconds:g} seconds", code="timeout")
+            return late(self._settings.request_seconds or 0.0)
         error = as_api_error(failure)
         exchange.error = error.label
         if error.status >= 500 and not isinstance(failure, ApiError):

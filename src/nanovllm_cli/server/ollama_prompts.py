@@ -56,7 +56,7 @@ def generate_asked(body: OllamaGenerateRequest, model: ServedModel, form: Constr
     prompt = body.prompt or ""
     _check_fields(body)
     if body.suffix:
-        model.check_length(len(prompt) + len(body.suffix), "prompt")
+        model.check_texts([prompt, body.suffix], "prompt")
         try:
             return _text(body, model, form, fill_in_the_middle(model.tokenizer, prompt, body.suffix))
         except NanovllmError as error:

@@ -17,6 +17,7 @@ from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.errors import PromptTooLongError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import invalid_value, too_long
@@ -123,6 +124,16 @@ class ServedModel:
         least, limit = num_chars // self.most_chars(1), self.facts.context_len
         if least >= limit:
             raise too_long(least, limit, param, at_least=True)
+
+    def check_texts(self, texts: Sequence[str], param: str) -> None:
+        """The same of all of them together, and of the beginning of each as it is tokenized."""
+        limit = self.facts.context_len
+        self.check_length(sum(map(len, texts)), param)
+        try:
+            for text in texts:
+                self.tokenizer.check_fits(text, limit)
+        except PromptTooLongError as error:
+            raise too_long(error.prompt_len, limit, param, at_least=True) from error
 
 
 class TextSide(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -48,10 +48,9 @@ def router(context: ServerContext) -> APIRouter:
         if form is not None:
             await context.check(form, "output_config.format")
         conversation = await off_loop(request, lambda: chat_messages(body.system, body.messages))
-        async with context.models.use(body.model) as model:
-            asked = _chat_asked(body, conversation, body.sampling(model.default_params), form, model)
-            builder = MessageBuilder(model.id, shows_thinking=_thinking(body).display != "omitted")
-        answering = _Answering(context, exchange, body, asked, builder)
+        answering = _Answering(context, exchange, body, conversation, form)
+        body.messages = []
+        del conversation
         if not body.stream:
             return JsonResponse(await while_connected(request, answering.whole()))
 
@@ -80,8 +79,9 @@ class _Answering:
     context: ServerContext
     exchange: Exchange
     body: MessagesRequest
-    asked: ChatAsked
-    builder: MessageBuilder
+    conversation: Conversation | None
+    form: Constraint | None
+    builder: MessageBuilder = field(init=False)
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self._events()) as steps:
@@ -97,19 +97,27 @@ class _Answering:
     async def _events(self) -> AsyncGenerator[Sequence[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
         begun = False
-        async with aclosing(
-            await self.context.generates.chat(self.body.model, self.asked, self.exchange.caller)
-        ) as generation:
-            self.exchange.follow(generation)
-            async for step in generation:
-                events = [] if begun else self.builder.begin(generation.usage)
-                begun = True
-                for event in step:
-                    events += self.builder.take(event)
-                if events:
-                    yield events
-            usage = generation.usage
+        async with self.context.models.use(self.body.model) as model:
+            chat = self.context.generates.chat(self.body.model, self._asked(model), self.exchange.caller)
+            async with aclosing(await chat) as generation:
+                self.exchange.follow(generation)
+                async for step in generation:
+                    events = [] if begun else self.builder.begin(generation.usage)
+                    begun = True
+                    for event in step:
+                        events += self.builder.take(event)
+                    if events:
+                        yield events
+                usage = generation.usage
         yield [*([] if begun else self.builder.begin(usage)), *self.builder.complete(usage, self.body.max_tokens)]
+
+
+    def _asked(self, model: ServedModel) -> ChatAsked:
+        """Only once: images are not to wait for the end of the answer."""
+        conversation, self.conversation = self.conversation, None
+        assert conversation is not None
+        self.builder = MessageBuilder(model.id, shows_thinking=_thinking(self.body).display != "omitted")
+        return _chat_asked(self.body, conversation, self.body.sampling(model.default_params), self.form, model)
 
 
 class _Thinking(msgspec.Struct):

@@ -19,6 +19,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.logprobs import check_prompt_logprobs
 from nanovllm_cli.server.merging import merged
 from nanovllm_cli.server.openai_answers import Answer, Head, gather, off_loop, timings_fields, total, usage_fields
 from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
@@ -134,14 +135,20 @@ async def _generations(
             await stack.enter_async_context(contextlib.aclosing(generation))
             exchange.follow(generation)
             begun.append(Begun(prompt, params, generation))
+            check_prompt_logprobs(sum(len(each.generation.prompt_ids) for each in begun), params)
         yield style, begun
 
 
 async def _with_suffix(model: ServedModel, prompt: str | list[int], suffix: str | None) -> str | list[int]:
     if not suffix:
         return prompt
+
+    def middle() -> list[int]:
+        model.check_texts([prompt, suffix] if isinstance(prompt, str) else [suffix], "suffix")
+        return fill_in_the_middle(model.tokenizer, prompt, suffix)
+
     try:
-        return await asyncio.to_thread(fill_in_the_middle, model.tokenizer, prompt, suffix)
+        return await asyncio.to_thread(middle)
     except NanovllmError as error:
         raise ApiError.of(error, "suffix") from None
 

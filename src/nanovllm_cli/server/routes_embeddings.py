@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from nanovllm_cli.engine.vectors import by_score, nearness, unit
 from nanovllm_cli.errors import NanovllmError, UsageError
-from nanovllm_cli.server.api_error import ApiError, invalid_value
+from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
@@ -36,6 +36,13 @@ from nanovllm_cli.server.schemas_openai import (
 )
 from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, NativeEmbeddings, RerankAnswer, ScoreAnswer
 from nanovllm_cli.server.sse import while_connected
+from nanovllm_cli.weights.scoring import Scoring
+
+_PAIRS_AT_ONCE = 16
+"""A client that has left is not read for further than these."""
+
+_TOKENS_AT_ONCE = 1 << 17
+"""A long query beside each of thousands of documents is read again with each."""
 
 T = TypeVar("T")
 
@@ -190,21 +197,42 @@ async def _scores(
     if body.pooling is not None:
         raise invalid_value("this model ranks, and pools as its head wants it", "pooling")
     together, limit = list(zip(_each(queries, documents), documents, strict=True)), model.cut_to(most)
+    param = "documents" if isinstance(body, RerankRequest) else "text_2"
+    rows: list[Sequence[float]] = []
+    waiting: list[list[int]] = []
+    count = 0
 
-    def prompt(query: str, document: str) -> list[int]:
-        if limit is None:
-            return scoring.prompt(model.tokenizer, query, document)
-        ids = scoring.fitting(model.tokenizer, query, document, limit)
-        if len(ids) > limit:
-            raise UsageError(f"the query leaves no room for a document in {limit} tokens", "shorten it")
-        return ids
+    def prompts_of(pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        return [_prompt(model, scoring, *pair, limit, param) for pair in pairs]
 
-    try:
-        prompts = await asyncio.to_thread(lambda: [prompt(*pair) for pair in together])
-    except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
-        raise ApiError.of(error, "documents" if isinstance(body, RerankRequest) else "text_2") from error
-    rows, count = await embed(body.model, prompts, model.facts.pooling, priority=priority, normalize=False)
+    for end in range(_PAIRS_AT_ONCE, len(together) + _PAIRS_AT_ONCE, _PAIRS_AT_ONCE):
+        try:
+            waiting += await asyncio.to_thread(prompts_of, together[end - _PAIRS_AT_ONCE : end])
+        except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
+            raise ApiError.of(error, param) from error
+        if end >= len(together) or sum(map(len, waiting)) >= _TOKENS_AT_ONCE:
+            found, read = await embed(body.model, waiting, model.facts.pooling, priority=priority, normalize=False)
+            rows += found
+            count += read
+            waiting = []
     return [scoring.score(row) for row in rows], count
+
+
+def _prompt(model: ServedModel, scoring: Scoring, query: str, document: str, limit: int | None, param: str) -> list[int]:
+    """limit: tokens to which the document is cut; None: not at all. No text is read that can't fit."""
+    tokenizer, most = model.tokenizer, model.facts.context_len
+    if limit is not None:
+        document = document[: model.most_chars(limit)]
+    model.check_texts([query] if limit is not None else [query, document], param)
+    if limit is None:
+        ids = scoring.prompt(tokenizer, query, document)
+        if len(ids) > most:
+            raise too_long(len(ids), most, param)
+        return ids
+    ids = scoring.fitting(tokenizer, query, document, limit)
+    if len(ids) > limit:
+        raise UsageError(f"the query leaves no room for a document in {limit} tokens", "shorten it")
+    return ids
 
 
 def _each(queries: Sequence[T], documents: Sequence[object]) -> Sequence[T]:

@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import TokenLogprobs
-from nanovllm_cli.errors import PromptTooLongError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.context import ServerContext
@@ -134,6 +133,8 @@ def _prompts(model: ServedModel, body: NativeRequest) -> list[str | list[int]]:
         return [_prompt(model, prompt) for prompt in several_prompts(body.prompt)]
     assert isinstance(body, InfillRequest)
     files = [(extra["filename"], extra["text"]) for extra in body.input_extra or ()]
+    texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(text for file in files for text in file)]
+    model.check_texts(texts, "input_prefix")
     return [fill_in_the_middle(model.tokenizer, body.input_prefix, body.input_suffix, files, body.prompt or "")]
 
 
@@ -150,10 +151,7 @@ def _prompt(model: ServedModel, prompt: NativePrompt) -> str | list[int]:
         if len(ids) >= limit:
             raise too_long(len(ids), limit, "prompt", at_least=True)
         if isinstance(piece, str):
-            try:
-                model.tokenizer.check_fits(piece, limit)
-            except PromptTooLongError as error:
-                raise too_long(error.prompt_len, limit, "prompt", at_least=True) from error
+            model.check_texts([piece], "prompt")
             ids += model.tokenizer.encode(piece, add_special_tokens=place == 0)
         else:
             ids.append(piece)

@@ -64,20 +64,9 @@ def router(context: ServerContext) -> APIRouter:
         before, items = await _items(body, request, store, exchange.tenant)
         tools = tools_of(body)
         form = await form_of(body, context)
-        async with context.models.use(body.model) as model:
-            num_top = _logprobs(body, tools)
-            params = body.sampling(model, n=1, max_tokens=body.max_output_tokens, logprobs=num_top)
-            asked = replace(
-                _chat_asked(body, before, items, tools, form, params, model),
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-            )
-            builder = ResponseBuilder(
-                new_response(body, tools, model.id, params.temperature, params.top_p),
-                seals_reasoning="reasoning.encrypted_content" in (body.include or ()),
-            )
-            tokens = None if num_top is None else ContentTokens(model.tokenizer, params)
-        answering = _Answering(context, exchange, body, asked, items, builder, tokens, store)
+        answering = _Answering(context, exchange, body, before, items, tools, form, store)
+        body.input = ""
+        del before, items
         if body.stream:
             return context.stream(answering.frames(), _error_frame)
         return JsonResponse(await while_connected(request, answering.whole()))
@@ -139,16 +128,18 @@ def router(context: ServerContext) -> APIRouter:
 
 @dataclass
 class _Answering:
-    """One request on its way. items: what it brought itself."""
+    """One request on its way. before, items: what was said, and what it brought itself."""
 
     context: ServerContext
     exchange: Exchange
     body: ResponsesRequest
-    asked: ChatAsked
+    before: Sequence[Item]
     items: Sequence[Item]
-    builder: ResponseBuilder
-    tokens: ContentTokens | None
+    tools: ToolsAsked
+    form: Constraint | None
     store: ResponseStore
+    builder: ResponseBuilder = field(init=False)
+    tokens: ContentTokens | None = None
     begun: bool = False
     usage: Usage = field(default=Usage(0, 0, 0, 0))
 
@@ -175,22 +166,37 @@ class _Answering:
     async def _events(self) -> AsyncGenerator[list[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
         cut_off = False
-        chat = self.context.generates.chat(self.body.model, self.asked, self.exchange.caller)
-        async with aclosing(await chat) as generation:
-            self.exchange.follow(generation)
-            async for step in generation:
-                events = self._begin()
-                for event in step:
-                    events += self.builder.take(event, self.tokens.take(event) if self.tokens is not None else [])
-                    cut_off = cut_off or event.finish_reason == "length"
+        async with self.context.models.use(self.body.model) as model:
+            chat = self.context.generates.chat(self.body.model, self._asked(model), self.exchange.caller)
+            async with aclosing(await chat) as generation:
+                self.exchange.follow(generation)
+                self.before = ()  # images are not to wait for the end of the answer
+                if self.body.store is False:
+                    self.items = ()
+                async for step in generation:
+                    events = self._begin()
+                    for event in step:
+                        events += self.builder.take(event, self.tokens.take(event) if self.tokens is not None else [])
+                        cut_off = cut_off or event.finish_reason == "length"
+                    self.usage = generation.usage
+                    if events:
+                        yield events
                 self.usage = generation.usage
-                if events:
-                    yield events
-            self.usage = generation.usage
         events = self._begin() + self.builder.complete(cut_off, self.usage)
         if self.body.store is not False:
             self._keep()
         yield events
+
+    def _asked(self, model: ServedModel) -> ChatAsked:
+        body, num_top = self.body, _logprobs(self.body, self.tools)
+        params = body.sampling(model, n=1, max_tokens=body.max_output_tokens, logprobs=num_top)
+        self.builder = ResponseBuilder(
+            new_response(body, self.tools, model.id, params.temperature, params.top_p),
+            seals_reasoning="reasoning.encrypted_content" in (body.include or ()),
+        )
+        self.tokens = None if num_top is None else ContentTokens(model.tokenizer, params)
+        asked = _chat_asked(body, self.before, self.items, self.tools, self.form, params, model)
+        return replace(asked, priority=body.priority or 0, cache_salt=body.cache_salt)
 
     def _begin(self) -> list[StreamEvent]:
         if self.begun:

@@ -53,8 +53,11 @@ Unsupported = Annotated[None, BeforeValidator(_refuse)]
 """A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken, and a list of none."""
 ChosenByModel = Annotated[None, BeforeValidator(_refuse_choice)]
 """`lora` of a request that chooses an adapter by the model's name alone."""
-Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no effect on the answer"})]
-"""A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping."""
+Tolerated = Annotated[
+    Any, BeforeValidator(lambda _: None), WithJsonSchema({"description": "Tolerated; has no effect on the answer"})
+]
+"""A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping.
+It is not kept, however long the answer takes."""
 ShortText = Annotated[str, StringConstraints(max_length=SHORT)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=SHORT)]
 TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]

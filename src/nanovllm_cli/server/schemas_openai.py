@@ -194,7 +194,7 @@ class ChatRequest(StreamFields, SamplingFields):
     add_generation_prompt: bool | None = None
 
     prediction: Tolerated = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST_ERROR] | None = Field(default=None, max_length=8)
     verbosity: Literal["medium"] | None = None
     audio: Unsupported = None
     web_search_options: Unsupported = None

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.reading import object_schema
@@ -53,6 +54,13 @@ _JSON_SCHEMA = object_schema(
     {"type": {"const": "json_schema"}, "name": {"type": "string", "maxLength": 64}, "schema": {"type": "object"}}, _MAYBE
 )
 _FORMAT: dict[str, Any] = {"anyOf": [object_schema({"type": {"enum": ["text", "json_object"]}}), _JSON_SCHEMA]}
+
+
+def _few_labels(value: Any) -> Any:
+    """Judged by their number, before each of many is told to be wrong."""
+    if isinstance(value, dict) and len(value) > 16:
+        raise PydanticCustomError("too_long", f"has {len(value)} entries, at most 16 are taken")
+    return value
 
 
 class ReasoningAsked(StrictModel):
@@ -102,7 +110,8 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     include: Annotated[list[Include], Field(max_length=16)] | None = None
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16),
+            BeforeValidator(_few_labels),
         ]
         | None
     ) = None

@@ -26,13 +26,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, late
 from nanovllm_cli.server.errors import as_api_error, openai_form
+from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
 
 logger = logging.getLogger(__name__)
 
 ABORT = "nanovllm.abort"
 """In a scope: a function that resets the connection. Closing it would wait for the client to take what was written."""
+
+LAST_WORDS_SECONDS = 5.0
+"""For an error at the end of a stream whose time is over."""
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -74,7 +78,7 @@ def openai_error_frames(error: ApiError) -> bytes:
 
 class EventStream(Response):
     """Sends frames as they come. Status 200 is said with the first one, or with the first ping; an exception before that is
-    raised to the caller, one behind it is sent as `error_frames`, and ends the stream.
+    raised to the caller, one behind it is sent as `error_frames`, and ends the stream. So does the request's limit (`Exchange`).
 
     ping_seconds: a sign of life is sent when nothing was for so long. write_seconds: a client that takes nothing for so long is
     dropped.
@@ -104,15 +108,28 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
         gone, stalled = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._watch_clock(send))
+        exchange: Exchange | None = scope.get(SCOPE_KEY)
+        over = asyncio.create_task(_until_over(exchange))
         try:
-            await asyncio.wait([pump, gone, stalled], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([pump, gone, stalled, over], return_when=asyncio.FIRST_COMPLETED)
+            is_late = over.done() and not (pump.done() or gone.done() or stalled.done())
             if stalled.done() and ABORT in scope:
                 scope[ABORT]()
         finally:
-            await _cancel(pump, gone, stalled)
+            await _cancel(pump, gone, stalled, over)
             await self._frames.aclose()
         if not pump.cancelled():
             pump.result()
+        elif is_late and exchange is not None:
+            await self._end_late(send, exchange)
+
+    async def _end_late(self, send: Send, exchange: Exchange) -> None:
+        error = late(exchange.seconds or 0.0)
+        if not self._begun:
+            raise error
+        exchange.error = error.label
+        await self._send(send, self._error_frames(error))
+        await self._send(send, b"", more=False)
 
     async def _pump(self, send: Send) -> None:
         try:
@@ -169,6 +186,15 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _until_over(exchange: Exchange | None) -> None:
+    """The request's limit, which is then put off a little, for the last words."""
+    if exchange is None or exchange.limit is None or (when := exchange.limit.when()) is None:
+        await asyncio.Event().wait()
+        return
+    exchange.limit.reschedule(when + LAST_WORDS_SECONDS)
+    await asyncio.sleep(when - asyncio.get_running_loop().time())
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
