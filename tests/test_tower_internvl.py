@@ -4,15 +4,18 @@ one that knows nothing of images. Rows, answers, files: test_towers.py, test_vis
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as pillow
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
@@ -27,10 +30,13 @@ from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.vision_spec import SizeRule, VisionSpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.vision import read_vision
 from seeing import png
 from test_convert import TINY
 from test_image_pieces import read
 from test_images import colours, saved, seeing
+from test_remote_families import internlm2
+from test_towers_pages import CLIP as CLIP_COLOURS
 from test_vision import MODELS, logprobs_of
 
 INTERNVL3_1B: dict[str, Any] = {
@@ -63,6 +69,13 @@ TEMPLATES = {
         "<|im_start|>assistant\n"
     ),
 }
+OLD_NAMES = {
+    r"encoder\.layer\.": "encoder.layers.", r"cls_token": "class_embedding", r"position_embeddings": "position_embedding",
+    r"patch_embeddings\.projection": "patch_embedding", r"lambda_(\d)": r"ls\1", r"attention\.projection_layer": "attn.proj",
+    r"attention\.": "attn.", r"layernorm_before": "norm1", r"layernorm_after": "norm2",
+    r"multi_modal_projector\.layer_norm": "mlp1.0", r"multi_modal_projector\.linear_1": "mlp1.1",
+    r"multi_modal_projector\.linear_2": "mlp1.3",
+}  # fmt: skip
 WORDS = ["<IMG_CONTEXT>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -161,13 +174,14 @@ def test_a_config_that_is_broken(config: dict[str, Any], images: dict[str, Any],
         read(config, images)
 
 
-def model_of(template: str, folder: Path) -> Path:
+def model_of(template: str, folder: Path, text: dict[str, Any] | None = None) -> Path:
     """With a tokenizer that a GGUF file can hold."""
     backend = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     backend.add_special_tokens(WORDS)
     config = MODELS["internvl"].to_dict()
     config["image_token_id"] = backend.token_to_id("<IMG_CONTEXT>")
     config["text_config"] |= {"vocab_size": backend.get_vocab_size(), "max_position_embeddings": 1024}
+    config["text_config"] |= text or {}
     save(random_model(type(MODELS["internvl"])(**config), auto=AutoModelForImageTextToText), folder)
     backend.save(str(folder / "tokenizer.json"))
     told = json.loads((TINY / "tokenizer_config.json").read_text())
@@ -204,6 +218,99 @@ def test_a_model_and_what_is_made_of_it_answer_alike_by_either_template(tmp_path
     for each in found[1:]:
         assert each[:2] == (prompt, tokens)
         assert each[2] == pytest.approx(logprobs, abs=1e-3)
+
+
+def as_first_published(folder: Path, output: Path, text: str = "Qwen3ForCausalLM") -> Path:
+    """The same model as a folder with code of its own, by the names that transformers' converter changes (its
+    convert_internvl_weights_to_hf.py)."""
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        theirs = name.removeprefix("model.").removeprefix("vision_tower.")
+        if "lm_head" in name or "language_model" in name:
+            tensors[name if name.startswith("language_model.") else f"language_model.{theirs}"] = tensor
+            continue
+        for ours, old in OLD_NAMES.items():
+            theirs = re.sub(ours, old, theirs)
+        tensors[theirs if theirs.startswith("mlp1") else f"vision_model.{theirs}"] = tensor
+    for layer in sorted({name.split(".")[3] for name in tensors if ".attn.q_proj." in name}):
+        for kind in "weight", "bias":
+            parts = [f"vision_model.encoder.layers.{layer}.attn.{part}_proj.{kind}" for part in "qkv"]
+            if parts[0] in tensors:
+                tensors[f"vision_model.encoder.layers.{layer}.attn.qkv.{kind}"] = torch.cat([tensors.pop(part) for part in parts])
+    output.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    kept = {key: vision[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                                         "norm_type", "layer_norm_eps", "hidden_act")}  # fmt: skip
+    chat = {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "downsample_ratio": 0.5, "ps_version": "v2",
+        "llm_config": config["text_config"] | {"architectures": [text]}, "dynamic_image_size": True, "max_dynamic_patch": 4,
+        "min_dynamic_patch": 1, "select_layer": -1, "use_thumbnail": True, "tie_word_embeddings": True,
+        "force_image_size": vision["image_size"][0],
+        "vision_config": kept | {"image_size": vision["image_size"][0], "patch_size": vision["patch_size"][0],
+                                 "qkv_bias": vision["attention_bias"], "qk_normalization": False},
+    }  # fmt: skip
+    (output / "config.json").write_text(json.dumps(chat))
+    (output / "preprocessor_config.json").write_text(json.dumps(CLIP_COLOURS | {"size": 448, "crop_size": 448}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (output / name).write_text((folder / name).read_text())
+    return output
+
+
+def test_folders_with_code_of_their_own_are_the_same_model(tmp_path: Path) -> None:
+    folder = model_of("its own", tmp_path / "folder")
+    first = as_first_published(model_of("of texts", tmp_path / "of texts"), tmp_path / "first")
+    assert asked(first) == asked(folder)
+    output = tmp_path / "m.gguf"
+    with open_checkpoint(first) as checkpoint:
+        plan = convert.plan(checkpoint, "gguf", "f32")
+        assert plan.tower is not None
+        convert.write(checkpoint, plan, output)
+        plan.tower.write(output, replace=True, progress=NullProgress())
+    found, wanted = asked(output), asked(folder)
+    assert found[:2] == wanted[:2]
+    assert found[2] == pytest.approx(wanted[2], abs=1e-3)
+
+
+def test_an_internlm2_inside_of_one(tmp_path: Path) -> None:
+    """Whose queries, keys and values are one tensor, by the heads that its part of the config has."""
+    folder = model_of("of texts", tmp_path / "folder", {"model_type": "llama", "head_dim": 8})
+    first = as_first_published(folder, tmp_path / "first", "InternLM2ForCausalLM")
+    config = json.loads((first / "config.json").read_text())
+    config["llm_config"] |= {"model_type": "internlm2", "bias": False}
+    (first / "config.json").write_text(json.dumps(config))
+    tensors = load_file(first / "model.safetensors")
+    own = [name for name in tensors if name.startswith("language_model.")]
+    inner = {name.removeprefix("language_model."): tensors.pop(name) for name in own}
+    inner = internlm2(inner, config["llm_config"])
+    assert any("wqkv" in name for name in inner)
+    save_file(tensors | {f"language_model.{name}": tensor for name, tensor in inner.items()}, first / "model.safetensors")
+    assert asked(first) == asked(folder)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"ps_version": "v1"}, "ps_version 'v1'"), ({"select_layer": -4}, "select_layer '-4'"), ({"pad2square": True}, "pad2square"),
+    ({"force_image_size": 64}, "positions for another image_size than force_image_size, 64"),
+    ({"use_thumbnail": False}, "use_thumbnail"),
+    ({"vision_config": {"image_size": 32, "patch_size": 4, "qk_normalization": True}}, "use_qk_norm"),
+    ({"llm_config": {"architectures": ["Phi3VForCausalLM"], "hidden_size": 8}}, "unknown architecture"),
+])  # fmt: skip
+def test_what_such_a_folder_can_not_be(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = as_first_published(model_of("its own", tmp_path / "folder"), tmp_path / "first")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with open_checkpoint(folder) as checkpoint, pytest.raises(UnsupportedError, match=words):
+        read_vision(checkpoint)
+
+
+def test_one_piece_where_such_a_folder_makes_no_more() -> None:
+    chat = {"architectures": ["InternVLChatModel"], "text_config": {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 8},
+            "vision_config": {"image_size": 448, "qk_normalization": False}}  # fmt: skip
+    spec = read(chat)
+    assert (spec.size.most_tiles, spec.tower.norm, spec.tower.hidden_size) == (1, "rms", 3200)
+    assert (spec.mean, spec.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert read(chat | {"dynamic_image_size": True, "use_thumbnail": True}).size.most_tiles == 6
 
 
 def test_a_template_that_tells_of_images_but_writes_none_is_refused(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
+    "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
@@ -299,6 +300,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     others = HF_BODIES | HF_CLASSIFIERS
+    if names[0] == "InternVLChatModel" and isinstance(inner, Mapping):
+        return hf_family(inner)
     if names[0] == "InternVLForConditionalGeneration":
         return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))

@@ -34,7 +34,7 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
-from nanovllm_cli.models.towers_internvl import INTERNVL_NAMES, internvl
+from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_qwen import (
     QWEN2_5_NAMES,
@@ -176,6 +176,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Glm46VForConditionalGeneration": _GLM4V,
     "GlmOcrForConditionalGeneration": TowerFamily(glm_ocr, GLM_OCR_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,

@@ -294,7 +294,10 @@ PROJECTORS = {
     "paddleocr": Projector("PaddleOCRVLForConditionalGeneration", ("paddleocr",), _paddleocr),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
-    "internvl": Projector("InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "gpt-oss"), _internvl),
+    "internvl": Projector(
+        "InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "internlm2", "gpt-oss"), _internvl,
+        also=("InternVLChatModel",),
+    ),
 }  # fmt: skip
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
 _ALONE = {

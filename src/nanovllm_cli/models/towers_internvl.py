@@ -1,5 +1,8 @@
-"""How InternVLs (2.5 to 3.5, as transformers has them) see: their configs -> VisionSpec, and what their folders call a tower's
-tensors. See `towers.py`. Squares of one size, with a class token; an image is cut into those that are nearest to its shape.
+"""How InternVLs (2.5 to 3.5) see: their configs -> VisionSpec, and what their folders call a tower's tensors. See `towers.py`.
+Squares of one size, with a class token; an image is cut into those that are nearest to its shape.
+
+Folders are of two kinds: as transformers has them ("InternVLForConditionalGeneration"), and as they were published first, with
+code of their own ("InternVLChatModel"), which is not run; their configs are put as the others have it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from nanovllm_cli.models.tower_configs import (
 from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
 
+IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _TOKENS = ImageTokens("<IMG_CONTEXT>", "<IMG_CONTEXT>", before="<img>", after="</img>", line="\n")
 
 
@@ -69,6 +73,32 @@ def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     return VisionSpec(tower, _rule(tower, images, side), _TOKENS, *colours_of(images, CLIP))
 
 
+def internvl_chat(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """The same of a folder with code of its own. What its config leaves out is as that code has it."""
+    said = config.section("vision_config")
+    for key, only in (("ps_version", "v2"), ("select_layer", -1), ("pad2square", False)):
+        if (found := config.values.get(key, only)) != only:
+            raise UnsupportedError(f"{config.where}: {key} {str(found)[:40]!r} is not supported", f"known: {only}")
+    usual = {"hidden_size": 3200, "num_hidden_layers": 48, "num_attention_heads": 25, "intermediate_size": 12800,
+             "image_size": 224, "norm_type": "rms_norm"}  # fmt: skip
+    kept = ("num_channels", "patch_size", "hidden_act", "layer_norm_eps", *usual)
+    vision = usual | {key: said.values[key] for key in kept if said.has(key)}
+    vision |= {"attention_bias": said.flag("qkv_bias", False), "use_qk_norm": said.flag("qk_normalization", True)}
+    if (side := config.integer("force_image_size", vision["image_size"])) != vision["image_size"]:
+        raise UnsupportedError(f"{config.where}: positions for another image_size than force_image_size, {side}", ANOTHER)
+    least, most = config.integer("min_dynamic_patch", 1), config.integer("max_dynamic_patch", 6)
+    if not config.flag("dynamic_image_size", False):
+        least = most = 1
+    if most > 1 and not config.flag("use_thumbnail", False):
+        raise UnsupportedError(f"{config.where}: pieces of an image without all of it (use_thumbnail) are not supported", ANOTHER)
+    plain = {key: images.values.get(key) for key in ("image_mean", "image_std")}
+    values = {"architectures": config.values["architectures"], "text_config": config.values.get("text_config"),
+              "vision_config": vision, "downsample_ratio": config.number("downsample_ratio", 0.5)}  # fmt: skip
+    settings = {"image_mean": IMAGENET[0], "image_std": IMAGENET[1], "min_patches": least, "max_patches": most}
+    settings |= {key: value for key, value in plain.items() if value is not None}
+    return internvl(ConfigReader(values, config.where), ConfigReader(settings, images.where))
+
+
 def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
     """Pieces are made whatever "crop_to_patches" says, as transformers' processor does."""
     size = images.section("size")
@@ -103,6 +133,24 @@ def _merge(config: ConfigReader) -> int:
     return merge
 
 
+_CHAT_LAYER = "vision_model.encoder.layers.{i}"
+INTERNVL_CHAT_NAMES = weights_and_biases({
+    "patch": "vision_model.embeddings.patch_embedding",
+    "layers.{i}.attention_norm": f"{_CHAT_LAYER}.norm1",
+    "layers.{i}.qkv": f"{_CHAT_LAYER}.attn.qkv",
+    "layers.{i}.out": f"{_CHAT_LAYER}.attn.proj",
+    "layers.{i}.mlp_norm": f"{_CHAT_LAYER}.norm2",
+    "layers.{i}.up": f"{_CHAT_LAYER}.mlp.fc1",
+    "layers.{i}.down": f"{_CHAT_LAYER}.mlp.fc2",
+    "projector.norm": "mlp1.0",
+    "projector.up": "mlp1.1",
+    "projector.down": "mlp1.3",
+}) | {
+    "lead.weight": ("vision_model.embeddings.class_embedding",),
+    "positions.weight": ("vision_model.embeddings.position_embedding",),
+    "layers.{i}.attention_scale.weight": (f"{_CHAT_LAYER}.ls1",),
+    "layers.{i}.mlp_scale.weight": (f"{_CHAT_LAYER}.ls2",),
+}  # fmt: skip
 _LAYER = "vision_tower.encoder.layer.{i}"
 INTERNVL_NAMES = weights_and_biases({
     "patch": "vision_tower.embeddings.patch_embeddings.projection",

@@ -228,6 +228,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "glm4.6v": {"flash": "zai-org/GLM-4.6V-Flash", "106b": "zai-org/GLM-4.6V"},
     "glm4.7-flash": {"30b": "zai-org/GLM-4.7-Flash"},
     "glm-ocr": {"0.9b": "zai-org/GLM-OCR"},
+    "internvl2.5": {size: f"OpenGVLab/InternVL2_5-{size.upper()}" for size in ("1b", "2b", "4b", "8b")},
     "internvl3": {size: f"OpenGVLab/InternVL3-{size.upper()}-hf" for size in ("1b", "2b", "8b", "14b")},
     "internvl3.5": {size: f"OpenGVLab/InternVL3_5-{size.upper()}-HF" for size in ("1b", "2b", "4b", "8b", "14b", "30b-a3b")},
     "lightonocr": {"1b": "lightonai/LightOnOCR-1B-1025"},

@@ -377,6 +377,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = read_json_file(folder / "config.json", MAX_CONFIG_BYTES, infinity=True)
     thinker = config.get("thinker_config")  # in which the first Qwen3-ASR folders have what others have outside
     config = {**thinker, **config} if isinstance(thinker, dict) else config
+    llm = config.get("llm_config")  # the same of InternVLs with code of their own
+    if isinstance(llm, dict):
+        tied = llm.get("tie_word_embeddings")
+        config = {"text_config": llm, **config, **({} if tied is None else {"tie_word_embeddings": tied})}
     beside = folder / MODELOPT_CONFIG
     if config.get("quantization_config") is None and beside.is_file():
         said = read_json_file(beside, MAX_CONFIG_BYTES).get("quantization")

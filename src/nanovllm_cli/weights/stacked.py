@@ -201,8 +201,10 @@ def _qkv_by_head(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
 
 def _by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, kind = found.groups()
-    heads = config.get("num_attention_heads")
-    keys = config.get("num_key_value_heads") or heads
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else config
+    heads = text.get("num_attention_heads")
+    keys = text.get("num_key_value_heads") or heads
     if not (type(heads) is type(keys) is int and heads > 0 and keys > 0) or heads % keys or shape[0] % (heads + 2 * keys):
         return
     dim, group = shape[0] // (heads + 2 * keys), heads // keys
@@ -273,7 +275,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
         (re.compile(r"(?:gpt_neox\.)?layers\.\d+\.attention\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
          _qkv_by_head),
-        (re.compile(r"(model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1}, _by_key_head),
+        (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1}, _by_key_head),
         (
             re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,

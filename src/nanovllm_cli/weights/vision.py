@@ -26,7 +26,7 @@ from nanovllm_cli.weights.loader import MISSHAPEN, OTHER_MODEL
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision"
+_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1"
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
 _ROOT = re.compile(rf"(?:model\.)?({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?")
