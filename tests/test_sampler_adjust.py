@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from nanovllm_cli.engine.plan import NewSequence
-from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
+from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids, completion_bans
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import adjusted_row
 
@@ -39,7 +39,8 @@ def adjusted(
     stop_ids: tuple[int, ...] = (),
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    state = SequenceState(NewSequence(0, list(prompt), params, 0, stop_ids), len(logits), bad_words, None, None)
+    new = NewSequence(0, list(prompt), params, 0, stop_ids)
+    state = SequenceState(new, len(logits), completion_bans(bad_words), None, None)
     for token_id in output:
         state.append(token_id)
     result = adjusted_row(logits, state)

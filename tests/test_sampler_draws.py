@@ -431,6 +431,19 @@ def test_order_typical_comes_before_top_p_and_xtc_last() -> None:
     assert {draw_token(logits, xtc, u, True) for u in (0.01, 0.99)} == {1}
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.9}, {"typical_p": 0.9}, {"min_p": 0.01, "top_n_sigma": 9.0}])
+def test_xtc_of_threshold_zero_leaves_the_least_likely_of_what_is_left(filters: dict[str, float]) -> None:
+    logits = np.log(np.array([0.05, 0.5, 0.3, 0.15, 1e-30], dtype=np.float32))  # the last weighs nothing
+    for threshold in (0.0, 1e-45):
+        params = SamplingParams(xtc_threshold=threshold, xtc_probability=1, **filters)  # type: ignore[arg-type]
+        table = np.array([cpu_sampling.draw_settings(params)] * 50)
+        table[:, UNIFORM] = np.linspace(0, 0.999, 50)
+        assert cpu_sampling.is_filtered(table[0].tolist())
+        rows = cpu_sampling.row_addresses(logits[None], [0] * 50)
+        expected = {0: 0, 1: 3}["top_p" in filters or "typical_p" in filters]
+        assert set(cpu_sampling.draw_tokens(rows, 5, table, [None] * 50, rows).ids.tolist()) == {expected}
+
+
 @pytest.mark.parametrize(
     ("probabilities", "threshold", "left"),
     [

@@ -39,6 +39,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -48,9 +50,9 @@ from nanovllm_cli.constrain.compiler import Compiler
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.masks import MaskThreads
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Scheduled, TokenLogprobs
-from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
+from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, DryBreakers, DryPrompt, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_AGAIN, DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
-from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
+from nanovllm_cli.engine.sampling_state import Ban, SequenceState, bad_word_ids, completion_bans
 from nanovllm_cli.errors import NanovllmError, RequestError, UnmeetableError, UsageError
 from nanovllm_cli.kernels.cpu_sampling import (
     MAX_VOCABULARY,
@@ -101,10 +103,14 @@ class Sampler:
         if vocab_size > MAX_VOCABULARY:
             raise UsageError(f"a vocabulary of {vocab_size} tokens; the sampler goes up to {MAX_VOCABULARY}")
         self._vocab_size = vocab_size
-        self._encode = encode
-        self._breaker_vocabulary = (
-            BreakerVocabulary(vocab_size, encode, token_bytes) if encode and token_bytes else None
-        )
+        # What requests ask for by text is looked up once for all their answers. None of the caches refers to this object.
+        self._bans = None
+        if encode is not None:
+            self._bans = lru_cache(maxsize=8)(lambda words: completion_bans(bad_word_ids(words, encode, vocab_size)))
+        self._breakers = None
+        if encode is not None and token_bytes is not None:
+            self._breakers = lru_cache(maxsize=8)(BreakerVocabulary(vocab_size, encode, token_bytes).breakers)
+        self._dry_prompts: WeakValueDictionary[tuple[tuple[int, ...], DryBreakers], DryPrompt] = WeakValueDictionary()
         self._compiler = compiler
         self._mask_threads = MaskThreads()
         self._states: dict[int, SequenceState] = {}
@@ -130,20 +136,27 @@ class Sampler:
         for token_id in (min(new.prompt_ids, default=0), max(new.prompt_ids, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise UsageError(f"the prompt holds token id {token_id}, outside the vocabulary of {vocab_size} tokens")
-        bad_words = []
+        bad_words: Sequence[Ban] = ()
         if params.bad_words:
-            if self._encode is None:
+            if self._bans is None:
                 raise UsageError("bad_words needs a tokenizer, and this engine runs without one")
-            bad_words = bad_word_ids(params.bad_words, self._encode, vocab_size)
-        dry_breakers = None
-        if params.has_dry:
-            if self._breaker_vocabulary is not None:
-                dry_breakers = self._breaker_vocabulary.breakers(params.dry_sequence_breakers)
-            elif params.dry_sequence_breakers:
+            bad_words = self._bans(tuple(params.bad_words))
+        dry_prompt = self._dry_prompt(new) if params.has_dry else None
+        return SequenceState(new, vocab_size, bad_words, dry_prompt, self.guide(new))
+
+    def _dry_prompt(self, new: NewSequence) -> DryPrompt:
+        """One for all answers to a prompt, for as long as any of them is registered."""
+        texts = tuple(new.params.dry_sequence_breakers)
+        breakers = no_breakers(self._vocab_size)
+        if texts:
+            if self._breakers is None:
                 raise UsageError("dry_multiplier needs a tokenizer, and this engine runs without one")
-            else:
-                dry_breakers = no_breakers(vocab_size)
-        return SequenceState(new, vocab_size, bad_words, dry_breakers, self.guide(new))
+            breakers = self._breakers(texts)
+        key = tuple(new.prompt_ids), breakers
+        prompt = self._dry_prompts.get(key)
+        if prompt is None:
+            prompt = self._dry_prompts[key] = DryPrompt(new.prompt_ids, breakers)
+        return prompt
 
     def guide(self, new: NewSequence) -> Guide | None:
         """A sequence's way through its constraint, at its beginning; None without one."""

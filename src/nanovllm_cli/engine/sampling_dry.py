@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +25,79 @@ from nanovllm_cli.kernels.cpu_sampling_edits import MINUS
 from nanovllm_cli.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]
+Numbers = NDArray[np.int32]
 TokenSequence = tuple[int, ...]
 
 _MAX_TAIL = 20
 _LOG_FLOAT_MAX = 88.7228391
 
 
-class DryBreakers(NamedTuple):
-    """single [V]: which ids break by themselves. longer: sequences of several ids that break, by their last id."""
+@dataclass(frozen=True, eq=False, slots=True)
+class DryBreakers:
+    """Which ids break by themselves, `single` [V], and which sequences of several ids do.
+
+    longer: by a sequence's last id, and by how many ids follow its first (the fewest first): what follows the first id, with all
+        ids that may be the first, ascending. Tens of thousands end in a letter, so they are looked up and never gone through.
+    """
 
     single: NDArray[np.bool_]
-    longer: dict[int, list[TokenSequence]]
+    longer: dict[int, dict[int, dict[TokenSequence, Ids]]]
+
+    def start(self, tokens: Numbers, end: int) -> int:
+        """Where the breaker starts that ends with tokens[end]; of several the shortest. -1 without one."""
+        token_id = int(tokens[end])
+        if self.single[token_id]:
+            return end
+        for size, tails in self.longer.get(token_id, {}).items():
+            begin = end - size
+            if begin < 0:
+                break
+            firsts = tails.get(tuple(tokens[begin + 1 : end + 1].tolist()))
+            if firsts is not None and _holds(firsts, int(tokens[begin])):
+                return begin
+        return -1
+
+    def last(self, tokens: Numbers) -> tuple[int, int]:
+        """Start and end of the breaker that starts last; of several that start there, of the longest. -1, -1 without one."""
+        may_end = self.single.copy()
+        may_end[list(self.longer)] = True
+        found = (-1, -1)
+        for end in reversed(np.flatnonzero(may_end[tokens]).tolist()):
+            if end <= found[0]:
+                break
+            begin = self.start(tokens, end)
+            if begin > found[0]:
+                found = begin, end
+        return found
 
 
+@lru_cache(maxsize=4)
 def no_breakers(vocab_size: int) -> DryBreakers:
     return DryBreakers(np.zeros(vocab_size, dtype=np.bool_), {})
+
+
+class DryPrompt:
+    """What DRY knows of a prompt [P]. All answers to it share one, and none changes it.
+
+    tokens [P]. lengths [P + 1]: at 1 + place how many tokens up to there agree with the prompt's last ones, so that there is one
+    of no agreement before the first place, too. agreeing: the places with any. last_break: where that starts and ends.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], breakers: DryBreakers) -> None:
+        self.breakers = breakers
+        self.tokens: Numbers = np.array(prompt_ids, dtype=np.int32)
+        self.lengths = _suffix_matches(self.tokens)
+        self.agreeing: Numbers = np.flatnonzero(self.lengths[1:]).astype(np.int32)
+        self.last_break = breakers.last(self.tokens)
+        self._order: Numbers = np.argsort(self.tokens, kind="stable").astype(np.int32)
+        self._ordered: Numbers = self.tokens[self._order]
+        for shared in (self.tokens, self.lengths, self.agreeing, self._order):
+            shared.flags.writeable = False
+
+    def places(self, token_id: int) -> Numbers:
+        """Where a token stands, ascending."""
+        start, end = self._ordered.searchsorted(np.array((token_id, token_id + 1), dtype=np.int32))
+        return self._order[start:end]
 
 
 class DryHistory:
@@ -49,32 +107,32 @@ class DryHistory:
     looked at: a token costs as much time as there are equal ones before it.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, breakers: DryBreakers) -> None:
+    def __init__(self, prompt: DryPrompt, params: SamplingParams) -> None:
         self._params = params
-        self._breakers = breakers
-        self._tokens = _Numbers(prompt_ids)
-        # lengths[1 + place], so that there is one of no agreement before the first place, too; _agreeing: places with any.
-        self._lengths = _Numbers([0, *_suffix_matches(list(prompt_ids))])
-        self._agreeing: Ids = np.flatnonzero(self._lengths.values[1:])
-        self._places: dict[int, _Numbers] = {}
-        self._break_start = -1
-        self._break_end = -1
-        for place, token_id in enumerate(prompt_ids):
-            self._places.setdefault(token_id, _Numbers()).append(place)
-            self._look_for_breaker(place)
+        self._prompt = prompt
+        self._tokens = _Growing(prompt.tokens)
+        self._lengths = _Growing(prompt.lengths)
+        self._agreeing = prompt.agreeing
+        self._appended: dict[int, _Growing] = {}  # places by token, those behind the prompt
+        self._break_start, self._break_end = prompt.last_break
 
     def append(self, token_id: int) -> None:
-        places = self._places.setdefault(token_id, _Numbers())
+        appended = self._appended.setdefault(token_id, _Growing())
+        places = self._prompt.places(token_id)
+        if len(appended.values):
+            places = np.concatenate((places, appended.values))
         lengths = self._lengths.values
-        longer = lengths[places.values] + 1
+        longer = lengths[places] + 1
         lengths[self._agreeing + 1] = 0
-        lengths[places.values + 1] = longer
-        self._agreeing = places.values
+        lengths[places + 1] = longer
+        self._agreeing = places
         place = len(self._tokens.values)
-        places.append(place)
+        appended.append(place)
         self._tokens.append(token_id)
         self._lengths.append(0)
-        self._look_for_breaker(place)
+        begin = self._prompt.breakers.start(self._tokens.values, place)
+        if begin >= max(0, self._break_start):  # of several that start there the longest counts, which is the last
+            self._break_start, self._break_end = begin, place
 
     def edits(self) -> Edits:
         """DRY's penalties for the next token, one a token."""
@@ -86,8 +144,8 @@ class DryHistory:
         longest = size - 1 - self._break_end if self._break_start >= start else window
         if window <= allowed or longest < allowed:
             return no_change(())
-        places = self._agreeing if allowed else np.arange(size - 1)
-        places = places[places.searchsorted(start) :]
+        places = self._agreeing if allowed else np.arange(size - 1, dtype=np.int32)
+        places = places[places.searchsorted(np.int32(start)) :]
         lengths = np.minimum(np.minimum(self._lengths.values[places + 1], places - start + 1), longest)
         places, lengths = places[lengths >= allowed], lengths[lengths >= allowed]
         if not len(places):
@@ -98,35 +156,23 @@ class DryHistory:
         if params.dry_base > 1.000001:
             exponents = np.minimum(exponents, int(_LOG_FLOAT_MAX / math.log(params.dry_base)))
         penalties = params.dry_multiplier * np.power(params.dry_base, exponents.astype(np.float64))
-        counts = ~self._breakers.single[ids]
-        edits = no_change(ids[counts])
+        counts = ~self._prompt.breakers.single[ids]
+        edits = no_change(ids[counts].astype(np.int64))
         edits[:, MINUS] = penalties[counts]
         return edits
 
-    def _look_for_breaker(self, end: int) -> None:
-        """Remember the breaker that starts last; of several that start there the longest."""
-        tokens = self._tokens.values
-        token_id = int(tokens[end])
-        start = end if self._breakers.single[token_id] else -1
-        for sequence in self._breakers.longer.get(token_id, ()):
-            begin = end + 1 - len(sequence)
-            if begin > start and tokens[begin : end + 1].tolist() == list(sequence):
-                start = begin
-        if start >= 0 and start >= self._break_start:
-            self._break_start, self._break_end = start, end
 
-
-class _Numbers:
+class _Growing:
     """An array that grows at its end. `values` is a view of it."""
 
-    def __init__(self, values: Sequence[int] = ()) -> None:
-        self._memory: Ids = np.array(values, dtype=np.int64)
+    def __init__(self, values: Sequence[int] | Numbers = ()) -> None:
+        self._memory: Numbers = np.array(values, dtype=np.int32)
         self.values = self._memory
 
     def append(self, number: int) -> None:
         size = len(self.values)
         if size == len(self._memory):
-            self._memory = np.concatenate((self._memory, np.zeros(max(4, size), dtype=np.int64)))
+            self._memory = np.concatenate((self._memory, np.zeros(max(4, size // 4), dtype=np.int32)))
         self._memory[size] = number
         self.values = self._memory[: size + 1]
 
@@ -144,60 +190,76 @@ class BreakerVocabulary:
         self._vocab_size = vocab_size
         self._encode = encode
         self._token_bytes = token_bytes
-        self._joined = b""
+        self._joined: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
         self._ends: Ids = np.zeros(0, dtype=np.int64)
-        self._sequences = lru_cache(maxsize=256)(self._find)
+        self._sizes: Ids = np.zeros(0, dtype=np.int64)
 
     def breakers(self, texts: Sequence[str]) -> DryBreakers:
-        single = np.zeros(self._vocab_size, dtype=np.bool_)
-        longer: dict[int, list[TokenSequence]] = defaultdict(list)
+        """Takes milliseconds a text: worth a cache."""
+        found: dict[TokenSequence, list[Ids]] = defaultdict(list)
         for text in texts:
-            for sequence in self._sequences(text):
-                if len(sequence) == 1:
-                    single[sequence[0]] = True
-                else:
-                    longer[sequence[-1]].append(sequence)
-        return DryBreakers(single, dict(longer))
+            for firsts, tail in self._find(text):
+                if max(tail, default=0) < self._vocab_size:
+                    found[tail].append(firsts[firsts < self._vocab_size])
+        single = np.zeros(self._vocab_size, dtype=np.bool_)
+        longer: dict[int, dict[int, dict[TokenSequence, Ids]]] = {}
+        for tail in sorted(found, key=len):
+            firsts = np.unique(np.concatenate(found[tail]))
+            if not tail:
+                single[firsts] = True
+            elif len(firsts):
+                longer.setdefault(tail[-1], {}).setdefault(len(tail), {})[tail] = firsts
+        return DryBreakers(single, longer)
 
-    def _find(self, text: str) -> frozenset[TokenSequence]:
-        if not self._joined:
+    def _find(self, text: str) -> Iterator[tuple[Ids, TokenSequence]]:
+        """Sequences that break: ids that may be the first, and what follows it."""
+        if not len(self._joined):
             tokens = self._token_bytes()[: self._vocab_size]
-            self._joined = b"".join(tokens)
-            self._ends = np.cumsum([len(token) for token in tokens])
-        found: set[TokenSequence] = {(token_id,) for token_id in self._holders(text.encode(), at_end=False)}
-        singles = {token_id for (token_id,) in found}
-        found.add(tuple(self._encode(text)[: _MAX_TAIL + 1]))
+            self._joined = np.frombuffer(b"".join(tokens), dtype=np.uint8)
+            self._sizes = np.array([len(token) for token in tokens], dtype=np.int64)
+            self._ends = self._sizes.cumsum()
+        holders = self._holders(text.encode())
+        yield holders, ()
+        spelled = self._encode(text)[: _MAX_TAIL + 1]
+        yield np.array(spelled[:1], dtype=np.int64), tuple(spelled[1:])
         for split in range(1, len(text)):
-            tail = tuple(self._encode(text[split:])[:_MAX_TAIL])
-            beginners = self._holders(text[:split].encode(), at_end=True)
-            found.update((token_id, *tail) for token_id in beginners if token_id not in singles)
-        return frozenset(sequence for sequence in found if sequence and max(sequence) < self._vocab_size)
+            firsts = np.setdiff1d(self._enders(text[:split].encode()), holders, assume_unique=True)
+            if len(firsts):
+                yield firsts, tuple(self._encode(text[split:])[:_MAX_TAIL])
 
-    def _holders(self, part: bytes, at_end: bool) -> list[int]:
-        """Ids of the tokens that hold `part`, or that end in it. Searched for in all tokens joined to one string."""
-        places = []
-        place = self._joined.find(part)
-        while place >= 0:
-            places.append(place)
-            place = self._joined.find(part, place + 1)
-        begins = np.array(places, dtype=np.int64)
+    def _holders(self, part: bytes) -> Ids:
+        """Ids of the tokens that hold `part`. Searched for in all tokens joined to one string."""
+        begins: Ids = np.flatnonzero(self._joined[: max(0, len(self._joined) + 1 - len(part))] == part[0])
+        for offset, byte in enumerate(part[1:], 1):
+            begins = begins[self._joined[begins + offset] == byte]
         token_ids = self._ends.searchsorted(begins, side="right")
-        past = begins + len(part) - self._ends[token_ids]
-        holders: list[int] = np.unique(token_ids[past == 0 if at_end else past <= 0]).tolist()
-        return holders
+        return np.unique(token_ids[begins + len(part) <= self._ends[token_ids]])
+
+    def _enders(self, part: bytes) -> Ids:
+        """Ids of the tokens that end in `part`."""
+        token_ids: Ids = np.flatnonzero(self._sizes >= len(part))
+        for offset, byte in enumerate(reversed(part), 1):
+            token_ids = token_ids[self._joined[self._ends[token_ids] - offset] == byte]
+        return token_ids
 
 
-def _suffix_matches(tokens: list[int]) -> list[int]:
-    """For each position, how many tokens up to it agree with the last ones: the Z-function, read backwards."""
-    backwards = tokens[::-1]
+def _holds(ascending: Ids, number: int) -> bool:
+    place = int(ascending.searchsorted(number))
+    return place < len(ascending) and bool(ascending[place] == number)
+
+
+def _suffix_matches(tokens: Numbers) -> Numbers:
+    """For tokens [P], [P + 1]: at 1 + place how many tokens up to there agree with the last ones, and 0 at the last place: the
+    Z-function, read backwards."""
+    backwards: list[int] = tokens[::-1].tolist()
     size = len(backwards)
-    matches = [0] * size
+    matches: Numbers = np.zeros(size + 1, dtype=np.int32)
     left = right = 0
-    for start in range(1, size):
-        length = min(matches[start - left], right - start) if start < right else 0
+    for start in np.flatnonzero(tokens[::-1] == tokens[-1:])[1:].tolist():  # elsewhere nothing agrees
+        length = min(int(matches[start - left]), right - start) if start < right else 0
         while start + length < size and backwards[length] == backwards[start + length]:
             length += 1
         matches[start] = length
         if start + length > right:
             left, right = start, start + length
-    return matches[::-1]
+    return matches[::-1].copy()

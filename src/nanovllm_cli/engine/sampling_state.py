@@ -13,18 +13,21 @@ import numpy as np
 
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.engine.plan import NewSequence
-from nanovllm_cli.engine.sampling_dry import DryBreakers, DryHistory
+from nanovllm_cli.engine.sampling_dry import DryHistory, DryPrompt
 from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, is_filtered, no_change, packed_bits
 from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS
 from nanovllm_cli.sampling_params import SamplingParams
 
 BadWord = tuple[int, ...]
+Ban = tuple[list[int], Edits]
+"""What the output has to end in, and what then changes."""
 
 
 class SequenceState:
     """One registered sequence.
 
-    bad_words: token sequences that must not be completed. dry_breakers: None without DRY. guide: None without a constraint.
+    bad_words: by `completion_bans`. dry_prompt: None without DRY. Both are shared with other sequences, and not changed.
+    guide: None without a constraint.
     is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a
     draw without it would have been as good; expected: the same behind each token.
     """
@@ -33,8 +36,8 @@ class SequenceState:
         self,
         new: NewSequence,
         vocab_size: int,
-        bad_words: Sequence[BadWord],
-        dry_breakers: DryBreakers | None,
+        bad_words: Sequence[Ban],
+        dry_prompt: DryPrompt | None,
         guide: Guide | None,
     ) -> None:
         params = new.params
@@ -52,13 +55,13 @@ class SequenceState:
             allowed = np.zeros(vocab_size, dtype=np.bool_)
             allowed[list(params.allowed_token_ids)] = True
             self.allowed = packed_bits(allowed)
-        self._bad_words = [(list(begin), _bans([last])) for *begin, last in bad_words]
+        self._bad_words = bad_words
         self._stop_bans = _bans([token_id for token_id in new.stop_ids if 0 <= token_id < vocab_size])
         biases = params.logit_bias or {}
         self._biases = no_change(list(biases))
         self._biases[:, MINUS] = [-bias for bias in biases.values()]
         self._counts = TokenCounts(new.prompt_ids, params) if params.has_penalties else None
-        self._dry = DryHistory(new.prompt_ids, params, dry_breakers) if dry_breakers is not None else None
+        self._dry = DryHistory(dry_prompt, params) if dry_prompt is not None else None
 
     @property
     def position(self) -> int:
@@ -170,6 +173,11 @@ def _bans(token_ids: Sequence[int]) -> Edits:
     edits = no_change(token_ids)
     edits[:, MINUS] = np.inf
     return edits
+
+
+def completion_bans(sequences: Sequence[BadWord]) -> list[Ban]:
+    """What keeps each of these from being completed."""
+    return [(list(begin), _bans([last])) for *begin, last in sequences]
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]], vocab_size: int) -> list[BadWord]:

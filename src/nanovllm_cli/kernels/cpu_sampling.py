@@ -46,6 +46,8 @@ WEIGHT_BITS = 40
 MAX_VOCABULARY = 2**22
 """So many weights of 2**40 still sum up in 63 bits, and so many ids are exact in the float32 of an edit."""
 
+_LEAST_THRESHOLD = float(np.finfo(np.float32).tiny)
+
 _DRAW_WORK = 32
 _GREEDY_WORK = 1
 """A logit's share of a draw, in the multiply-adds by which `kernels.cpu` chooses how many threads to wake."""
@@ -141,11 +143,12 @@ def edit_rows(rows: Ids, edits: Sequence[Sequence[Edits]], copies: Logits) -> No
 
 
 def draw_settings(params: SamplingParams) -> list[float]:
-    """What a draw needs of a request, with XTC; the last of them is the place of the random number."""
+    """What a draw needs of a request, with XTC; the last of them is the place of the random number. A threshold of 0 becomes one
+    that every weight reaches, as 0 itself says that there is no XTC."""
     if params.is_greedy:
         return [0.0, -math.inf, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     min_p_gap = params.temperature * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    xtc_threshold = params.xtc_threshold if params.has_xtc else 0.0
+    xtc_threshold = max(params.xtc_threshold, _LEAST_THRESHOLD) if params.has_xtc else 0.0
     return [
         params.temperature, min_p_gap, params.top_n_sigma, max(0, params.top_k), params.typical_p, params.top_p, xtc_threshold,
         0.0,
