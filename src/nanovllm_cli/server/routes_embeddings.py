@@ -197,19 +197,19 @@ async def _scores(
     if body.pooling is not None:
         raise invalid_value("this model ranks, and pools as its head wants it", "pooling")
     together, limit = list(zip(_each(queries, documents), documents, strict=True)), model.cut_to(most)
-    param = "documents" if isinstance(body, RerankRequest) else "text_2"
+    params = ("query", "documents") if isinstance(body, RerankRequest) else ("text_1", "text_2")
     rows: list[Sequence[float]] = []
     waiting: list[list[int]] = []
     count = 0
 
     def prompts_of(pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        return [_prompt(model, scoring, *pair, limit, param) for pair in pairs]
+        return [_prompt(model, scoring, *pair, limit, params) for pair in pairs]
 
     for end in range(_PAIRS_AT_ONCE, len(together) + _PAIRS_AT_ONCE, _PAIRS_AT_ONCE):
         try:
             waiting += await asyncio.to_thread(prompts_of, together[end - _PAIRS_AT_ONCE : end])
         except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
-            raise ApiError.of(error, param) from error
+            raise ApiError.of(error, params[1]) from error
         if end >= len(together) or sum(map(len, waiting)) >= _TOKENS_AT_ONCE:
             found, read = await embed(body.model, waiting, model.facts.pooling, priority=priority, normalize=False)
             rows += found
@@ -218,16 +218,21 @@ async def _scores(
     return [scoring.score(row) for row in rows], count
 
 
-def _prompt(model: ServedModel, scoring: Scoring, query: str, document: str, limit: int | None, param: str) -> list[int]:
-    """limit: tokens to which the document is cut; None: not at all. No text is read that can't fit."""
+def _prompt(
+    model: ServedModel, scoring: Scoring, query: str, document: str, limit: int | None, params: tuple[str, str]
+) -> list[int]:
+    """limit: tokens to which the document is cut; None: not at all. params: what the two are called in the request. No text is
+    read that can't fit."""
     tokenizer, most = model.tokenizer, model.facts.context_len
     if limit is not None:
         document = document[: model.most_chars(limit)]
-    model.check_texts([query] if limit is not None else [query, document], param)
+    model.check_texts([query], params[0])
+    if limit is None:
+        model.check_texts([query, document], params[1])
     if limit is None:
         ids = scoring.prompt(tokenizer, query, document)
         if len(ids) > most:
-            raise too_long(len(ids), most, param)
+            raise too_long(len(ids), most, params[1])
         return ids
     ids = scoring.fitting(tokenizer, query, document, limit)
     if len(ids) > limit:
