@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked import run
+from seeing import seeing_model
 from test_cli_driver import SOURCE
 
 TINY = "tiny"
@@ -44,6 +45,19 @@ def test_the_table_of_a_real_model(tmp_path: Path) -> None:
         assert record["n_threads"] == 1
         assert record["peak_memory"] > record["model_size"] > 1 << 20
         assert record["machine"]["command"].startswith("nanovllm bench tiny -p 40")
+
+
+def test_models_that_see_read_made_up_prompts_without_images(tmp_path: Path) -> None:
+    """Of so few tokens that the one that stands for images would be drawn by each."""
+    seeing_model(tmp_path / "seeing")
+    for words in (
+        ["./seeing", "-p", "512", "-n", "2", "-d", "0,400", "-r", "1", "--roofline", "off"],
+        ["throughput", "./seeing", "--num-prompts", "4", "--input-len", "400", "--output-len", "2"],
+        ["throughput", "./seeing", "--num-prompts", "4", "--dataset", "prefix", "--input-len", "400", "--output-len", "2"],
+        ["latency", "./seeing", "--input-len", "400", "--output-len", "2", "-r", "1", "--warmup", "0"],
+    ):
+        done = bench(tmp_path, *words)
+        assert done.returncode == 0, (words, done.stderr)
 
 
 def test_a_context_that_the_model_does_not_have(tmp_path: Path) -> None:

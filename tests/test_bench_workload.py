@@ -21,6 +21,16 @@ def test_random_prompts_have_the_lengths_asked_for() -> None:
     assert list(random_lengths(50, 17, 5, vocab_size=31, seed=4)) != list(found)
 
 
+@pytest.mark.parametrize(("reserved", "instead"), [(7, 6), (0, 1)])
+def test_a_reserved_token_is_in_no_prompt_and_all_others_stay(reserved: int, instead: int) -> None:
+    plain = [*random_lengths(20, 17, 5, vocab_size=9), *prefix_repetition(20, 9, 8, 5, vocab_size=9)]
+    found = [*random_lengths(20, 17, 5, vocab_size=9, reserved=reserved),
+             *prefix_repetition(20, 9, 8, 5, vocab_size=9, reserved=reserved)]  # fmt: skip
+    assert any(reserved in request.prompt for request in plain)
+    for before, after in zip(plain, found, strict=True):
+        assert after.prompt == [instead if token == reserved else token for token in before.prompt]
+
+
 def test_a_range_of_lengths_is_used_whole() -> None:
     found = list(random_lengths(2000, 10, 4, range_ratio=0.5, vocab_size=9))
     assert {len(request.prompt) for request in found} == set(range(5, 16))

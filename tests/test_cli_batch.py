@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import pytest
 
 import test_cli_driver
 from forked import Forked
+from nanovllm_cli.cli.local import LocalAnswerer
+from nanovllm_cli.cli.model import Loaded
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import CheckpointError
 from test_cli_driver import environment, nanovllm
 
 DRIVER = [sys.executable, test_cli_driver.__file__]
@@ -162,7 +167,7 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
     assert "1 of 3 results are there already" in second.err
     after = lines_of((tmp_path / "out.jsonl").read_text())
     assert after[0]["answers"][0]["text"] == "zero"
-    assert after[1] == before[0]
+    assert after[1] == before[0] | {"line": 2}, "the same result, of another line now"
     assert after[2]["error"]["message"] == "NaN logits"
 
 
@@ -173,13 +178,64 @@ def test_results_of_other_settings_are_not_lost(tmp_path: Path) -> None:
     kept = (tmp_path / "out.jsonl").read_text()
     (tmp_path / "adapter").mkdir()
     for other in (["--temp", "0.3"], ["--raw"], ["-sys", "x"], ["--lora", "adapter"], ["--lora-scaled", "adapter:2"],
-                  ["--lora-modules", "a=adapter"]):  # fmt: skip
+                  ["--lora-modules", "a=adapter"], ["--reasoning", "hide"], ["--quant", "int2"], ["--dtype", "bfloat16"],
+                  ["-c", "48"], ["--activations", "exact"], ["--kv-cache-dtype", "int8"], ["-ctv", "bfloat16"],
+                  ["--deterministic"]):  # fmt: skip
         refused = nanovllm(tmp_path, *args, *other)
         assert refused.code == 2
         assert "holds results of other prompts, another model or other settings" in refused.err
         assert (tmp_path / "out.jsonl").read_text() == kept
     assert nanovllm(tmp_path, *args, "--temp", "0.3", "--overwrite").code == 0
     assert (tmp_path / "out.jsonl").read_text() != kept
+
+
+def test_settings_that_no_answer_depends_on_do_not_matter(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", {"prompt": "say one"})
+    args = ["run", "tiny", "--batch", "in.jsonl", "-o", "out.jsonl"]
+    assert nanovllm(tmp_path, *args).code == 0
+    for other in (["-t", "3"], ["-b", "64"], ["--kv-cache", "1G"], ["--gpu-memory-utilization", "0.5"], ["-tp", "2"], ["--eager"],
+                  ["--speculate", "3"], ["--draft-min-p", "0.5"], ["-c", "0"], ["--dtype", "float32"], ["--reasoning", "show"],
+                  ["--image-max-tokens", "9"], ["--no-stats"], ["-v"]):  # fmt: skip
+        again = nanovllm(tmp_path, *args, *other)
+        assert (again.code, "1 of 1 results are there already" in again.err) == (0, True), other
+
+
+def test_another_model_in_the_same_place_is_another_model(tmp_path: Path) -> None:
+    for name in ("m/model.safetensors", "m/config.json", "a/adapter_model.safetensors", "a/adapter_config.json", "t.jinja"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{{messages}}")
+    write(tmp_path / "in.jsonl", {"prompt": "say one"})
+    args = ["run", "./m", "--batch", "in.jsonl", "-o", "out.jsonl", "--lora-modules", "x=a", "--chat-template", "t.jinja"]
+    assert nanovllm(tmp_path, *args).code == 0
+    (tmp_path / "m/notes.txt").write_text("of no model")
+    for name in ("m/model.safetensors", "m/config.json", "a/adapter_model.safetensors", "a/adapter_config.json", "t.jinja"):
+        assert "1 of 1 results are there already" in nanovllm(tmp_path, *args).err
+        (tmp_path / name).write_text("{{ messages }}")
+        refused = nanovllm(tmp_path, *args)
+        assert (refused.code, "another model or other settings" in refused.err) == (2, True), name
+        assert nanovllm(tmp_path, *args, "--overwrite").code == 0
+
+
+def test_what_images_are_read_by_is_part_of_what_answers(tmp_path: Path) -> None:
+    def identity(vision: object = None, **settings: Any) -> list[str]:
+        config = EngineConfig(**settings)
+        llm = types.SimpleNamespace(
+            resolved=types.SimpleNamespace(path="random:fake"), lora=(), lora_modules=(), threads=1, dtype="float32",
+            kv_dtypes=("float32", "float32"), chat_template=None, vision=vision, mmproj=config.mmproj,
+        )  # fmt: skip
+        prompting = types.SimpleNamespace(chats=False)
+        return LocalAnswerer(Loaded(llm, 0.0), prompting, config).identity  # type: ignore[arg-type]
+
+    file = tmp_path / "mmproj-m.gguf"
+    file.write_text("one")
+    before = identity("sees", mmproj=str(file))
+    assert before == identity("sees", mmproj=str(file)) != identity("sees")
+    assert before != identity("sees", mmproj=str(file), image_max_tokens=9)
+    file.write_text("another")
+    assert before != identity("sees", mmproj=str(file))
+    file.unlink()
+    with pytest.raises(CheckpointError, match="no such file"):
+        identity("sees", mmproj=str(file))
 
 
 def test_the_input_is_not_overwritten_by_a_slip(tmp_path: Path) -> None:

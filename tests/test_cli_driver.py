@@ -46,7 +46,7 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where
 @dataclasses.dataclass(frozen=True)
 class Resolved:
     name: str
-    path: str = "somewhere"
+    path: str = "random:fake"  # which has no files
     repo: str | None = "org/fake"
     revision: str | None = "abc123"
     quant: str | None = None
@@ -95,7 +95,8 @@ class LLM:
             raise refusals[model]
         if offline and model == "remote":
             raise ModelNotFoundError("remote is not on this machine", "leave --offline out")
-        return Resolved(model, revision=options["revision"] or "abc123")
+        path = model if "/" in model and os.path.isdir(model) else Resolved.path
+        return Resolved(model, path, revision=options["revision"] or "abc123")
 
     def __init__(self, found: Resolved, *, config: Any, progress: Any, **options: Any) -> None:
         model = found.name
@@ -122,11 +123,12 @@ class LLM:
         self.lora_modules = config.lora_modules
         self.tokenizer = Tokenizer("<asr_text>" if model == "listener" else "")
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
-        self.chat_template = None if model == "base" else Template(source)
+        self.chat_template = None if model == "base" else Template(options.get("chat_template") or source)
         self.default_params = SamplingParams(max_tokens=7) if model == "short" else SamplingParams()
         self.max_model_len = config.max_model_len or CONTEXT
-        self.dtype, self.num_parameters, self.weight_bytes, self.kv_bytes = "float32", 1000, 1 << 20, 1 << 19
-        self.kv_dtypes = "float32", "float32"
+        self.num_parameters, self.weight_bytes, self.kv_bytes, self.threads = 1000, 1 << 20, 1 << 19, config.threads or 1
+        self.dtype, *self.kv_dtypes = ("float32" if kind == "auto" else kind for kind in (config.dtype, *config.cache_types))
+        self.mmproj = config.mmproj
         self.spec = types.SimpleNamespace(vocab_size=VOCABULARY, has_head=True)
         self.sense = self.vision = self.hearing = None
 

@@ -445,14 +445,14 @@ def test_results_come_in_order(tmp_path: Path) -> None:
 def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with Results(path, False, 3, print) as results:
-        assert results.resume(["k0", "k1", "k2"]) == 0
+        assert results.resume(["k0", "k1", "k2"], [1, 2, 4]) == 0
         results.put(2, record("k2"))
         results.put(0, record("k0", error={}))
     assert not path.exists()
     with (tmp_path / "out.jsonl.partial").open("a") as journal:
         journal.write('{"key": "k1", "torn')
     with Results(path, False, 3, print) as results:
-        assert results.resume(["k0", "k1", "k2"]) == 1
+        assert results.resume(["k0", "k1", "k2"], [1, 2, 4]) == 1
         assert [results.has(i) for i in range(3)] == [False, False, True]
         results.put(0, record("k0"))
         results.put(1, record("k1"))
@@ -463,12 +463,13 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
 
 def test_equal_lines_have_a_result_each(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_text(record("k", n=1) + "\n" + record("k", n=2) + "\n")
+    path.write_text(record("k", n=1, line=1) + "\n" + record("k", n=2, line=3) + "\n")
     with Results(path, False, 3, print) as results:
-        assert results.resume(["k", "k", "k"]) == 2
-        results.put(2, record("k", n=3))
+        assert results.resume(["k", "k", "k"], [1, 2, 4]) == 2
+        results.put(2, record("k", n=3, line=4))
         results.finish()
-    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(each["n"], each["line"]) for each in written] == [(1, 1), (2, 2), (3, 4)], "lines are as they are numbered now"
 
 
 @pytest.mark.parametrize(
@@ -478,7 +479,7 @@ def test_what_is_no_result_of_this_batch_is_not_overwritten(tmp_path: Path, cont
     path = tmp_path / "out.jsonl"
     path.write_text(content)
     with Results(path, False, 1, print) as results, pytest.raises(UsageError, match="holds"):
-        results.resume(["k"])
+        results.resume(["k"], [1])
     assert path.read_text() == content
     assert list(tmp_path.iterdir()) == [path]
 

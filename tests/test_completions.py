@@ -23,6 +23,7 @@ from nanovllm_cli.cli import completion_words as words
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.completion_scripts import SHELLS, script
 from nanovllm_cli.cli.program import PROGRAM, build
+from nanovllm_cli.cli.settings_view import target_of
 from test_cli_driver import environment, nanovllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -82,6 +83,18 @@ def test_what_takes_a_file_or_a_model_is_completed() -> None:
                 assert kind == "files", (command.words, each)
             if each.value == "MODEL":
                 assert kind in ("models", "cached-models"), (command.words, each)
+
+
+def test_what_config_is_offered_it_takes_and_a_key_that_lets_in_is_nobodys_word(tmp_path: Path) -> None:
+    asked = [(command, each) for command in TREE.every() for each in command.parameters]
+    offered = {(command.name, each.name): words.values(TREE, command, each).words for command, each in asked}
+    commands = offered["config", "words"]
+    assert {"run", "bench", "bench.throughput", "serve"} <= set(commands)
+    for each in commands:
+        assert nanovllm(tmp_path, "config", each).code == 0, each
+    for key in offered["config.get", "key"]:
+        assert target_of(TREE, key).key == key
+    assert not any(found for (_, name), found in offered.items() if name == "api_key")
 
 
 # ---- what the program answers ----

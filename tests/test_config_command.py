@@ -334,6 +334,50 @@ def test_a_value_is_taken_out_again(home: Path) -> None:
     assert user(home).read_text() == USER.replace('stop = [\n    "a # b",\n    "c",\n]\n', "").replace("top-k = 20\n", "")
 
 
+def test_a_key_may_be_spelt_otherwise_in_the_file(home: Path) -> None:
+    """With _, or by an option's other long name."""
+    text = "[default]\ntop_k = 20  # mine\n\n[models.tiny]\nmin_p = 0.2\nn_predict = 4\npredict = 5\n"
+    user(home).write_text(text)
+    shown = records(home)
+    assert [(each["key"], each["model"], each["value"], each["line"]) for each in shown.values()] == [
+        ("top-k", None, 20, 2), ("predict", "tiny", 5, 7), ("min-p", "tiny", 0.2, 5),
+    ]  # fmt: skip
+    assert ok(nanovllm(home, "config", "get", "models.tiny.n-predict")) == "5\n"
+    assert ok(nanovllm(home, "run", "-q", "tiny", "params")) == "Sampl\n", "five tokens"
+    assert "top_k = 7 in [default]" in nanovllm(home, "config", "set", "top-k", "7").err
+    nanovllm(home, "config", "set", "-q", "models.tiny.min-p", "0.3")
+    assert user(home).read_text() == text.replace("20", "7").replace("0.2", "0.3")
+    for key in ("top-k", "models.tiny.min_p"):
+        assert nanovllm(home, "config", "unset", "-q", key).code == 0
+    assert user(home).read_text() == "[default]\n\n[models.tiny]\nn_predict = 4\npredict = 5\n"
+
+
+def test_of_several_spellings_one_is_left(home: Path) -> None:
+    """The last one counts, so that a change of another one would change nothing."""
+    text = "[default]\npredict = 3\nn-predict = 9  # more\nn_predict = 8\n"
+    user(home).write_text(text)
+    assert ok(nanovllm(home, "config", "get", "predict")) == ok(nanovllm(home, "config", "get", "run.predict")) == "8\n"
+    nanovllm(home, "config", "set", "-q", "n_predict", "5")
+    assert user(home).read_text() == "[default]\npredict = 5\n"
+    assert ok(nanovllm(home, "config", "get", "predict")) == "5\n"
+    assert ok(nanovllm(home, "run", "-q", "tiny", "params")) == "Sampl\n"
+    user(home).write_text(text)
+    assert nanovllm(home, "config", "unset", "predict").err.startswith("predict and n-predict and n_predict are out of [default]")
+    assert user(home).read_text() == "[default]\n"
+    assert nanovllm(home, "config", "unset", "predict").code == 2
+
+
+def test_a_name_that_is_another_commands_own_stays(home: Path) -> None:
+    """--max-num-seqs is serve's other name for --parallel, which of `bench` is something else."""
+    user(home).write_text("[default]\nparallel = 4\n[serve]\nparallel = 5\n")
+    nanovllm(home, "config", "set", "-q", "max-num-seqs", "8")
+    nanovllm(home, "config", "set", "-q", "serve.max-num-seqs", "9")
+    assert user(home).read_text() == "[default]\nparallel = 4\nmax-num-seqs = 8\n[serve]\nparallel = 9\n"
+    assert ok(nanovllm(home, "config", "get", "serve.parallel")) == "9\n"
+    assert nanovllm(home, "config", "unset", "-q", "max-num-seqs").code == 0
+    assert user(home).read_text() == "[default]\nparallel = 4\n[serve]\nparallel = 9\n"
+
+
 def test_the_first_setting_makes_its_file(tmp_path: Path) -> None:
     assert ok(nanovllm(tmp_path, "config", "set", "-q", "temp", "1")) == ""
     assert user(tmp_path).read_text() == "[default]\ntemp = 1\n"

@@ -258,7 +258,6 @@ def test_a_quantized_folder_can_become_another(tmp_path: Path, first: str) -> No
 
 
 def test_the_card_is_kept_beside_the_weights(tmp_path: Path) -> None:
-    (tmp_path / "m.quality.json").write_text("of another file, which had this name")
     card = quantize("q8_0", tmp_path / "m.gguf", verify_tokens=600)
     assert card is not None
     assert card.quality.kl_mean < 0.002
@@ -266,6 +265,23 @@ def test_the_card_is_kept_beside_the_weights(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "m.quality.json").read_text())
     assert kept["quality"]["kl_mean"] == card.quality.kl_mean
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "m.quality.json"}
+
+
+def test_a_card_never_takes_anothers_place(tmp_path: Path) -> None:
+    """What stands behind a dot belongs to a file's name, and a card that is there already is refused as the file would be."""
+    for name, form in (("m.q8", "q8_0"), ("m.q4", "q4_0")):
+        quantize(form, tmp_path / name, verify_tokens=50)
+        assert json.loads((tmp_path / f"{name}.quality.json").read_text())["format"] == form
+    (tmp_path / "n.quality.json").write_text("mine")
+    with pytest.raises(UsageError, match=r"n\.quality\.json exists already"):
+        quantize("q8_0", tmp_path / "n.gguf", verify_tokens=50)
+    made = ("m.q4", "m.q4.quality.json", "m.q8", "m.q8.quality.json", "n.quality.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(made), "nothing was begun"
+    assert (tmp_path / "n.quality.json").read_text() == "mine"
+    quantize("q8_0", tmp_path / "n.gguf")
+    assert (tmp_path / "n.quality.json").read_text() == "mine", "no card was asked for"
+    quantize("q8_0", tmp_path / "n.gguf", verify_tokens=50, replace=True)
+    assert json.loads((tmp_path / "n.quality.json").read_text())["format"] == "q8_0"
 
 
 def test_a_folder_has_its_card_twice_behind_what_its_readme_begins_with(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.metrics import Latency, most_at_once
 from nanovllm_cli.bench.record import Summary
-from nanovllm_cli.bench.table import format_names, greedy, peak_memory
-from nanovllm_cli.bench.workload import Request, Workload
+from nanovllm_cli.bench.table import format_names, greedy, peak_memory, reserved_token
+from nanovllm_cli.bench.workload import Request, Workload, drawn_ids
 from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.progress import LoadProgress
 
@@ -107,11 +107,11 @@ def measure_latency(
     """How long a whole batch takes. Its prompts are made-up tokens that no repetition shares with another. Raises UsageError,
     RequestError."""
     draw = random.Random(batches.seed)
-    params = greedy(batches.output_len)
+    params, reserved = greedy(batches.output_len), reserved_token(llm)
     seconds: list[float] = []
     progress.stage("latency", batches.warm_up + batches.repetitions, "batches")
     for number in range(batches.warm_up + batches.repetitions):
-        prompts = [[draw.randrange(llm.spec.vocab_size) for _ in range(batches.input_len)] for _ in range(batches.batch_size)]
+        prompts = [drawn_ids(draw, batches.input_len, llm.spec.vocab_size, reserved) for _ in range(batches.batch_size)]
         _encoded(llm, number, Request(prompts[0], batches.output_len))
         began = clock()
         outputs = llm.generate(prompts, params)

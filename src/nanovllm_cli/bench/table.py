@@ -22,11 +22,13 @@ from nanovllm_cli.bench.record import Record
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork
+from nanovllm_cli.bench.workload import drawn_ids
 from nanovllm_cli.config import BLOCK_SIZE
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.system import peak_memory_bytes
+from nanovllm_cli.text.image_tokens import image_token
 
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
@@ -104,15 +106,15 @@ def run_trial(
     llm: LLM, trial: Trial, draw: random.Random, procedure: Procedure, progress: LoadProgress
 ) -> tuple[int, ...]:
     """Nanoseconds of each repetition. Raises RequestError where the engine did other work than the trial is about."""
-    vocab_size = llm.spec.vocab_size
+    vocab_size, reserved = llm.spec.vocab_size, reserved_token(llm)
     samples = []
     total = (trial.num_prompt + trial.num_gen) * trial.num_parallel
     progress.stage(name_of(trial), total * (procedure.repetitions + procedure.warm_up), "tokens")
     for _ in range(procedure.repetitions + procedure.warm_up):
-        known = [_tokens(draw, vocab_size, trial.depth) for _ in range(trial.num_parallel)]
+        known = [drawn_ids(draw, trial.depth, vocab_size, reserved) for _ in range(trial.num_parallel)]
         if trial.depth:
             llm.generate(known, greedy(1))
-        prompts = [[*before, *_tokens(draw, vocab_size, max(trial.num_prompt, 1))] for before in known]
+        prompts = [[*before, *drawn_ids(draw, max(trial.num_prompt, 1), vocab_size, reserved)] for before in known]
         params = greedy(trial.num_gen + 1 if trial.num_prompt else trial.num_gen)
         began = procedure.clock()
         outputs = [] if trial.embeds else llm.generate(prompts, params)
@@ -136,8 +138,9 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
-def _tokens(draw: random.Random, vocab_size: int, count: int) -> list[int]:
-    return [draw.randrange(vocab_size) for _ in range(count)]
+def reserved_token(llm: LLM) -> int | None:
+    """Which stands for images, or sounds, and nothing else: a prompt of made-up tokens is refused with it."""
+    return None if llm.sense is None else image_token(llm.tokenizer, llm.sense)
 
 
 def _check(outputs: list[RequestOutput], trial: Trial, params: SamplingParams) -> None:

@@ -52,16 +52,30 @@ class Workload:
         return len(self.requests)
 
 
+def drawn_ids(draw: random.Random, count: int, vocab_size: int, reserved: int | None) -> list[int]:
+    """Token ids of a made-up prompt. reserved: one that stands for images or sounds, which such a prompt has none of. It becomes
+    the one beside it, so that a seed gives all others as without it."""
+    ids = (draw.randrange(vocab_size) for _ in range(count))
+    return [(token - 1 if token else 1) if token == reserved else token for token in ids]
+
+
 def estimated_count(text: str) -> int:
     """Tokens of a text where no tokenizer is at hand: four characters each, as in English."""
     return -(-len(text) // CHARACTERS_A_TOKEN)
 
 
 def random_lengths(
-    count: int, input_len: int, output_len: int, *, range_ratio: float = 0.0, vocab_size: int | None = None, seed: int = 0
+    count: int,
+    input_len: int,
+    output_len: int,
+    *,
+    range_ratio: float = 0.0,
+    vocab_size: int | None = None,
+    reserved: int | None = None,
+    seed: int = 0,
 ) -> Workload:
     """`count` prompts that have nothing in common. Lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times what
-    is given, and at least 1. Raises UsageError."""
+    is given, and at least 1. reserved: see drawn_ids. Raises UsageError."""
     _check(count=count, input_len=input_len, output_len=output_len)
     if not 0.0 <= range_ratio < 1.0:
         raise UsageError(f"a range ratio lies between 0 and 1 (excluded), not {range_ratio}")
@@ -69,7 +83,7 @@ def random_lengths(
     requests = []
     for _ in range(count):
         lens = [draw.randint(*_around(length, range_ratio)) for length in (input_len, output_len)]
-        requests.append(Request(_made_up(draw, lens[0], vocab_size), lens[1]))
+        requests.append(Request(_made_up(draw, lens[0], vocab_size, reserved), lens[1]))
     settings = {"input_len": input_len, "output_len": output_len, "range_ratio": range_ratio, "seed": seed}
     return Workload("random", requests, settings)
 
@@ -82,14 +96,17 @@ def prefix_repetition(
     *,
     num_prefixes: int = 10,
     vocab_size: int | None = None,
+    reserved: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """`count` prompts in random order, each one of `num_prefixes` beginnings and an end of its own. Raises UsageError."""
+    """`count` prompts in random order, each one of `num_prefixes` beginnings and an end of its own. reserved: see drawn_ids.
+    Raises UsageError."""
     _check(count=count, prefix_len=prefix_len, suffix_len=suffix_len, output_len=output_len, num_prefixes=num_prefixes)
     draw = random.Random(seed)
-    prefixes = [_made_up(draw, prefix_len, vocab_size) for _ in range(num_prefixes)]
+    prefixes = [_made_up(draw, prefix_len, vocab_size, reserved) for _ in range(num_prefixes)]
     requests = [
-        Request(_joined(prefixes[i % num_prefixes], _made_up(draw, suffix_len, vocab_size)), output_len) for i in range(count)
+        Request(_joined(prefixes[i % num_prefixes], _made_up(draw, suffix_len, vocab_size, reserved)), output_len)
+        for i in range(count)
     ]
     draw.shuffle(requests)
     settings = {
@@ -174,9 +191,9 @@ def _read(path: str | Path) -> str:
     return read_text(Path(path), MAX_FILE_BYTES, "a dataset")
 
 
-def _made_up(draw: random.Random, length: int, vocab_size: int | None) -> str | list[int]:
+def _made_up(draw: random.Random, length: int, vocab_size: int | None, reserved: int | None) -> str | list[int]:
     if vocab_size is not None:
-        return [draw.randrange(vocab_size) for _ in range(length)]
+        return drawn_ids(draw, length, vocab_size, reserved)
     return " ".join(draw.choices(_WORDS.split(), k=length))
 
 

@@ -110,10 +110,11 @@ class _Run:
 
     def run(self, lines: list[Line]) -> None:
         began = time.monotonic()
-        asked = {"model": self.answerer.identity, "given": self.options.given, "system": self.options.system}
-        settings = _digest(asked | self.options.settings)[:12]
+        options = self.options
+        asked = {"model": self.answerer.identity, "given": options.given, "system": options.system}
+        settings = _digest(asked | {"keeps_reasoning": options.keeps_reasoning} | options.settings)[:12]
         keys = [f"{settings}-{line.digest}" for line in lines]
-        kept = self.results.resume(keys)
+        kept = self.results.resume(keys, [line.number for line in lines])
         if kept:
             self.screen.say(f"{kept} of {len(lines)} results are there already")
         self.progress.stage("answering", len(lines), "lines")

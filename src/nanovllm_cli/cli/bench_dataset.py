@@ -61,9 +61,17 @@ class DatasetOptions:
         if self.kind == "file" and is_typed(ctx, "seed"):
             raise UsageError("--seed has no meaning for --dataset file, which is asked in its own order")
 
-    def workload(self, count: int, *, seed: int, vocab_size: int | None = None, tokens: Count | None = None) -> Workload:
-        """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. tokens: how many a text has,
-        where a tokenizer is at hand. Raises UsageError."""
+    def workload(
+        self,
+        count: int,
+        *,
+        seed: int,
+        vocab_size: int | None = None,
+        reserved: int | None = None,
+        tokens: Count | None = None,
+    ) -> Workload:
+        """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. reserved: the one that stands
+        for images or sounds. tokens: how many a text has, where a tokenizer is at hand. Raises UsageError."""
         from nanovllm_cli.bench import workload
 
         kind = self.kind
@@ -73,13 +81,15 @@ class DatasetOptions:
         input_len, output_len = _or(self.input_len, INPUT_LEN), _or(self.output_len, OUTPUT_LEN)
         if kind == "random":
             return workload.random_lengths(
-                count, input_len, output_len, range_ratio=_or(self.range_ratio, 0.0), vocab_size=vocab_size, seed=seed
-            )
+                count, input_len, output_len, range_ratio=_or(self.range_ratio, 0.0), vocab_size=vocab_size, reserved=reserved,
+                seed=seed,
+            )  # fmt: skip
         if kind == "prefix":
             prefix_len, num_prefixes = _or(self.prefix_len, PREFIX_LEN), _or(self.num_prefixes, NUM_PREFIXES)
             return workload.prefix_repetition(
-                count, prefix_len, input_len, output_len, num_prefixes=num_prefixes, vocab_size=vocab_size, seed=seed
-            )
+                count, prefix_len, input_len, output_len, num_prefixes=num_prefixes, vocab_size=vocab_size, reserved=reserved,
+                seed=seed,
+            )  # fmt: skip
         if self.dataset_path is None:
             raise UsageError(f"--dataset {kind} needs a file", "name it by --dataset-path")
         if kind == "sharegpt":

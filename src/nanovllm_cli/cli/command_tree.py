@@ -93,6 +93,10 @@ class Page:
         """The options that settings files may set."""
         return [each for each in self.parameters if each.key and self.reads_settings]
 
+    def setting(self, name: str) -> Parameter | None:
+        """The one of them that goes by this name."""
+        return next((each for each in self.settings if name in each.setting_names), None)
+
     def every(self) -> Iterator[Page]:
         """This page and all below it."""
         yield self

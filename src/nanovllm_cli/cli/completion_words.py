@@ -42,7 +42,7 @@ def values(root: Page, command: Page, parameter: Parameter) -> Values:
     if parameter.value == "KEY":
         return Values("words", tuple(dict.fromkeys(str(each.key) for page in root.every() for each in page.settings)))
     if parameter.value == "COMMAND":
-        return Values("words", tuple(dict.fromkeys(page.words[-1] for page in root.every() if page is not root)))
+        return Values("words", tuple(page.name for page in root.every() if page.settings))
     return Values("nothing")
 
 
@@ -69,7 +69,7 @@ _VALUES: dict[str, Values] = {
         Values("files", tuple(SHAPES)),
     ),
     "models.rm model_word": Values("cached-models"),
-    **dict.fromkeys([f"{command} api_key" for command in ("run", "chat", "bench.serve")], Values("nothing")),
+    **dict.fromkeys([f"{command} api_key" for command in ("run", "chat", "bench.serve", "serve")], Values("nothing")),
     "chat session": Values("sessions"),
     "chat delete_session": Values("sessions"),
 }

@@ -41,6 +41,7 @@ from nanovllm_cli.cli.settings import (
 from nanovllm_cli.cli.settings_view import (
     Row,
     Target,
+    keys_of,
     place,
     record,
     rows,
@@ -170,9 +171,13 @@ def set_value(
     target = target_of(root, key)
     value = _checked_value(ctx, target, key, values)
     file = _file(files)
-    before = SettingsFile(file).text if os.path.exists(file) else TomlText("")
-    _write(file, before.with_value(target.table, target.key, value))
-    screen.say(f"{target.key} = {shown(value)} in [{table_name(target.table)}] of {short(file)}")
+    key, text = target.key, TomlText("")
+    if os.path.exists(file):
+        there = SettingsFile(file)
+        key, *others = keys_of(there, target) or [key]
+        text = _without(there.text, target, others)
+    _write(file, text.with_value(target.table, key, value))
+    screen.say(f"{key} = {shown(value)} in [{table_name(target.table)}] of {short(file)}")
 
 
 @expand
@@ -181,10 +186,11 @@ def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: Mes
     screen = screen_for(messages)
     target = target_of(_root(ctx), key)
     file = _file(files)
-    if not os.path.exists(file) or target.key not in (there := SettingsFile(file)).table(target.table):
+    if not os.path.exists(file) or not (keys := keys_of(there := SettingsFile(file), target)):
         raise UsageError(f"{key} is not set in {file}", "nanovllm config shows what is")
-    _write(file, there.text.without(target.table, target.key))
-    screen.say(f"{target.key} is out of [{table_name(target.table)}] of {short(file)}")
+    *others, last = keys
+    _write(file, _without(there.text, target, others).without(target.table, last))
+    screen.say(f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} out of [{table_name(target.table)}] of {short(file)}")
 
 
 @expand
@@ -213,6 +219,12 @@ def edit(*, ctx: typer.Context, files: FileOptions, messages: MessageOptions) ->
     if code:
         raise OutputError(f"{editor[0]} ended with exit code {code}", f"look at {file}")
     check(SettingsFile(file), command_flags(ctx))
+
+
+def _without(text: TomlText, target: Target, keys: list[str]) -> TomlText:
+    for key in keys:
+        text = TomlText(text.without(target.table, key))
+    return text
 
 
 class NotSet(OutputError):

@@ -145,17 +145,18 @@ def open_local(
     """Loads a model. Raises NanovllmError, and UsageError where something was asked for that only a template could give."""
     loaded = load(name, options, config, screen)
     try:
-        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs))
+        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs), config)
     except BaseException:
         loaded.llm.close()
         raise
 
 
 class LocalAnswerer:
-    """A loaded model with the prompts that options ask for."""
+    """A loaded model with the prompts that options ask for. config: what it was loaded with."""
 
-    def __init__(self, loaded: Loaded, prompting: Prompting) -> None:
+    def __init__(self, loaded: Loaded, prompting: Prompting, config: EngineConfig) -> None:
         self._llm = loaded.llm
+        self._config = config
         self._seconds = loaded.seconds
         self._prompting = prompting
 
@@ -169,9 +170,25 @@ class LocalAnswerer:
 
     @property
     def identity(self) -> list[str]:
-        own = [str(getattr(self._llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
+        """The model by its files, and the settings that decide an answer, "auto" as what it came to. How fast one comes, and how
+        much memory that takes, decides nothing."""
+        llm, config = self._llm, self._config
+        own = [str(getattr(llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
         own += [f"{name} {scale}" for name, scale in self.adapters]
-        return own + [f"{name}={Path(path).resolve()}" for name, path in self._llm.lora_modules]
+        own += [f"{name}={Path(path).resolve()}" for name, path in llm.lora_modules]
+        beside = [*(path for path, _ in llm.lora), *(path for _, path in llm.lora_modules), llm.mmproj]
+        own += [_stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside) if path is not None]
+        settings = {
+            "on": "a GPU" if llm.threads is None else "a CPU",
+            "dtypes": [str(dtype) for dtype in (llm.dtype, *llm.kv_dtypes)],
+            "quant": config.quant,
+            "activations": config.activations,
+            "deterministic": config.deterministic,
+            "max_model_len": config.max_model_len,  # not what there was memory for
+            "image_max_tokens": None if llm.vision is None else config.image_max_tokens,
+            "template": llm.chat_template.source if self.chats and llm.chat_template is not None else None,
+        }
+        return own + [f"{name}={value}" for name, value in settings.items()]
 
     @property
     def adapters(self) -> list[tuple[str, float]]:
@@ -277,3 +294,12 @@ class LocalAnswerer:
         total = sum(each.num_tokens for each in output.outputs)
         usage = Usage(len(output.prompt_ids), output.metrics.num_cached_tokens, total)
         return Result(answers, usage, known is not None)
+
+
+def _stamps_of(path: Path) -> str:
+    """Of the files that lie there now. Raises NanovllmError where they are gone."""
+    from nanovllm_cli.weights.fingerprint import file_stamps, setting_stamps
+    from nanovllm_cli.weights.json_file import reading
+
+    with reading(path):
+        return str(file_stamps(path) + setting_stamps(path))

@@ -14,6 +14,7 @@ from typing import Any
 
 from nanovllm_cli import system
 from nanovllm_cli.cli.files import WholeFile, is_special
+from nanovllm_cli.cli.records import Record, dumps
 from nanovllm_cli.errors import OutputError, UsageError
 
 
@@ -46,9 +47,9 @@ class Results:
         self._journal_path = path.with_name(path.name + ".partial")
         self._journal = _open_journal(self._journal_path)
 
-    def resume(self, keys: Sequence[str]) -> int:
-        """Takes over results that are there already; how many. keys: what identifies the result of each position.
-        Raises UsageError for results that would be lost."""
+    def resume(self, keys: Sequence[str], numbers: Sequence[int]) -> int:
+        """Takes over results that are there already; how many. keys: what identifies the result of each position. numbers: of
+        the lines that they answer now. Raises UsageError for results that would be lost."""
         if self._journal is None or self._path is None:
             return 0
         waiting: dict[str, list[int]] = defaultdict(list)
@@ -57,11 +58,13 @@ class Results:
         kept = 0
         for path in (self._path, self._journal_path):
             for line in _lines_of(path):
-                key = _key_of(line, path, self._overwrite)
-                if key is None:
+                record = _result_of(line, path, self._overwrite)
+                if record is None:
                     continue
+                key = record["key"]
                 if waiting[key]:
-                    self._lines[waiting[key].pop()] = line
+                    position = waiting[key].pop()
+                    self._lines[position] = _numbered(line, record, numbers[position])
                     kept += 1
                 elif key not in keys and not self._overwrite:
                     raise UsageError(
@@ -159,14 +162,19 @@ def _lines_of(path: Path) -> list[str]:
         raise OutputError(f"cannot read the results in {path}: {failure.strerror}") from failure
 
 
-def _key_of(line: str, path: Path, overwrite: bool) -> str | None:
-    """Which line under which settings this is a result of; None for an error, which is to be tried again."""
+def _numbered(line: str, record: Record, number: int) -> str:
+    """As it is there where its number is right: lines may have been added before it."""
+    return line if record.get("line") == number else dumps(record | {"line": number})
+
+
+def _result_of(line: str, path: Path, overwrite: bool) -> Record | None:
+    """Its `key` says which line under which settings this is a result of; None for an error, which is to be tried again."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict) and isinstance(record.get("key"), str):
-        return None if "error" in record else record["key"]
+        return None if "error" in record else record
     if overwrite:
         return None
     raise UsageError(f"{path} holds something else than results of a batch", "choose another -o")

@@ -76,6 +76,11 @@ class SettingsFile:
             inner = inner.get(name, {})
         return inner if isinstance(inner, dict) else {}
 
+    def keys(self, path: tuple[str, ...], names: Iterable[str]) -> list[str]:
+        """Those of a table that are one of `names`, be it spelt with _, as the file has them. The last one counts."""
+        known = set(names)
+        return [key for key, value in self.table(path).items() if flag_name(key) in known and not isinstance(value, dict)]
+
     def origin(self, path: tuple[str, ...], key: str) -> Origin:
         """Of a value that is there."""
         return Origin(self.table(path)[key], self.path, self.text.line_of(*path, key) or 1, table_name(path))
@@ -115,11 +120,11 @@ class Settings:
         if model is not None:
             tables += [("models", self.resolve(model)), ("models", model)]
         return {
-            names[_flag(key)]: file.origin(table, key)
+            names[flag_name(key)]: file.origin(table, key)
             for file in reversed(self.files)
             for table in tables
             for key, value in file.table(table).items()
-            if _flag(key) in names and not isinstance(value, dict)
+            if flag_name(key) in names and not isinstance(value, dict)
         }
 
 
@@ -202,7 +207,7 @@ def _check_command(file: SettingsFile, section: str, table: Table, flags: Mappin
     """A command's own settings, and the tables of the commands inside it."""
     own = set(flags.get(section, ()))
     inner = {name.partition(".")[2] for name in flags if name.startswith(f"{section}.")}
-    tables = {name: value for name, value in table.items() if isinstance(value, dict) and _flag(name) not in own}
+    tables = {name: value for name, value in table.items() if isinstance(value, dict) and flag_name(name) not in own}
     for name, settings in tables.items():
         _known(file, (section, name), inner, f"command of {section}")
         _check_keys(file, (section, name), settings, set(flags[f"{section}.{name}"]))
@@ -226,7 +231,7 @@ def _check_keys(file: SettingsFile, table: tuple[str, ...], settings: object, na
 
 
 def _known(file: SettingsFile, path: tuple[str, ...], known: Iterable[str], what: str) -> None:
-    name = path[-1] if len(path) == 1 else _flag(path[-1])
+    name = path[-1] if len(path) == 1 else flag_name(path[-1])
     if name not in (names := sorted(known)):
         near, hint = nearest(name, names), None
         if near:
@@ -243,5 +248,6 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *longer]))[:3]
 
 
-def _flag(key: str) -> str:
+def flag_name(key: str) -> str:
+    """What a file's key may be spelt for."""
     return key.replace("_", "-")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.cli.command_tree import Page, Parameter
-from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file, working_folder
+from nanovllm_cli.cli.settings import Origin, Settings, SettingsFile, flag_name, nearest, user_file, working_folder
 from nanovllm_cli.cli.toml_text import literal
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import in_home
@@ -30,12 +30,14 @@ class Row(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A key in a table, and the option that it sets (None for an alias), as a command has it."""
+    """A key in a table, and the option that it sets (None for an alias), as a command has it. names: keys that set the same
+    option of every command that the table is for."""
 
     table: tuple[str, ...]
     key: str
     command: Page | None
     parameter: Parameter | None
+    names: tuple[str, ...] = ()
 
 
 def rows(root: Page, settings: Settings, only: str, model: str | None, with_defaults: bool) -> Iterator[Row]:
@@ -59,16 +61,22 @@ def rows(root: Page, settings: Settings, only: str, model: str | None, with_defa
     yield from found.values()
     if model is None:
         for file in settings.files:
-            for name, table in file.table(("models",)).items():
-                for key in table:
-                    owners = [
-                        each.name for each in commands if any(key in option.setting_names for option in each.settings)
-                    ]
-                    if owners:
-                        origin = file.origin(("models", name), key)
-                        yield Row(key, origin.value, origin, owners, name)
+            for name in file.table(("models",)):
+                yield from _models_rows(commands, file, name)
     if not only:
         yield from (Row(name, origin.value, origin, []) for name, origin in settings.aliases().items())
+
+
+def _models_rows(commands: list[Page], file: SettingsFile, model: str) -> Iterator[Row]:
+    """What a file says of one model."""
+    found: dict[tuple[str, str], Row] = {}
+    for command in commands:
+        for each in command.settings:
+            if keys := file.keys(("models", model), each.setting_names):
+                origin = file.origin(("models", model), keys[-1])
+                row = found.setdefault((str(each.key), str(origin)), Row(str(each.key), origin.value, origin, [], model))
+                row.commands.append(command.name)
+    yield from found.values()
 
 
 def value_of(settings: Settings, target: Target) -> Origin | str | None:
@@ -79,14 +87,17 @@ def value_of(settings: Settings, target: Target) -> Origin | str | None:
     if variable:
         return variable
     if target.table == ("default",):
-        names = target.parameter.setting_names
-        for file in settings.files:
-            for key in file.table(target.table):
-                if key.replace("_", "-") in names:
-                    return file.origin(target.table, key)
-        return None
+        found = ((file, file.keys(target.table, target.parameter.setting_names)) for file in settings.files)
+        return next((file.origin(target.table, keys[-1]) for file, keys in found if keys), None)
     model = target.table[1] if target.table[0] == "models" else None
     return settings.origins(target.command.name, model).get(target.parameter.name)
+
+
+def keys_of(file: SettingsFile, target: Target) -> list[str]:
+    """All keys of a file's table that say what `target` says: another name of the option, or the same with _."""
+    if target.parameter is None:
+        return [target.key] if target.key in file.table(target.table) else []
+    return file.keys(target.table, target.names)
 
 
 def value_at(origin: Origin | str, option: Parameter | None) -> Any:
@@ -113,11 +124,12 @@ def target_of(root: Page, word: str) -> Target:
     else:
         commands = [_named(commands, table)]
         path = tuple(table.split(".", 1))
-    key = key.replace("_", "-")
+    key = flag_name(key)
     for command in commands:
-        for each in command.settings:
-            if key in each.setting_names:
-                return Target(path, key, command, each)
+        if (option := command.setting(key)) is not None:
+            knowing = [each for each in commands if each.setting(key)]
+            same = (name for name in option.setting_names if [each for each in commands if each.setting(name)] == knowing)
+            return Target(path, key, command, option, tuple(same))
     refused = next((each for command in root.every() for each in command.options if f"--{key}" in each.flags), None)
     if refused is not None and not table:
         variable = f", or as {refused.variables[0]} in the environment" if refused.variables else ""

@@ -38,7 +38,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.files import split_parts
 from nanovllm_cli.weights.heads import classifies
 from nanovllm_cli.weights.imatrix import ImportanceFile
-from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room
+from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room, exists_already
 
 QUALITY_FILE = "quality.json"
 AlgorithmName = Literal["rtn", "gptq", "awq", "imatrix"]
@@ -176,7 +176,10 @@ def _write_folder(run: _Run, replace: bool) -> Card | None:
 
 def _write_file(run: _Run, replace: bool) -> Card | None:
     """The card lies beside the file."""
+    card_path = _card_path(run.output)
     with OutputFile(run.output, replace=replace) as file:
+        if run.verification is not None and not replace and os.path.lexists(card_path):
+            raise exists_already(card_path)
         parts = run.finished_parts()
         made = write_gguf(run.original, run.plan, parts, file, run.progress)
         for note in made.notes:
@@ -186,11 +189,16 @@ def _write_file(run: _Run, replace: bool) -> Card | None:
     if made.tower is not None:
         run.progress.note(str(made.tower.write(run.output, replace=replace, progress=run.progress)))
     if card is not None:
-        with OutputFile(run.output.with_suffix(f".{QUALITY_FILE}"), replace=True) as beside:
+        with OutputFile(card_path, replace=replace) as beside:
             beside.file.write(as_json(card.as_json()))
             beside.commit()
     parts.remove()
     return card
+
+
+def _card_path(output: Path) -> Path:
+    """Of a file's card. What stands behind another dot is part of its name: m.q4 and m.q8 are two files."""
+    return output.with_name(f"{output.name.removesuffix('.gguf')}.{QUALITY_FILE}")
 
 
 def plan_with_target(

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.files import split_parts
+from nanovllm_cli.weights.files import ADAPTER_CONFIG, is_setting, split_parts
 from nanovllm_cli.weights.shapes import RANDOM
+
+if TYPE_CHECKING:
+    from nanovllm_cli.weights.checkpoint import Checkpoint
+
+Stamps = list[tuple[str, int, int]]
 
 SAMPLE_BYTES = 4096
 
 
-def file_stamps(path: Path) -> list[tuple[str, int, int]]:
+def file_stamps(path: Path) -> Stamps:
     """(name, size, time of the last change in ns) of a model's files of tensors. Raises OSError where there are none to ask;
     made-up weights have none."""
     if str(path).startswith(RANDOM):
@@ -26,6 +32,18 @@ def file_stamps(path: Path) -> list[tuple[str, int, int]]:
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
     else:
         files = [path.with_name(part) for part in split_parts(path.name)]
+    return _stamps(files)
+
+
+def setting_stamps(path: Path) -> Stamps:
+    """The same of what a model or an adapter has beside its tensors: config, tokenizer, template. A GGUF file has them within."""
+    if str(path).startswith(RANDOM) or path.suffix == ".gguf":
+        return []
+    folder = path if path.is_dir() else path.parent
+    return _stamps(sorted(file for file in folder.iterdir() if is_setting(file.name) or file.name == ADAPTER_CONFIG))
+
+
+def _stamps(files: Iterable[Path]) -> Stamps:
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 

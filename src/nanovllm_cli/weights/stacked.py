@@ -275,7 +275,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
         (re.compile(r"(?:gpt_neox\.)?layers\.\d+\.attention\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
          _qkv_by_head),
-        (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1}, _by_key_head),
+        (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
+         _by_key_head),
         (
             re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
