@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, ModernBertConfig, ModernBertModel, NemotronHConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    ModernBertConfig,
+    ModernBertModel,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 
-from engines import SMALL, random_model, save, worker_for
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
@@ -24,6 +31,26 @@ from test_convert import TINY
 from test_models import CASES, NEMOTRON, check_what_it_writes
 from test_models_gguf import CASES as FILES
 from test_models_gguf import difference, expected_logits, logits_of, prompts, write
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_a_head_of_its_own_counts_whatever_the_config_says(is_other: bool, tmp_path: Path) -> None:
+    """As in transformers: it ties where there is no other one."""
+    model = random_model(LlamaConfig(**SMALL | {"tie_word_embeddings": False}))
+    folder = save(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    if not is_other:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    worker = worker_for(folder, dtype="float32")
+    assert worker.spec.tied_head != is_other
+    (output,) = run(engine_for(worker), [([5, 6, 7], greedy(6))])
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([[5, 6, 7, *output.outputs[0].token_ids]])).logits[0, 2:-1]
+    assert list(output.outputs[0].token_ids) == logits.argmax(-1).tolist()
 
 
 def converted(folder: Path, path: Path) -> Path:

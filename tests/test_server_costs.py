@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from http_server import Answer, Running, running
-from nanovllm_cli.server import logprobs
+from nanovllm_cli.server import logprobs, sse
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.exchange import Exchange
@@ -127,6 +128,10 @@ def test_a_stream_past_its_time_ends_with_an_error(path: str, last: bytes) -> No
         assert b"Hello" in answer.body
         assert b"not answered within 0.3 seconds" in answer.body
         assert answer.body.endswith(last)
+        if path == "/v1/responses":
+            told = [json.loads(line[6:]) for line in answer.body.decode().split("\n") if line.startswith("data: ")]
+            assert [each["sequence_number"] for each in told] == list(range(len(told)))
+            assert (told[-1]["type"], told[-1]["response"]["status"]) == ("response.failed", "failed")
         (generation,) = context.generates.generations  # type: ignore[attr-defined]
         assert generation.closed
 
@@ -147,6 +152,37 @@ def test_a_stream_that_has_said_nothing_by_then_is_an_error() -> None:
     with running(context.settings, context, routes) as server:
         answer = server.ask("GET", "/silent")
         assert (answer.status, answer.error["code"]) == (503, "timeout")
+
+
+@pytest.mark.parametrize("write_seconds", [0.3, 30.0])
+def test_a_client_that_takes_nothing_holds_no_connection_past_the_limit(
+    write_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "LAST_WORDS_SECONDS", 0.3)
+    script = Script.of(*["x" * 20_000] * 3000)
+    context = context_of(FakeModels(), script, request_seconds=0.5, write_seconds=write_seconds)
+    content = json.dumps(DOORS["/v1/chat/completions"]).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with running(context.settings, context) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        until(lambda: bool(server.server.server_state.connections))
+        until(lambda: not server.server.server_state.connections)
+        assert all(each.closed for each in context.generates.generations)  # type: ignore[attr-defined]
+
+
+def test_what_no_model_is_needed_for_is_refused_at_once() -> None:
+    models = SlowModels()
+    context = context_of(models, ping_seconds=0.05)
+    tool = {"name": "a", "input_schema": {"type": "object"}}
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/messages", {"tools": [tool, tool]}), ("/v1/messages", {"thinking": {"type": "enabled"}}),
+        ("/v1/responses", {"top_logprobs": 1, "tools": [{"type": "function", "name": "a", "parameters": {}}]}),
+    ]  # fmt: skip
+    with running(context.settings, context) as server:
+        for path, fields in wrong:
+            assert server.ask("POST", path, DOORS[path] | fields).status == 400
 
 
 def test_a_stream_in_time_is_as_ever() -> None:

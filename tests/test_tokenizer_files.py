@@ -118,6 +118,19 @@ def test_vocab_and_merges_make_the_same_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.encode("ab ab c<|im_end|>") == [*byte_level().encode("ab ab c").ids, 6]
 
 
+def test_what_both_lists_have_is_as_the_newer_one_says(tmp_path: Path) -> None:
+    write(tmp_path, "vocab.json", {word: i for i, word in enumerate(WORDS)})
+    write(tmp_path, "merges.txt", "#version: 0.2\na b\n\u0120 ab\n")
+    write(tmp_path, "added_tokens.json", {"<img>": 6, "<b>": 7})
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    listed = {"6": {"content": "<img>", "special": True} | flags, "7": {"content": "<b>", "special": False} | flags}
+    write(tmp_path, "tokenizer_config.json", {"added_tokens_decoder": listed})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert "<img>" in tokenizer.control_tokens
+    assert tokenizer.special_ids == {6}
+    assert tokenizer.encode("ab<img><b>")[-2:] == [6, 7]
+
+
 def test_deepseek_style_tokens_are_control_although_not_flagged(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_tokens(["<\uff5cUser\uff5c>", "<think>"])

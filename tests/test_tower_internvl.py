@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-from engines import greedy, random_model, save
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli import LLM, EngineConfig, data_url
 from nanovllm_cli.errors import CheckpointError, TemplateError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
@@ -30,14 +30,18 @@ from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.vision_spec import SizeRule, VisionSpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj
 from nanovllm_cli.weights.vision import read_vision
+from quantizing import quantize
 from seeing import png
 from test_convert import TINY
 from test_image_pieces import read
 from test_images import colours, saved, seeing
 from test_remote_families import internlm2
+from test_towers import make
 from test_towers_pages import CLIP as CLIP_COLOURS
 from test_vision import MODELS, logprobs_of
+from towers_gguf import write_mmproj
 
 INTERNVL3_1B: dict[str, Any] = {
     "architectures": ["InternVLForConditionalGeneration"], "downsample_ratio": 0.5, "image_seq_length": 256,
@@ -313,6 +317,85 @@ def test_one_piece_where_such_a_folder_makes_no_more() -> None:
     assert read(chat | {"dynamic_image_size": True, "use_thumbnail": True}).size.most_tiles == 6
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_experts_inside_of_one(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    own = {
+        "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    }[kind]  # fmt: skip
+    text = SMALL | {"model_type": kind, "num_hidden_layers": 2, "num_experts_per_tok": 2, "pad_token_id": None} | own
+    config = MODELS["internvl"].to_dict() | {"text_config": text, "tie_word_embeddings": is_tied}
+    model = random_model(type(MODELS["internvl"])(**config), auto=AutoModelForImageTextToText)
+    (output,) = run(engine_for(worker_for(save(model, tmp_path), dtype="float32")), [([5, 6, 7, 8], greedy(6))])
+    answer = list(output.outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[5, 6, 7, 8, *answer]])).logits[0, 3:-1]
+    assert answer == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("outer", [None, True])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_config_that_ties_by_default(outer: bool | None, has_head: bool, tmp_path: Path) -> None:
+    """transformers' own does, and what it saves again says so; a head that is there counts all the same."""
+    folder = model_of("its own", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config | ({} if outer is None else {"tie_word_embeddings": outer})))
+    tensors = load_file(folder / "model.safetensors")
+    heads = [name for name in tensors if "lm_head" in name]
+    assert heads
+    if not has_head:
+        save_file({name: tensor for name, tensor in tensors.items() if name not in heads}, folder / "model.safetensors",
+                  {"format": "pt"})  # fmt: skip
+    (output,) = run(engine_for(worker_for(folder, dtype="float32")), [([5, 6, 7, 8], greedy(6))])
+    answer = list(output.outputs[0].token_ids)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[5, 6, 7, 8, *answer]])).logits[0, 3:-1]
+    assert answer == logits.argmax(-1).tolist()
+
+
+def test_a_quantized_folder_has_the_config_that_it_was_published_with(tmp_path: Path) -> None:
+    first = as_first_published(model_of("of texts", tmp_path / "folder"), tmp_path / "first")
+    quantize("int8", tmp_path / "quantized", first)
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    assert "text_config" not in config
+    assert config["llm_config"] == json.loads((first / "config.json").read_text())["llm_config"]
+    assert asked(tmp_path / "quantized")[0] == asked(first)[0]
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("v.class_embd", lambda array: np.append(array.reshape(-1), 1)), ("v.class_embd", lambda array: array.reshape(-1)[1:]),
+    ("v.position_embd.weight", lambda array: array.reshape(-1, 32).T.copy()),
+    ("v.position_embd.weight", lambda array: np.append(array.reshape(-1), 1)),
+])  # fmt: skip
+def test_a_file_with_other_shapes_is_told_so(name: str, change: Any, tmp_path: Path) -> None:
+    folder = make("internvl", tmp_path / "folder").folder
+
+    def changed_shape(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = change(tensors[name]).astype(np.float32)
+
+    with open_mmproj(write_mmproj(folder, tmp_path / "m.gguf", change=changed_shape)) as file:
+        spec = read_mmproj(file)
+        with pytest.raises(CheckpointError, match=f"of the wrong shape: {name}"):
+            check_mmproj(file, spec)
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (1, 1, 32)])
+def test_a_class_token_may_be_a_batch(shape: tuple[int, ...], tmp_path: Path) -> None:
+    folder = make("internvl", tmp_path / "folder").folder
+
+    def reshaped(tensors: dict[str, np.ndarray]) -> None:
+        tensors["v.class_embd"] = tensors["v.class_embd"].reshape(shape)
+        tensors["v.position_embd.weight"] = tensors["v.position_embd.weight"].reshape(-1, 32)
+
+    with open_mmproj(write_mmproj(folder, tmp_path / "m.gguf", change=reshaped)) as file:
+        check_mmproj(file, read_mmproj(file))
+
+
 def test_a_template_that_tells_of_images_but_writes_none_is_refused(tmp_path: Path) -> None:
     folder = model_of("its own", tmp_path)
     told = json.loads((folder / "tokenizer_config.json").read_text())
@@ -323,10 +406,6 @@ def test_a_template_that_tells_of_images_but_writes_none_is_refused(tmp_path: Pa
 
 
 def test_a_file_that_does_not_say_how_many_pieces_has_twelve_at_most(tmp_path: Path) -> None:
-    from nanovllm_cli.weights.mmproj import open_mmproj, read_mmproj
-    from test_towers import make
-    from towers_gguf import write_mmproj
-
     folder = make("internvl", tmp_path / "folder").folder
     keys = {"clip.vision.preproc_min_tiles": None, "clip.vision.preproc_max_tiles": None}
     for own, most in (keys, 12), ({}, 6):

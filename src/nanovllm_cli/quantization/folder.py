@@ -13,6 +13,7 @@ from nanovllm_cli.quantization.compressed_tensors import encode, quantization_co
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
+from nanovllm_cli.weights.checkpoint import as_published
 from nanovllm_cli.weights.files import beside_weights
 from nanovllm_cli.weights.loader import PLAIN
 from nanovllm_cli.weights.tensor_names import left_aside, names_of
@@ -96,7 +97,9 @@ def _config(original: Original, plan: Plan) -> dict[str, Any]:
     checkpoint = original.checkpoint
     others = left_aside(checkpoint, (name for name in checkpoint.names() if len(checkpoint.info(name).shape) == 2))
     formats |= {name.removesuffix(".weight"): None for name in sorted(others)}
-    config = dict(checkpoint.config)
+    config = dict(as_published(checkpoint.config))
     if original.spec.tied_head and "lm_head" in formats:
         config["tie_word_embeddings"] = False  # the head has numbers of its own now
+        if isinstance(llm := config.get("llm_config"), dict):
+            config["llm_config"] = llm | {"tie_word_embeddings": False}
     return config | {"quantization_config": quantization_config({**formats, "lm_head": formats.get("lm_head")})}

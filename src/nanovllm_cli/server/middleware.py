@@ -26,6 +26,7 @@ from nanovllm_cli.server.gate import Gate, Turnstile
 from nanovllm_cli.server.keys import Keys
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.settings import ServeSettings
+from nanovllm_cli.server.sse import ABORT
 
 PUBLIC = {"/health", "/v1/health", "/", "/status"}
 """Answered to GET without a key: the health of the server, and pages that hold no secret and ask for the key."""
@@ -89,6 +90,8 @@ class Exchanges:
             error = self._error_of(failure, exchange, limit.expired())
             if exchange.status is None:
                 await error_response(error, scope["path"], exchange.request_id)(scope, receive, watched)
+            elif limit.expired() and ABORT in scope:  # closed, the connection would wait for a client that takes nothing
+                scope[ABORT]()
         finally:
             exchange.ended = time.monotonic()
             exchange.route = getattr(scope.get("route"), "path", None)

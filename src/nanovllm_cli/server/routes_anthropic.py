@@ -45,6 +45,8 @@ def router(context: ServerContext) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request, exchange: CurrentExchange) -> Response:
         _check_edits(body)
         form = _form(body)
+        checked_tools(chat_tools(body.tools), _choice(body))
+        _thinking(body)
         if form is not None:
             await context.check(form, "output_config.format")
         conversation = await off_loop(request, lambda: chat_messages(body.system, body.messages))
@@ -110,7 +112,6 @@ class _Answering:
                         yield events
                 usage = generation.usage
         yield [*([] if begun else self.builder.begin(usage)), *self.builder.complete(usage, self.body.max_tokens)]
-
 
     def _asked(self, model: ServedModel) -> ChatAsked:
         """Only once: images are not to wait for the end of the answer."""

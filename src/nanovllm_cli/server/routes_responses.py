@@ -6,7 +6,6 @@ unless said otherwise) in memory, for previous_response_id and for the routes be
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.errors import JsonResponse, as_api_error
+from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, Usage
 from nanovllm_cli.server.reading import invalid, off_loop, unsupported
@@ -44,8 +43,6 @@ from nanovllm_cli.server.sse import named_frame, while_connected
 
 _INCLUDE = "message.input_image.image_url: with images, which are null otherwise"
 
-logger = logging.getLogger(__name__)
-
 
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
@@ -64,11 +61,12 @@ def router(context: ServerContext) -> APIRouter:
         before, items = await _items(body, request, store, exchange.tenant)
         tools = tools_of(body)
         form = await form_of(body, context)
+        _logprobs(body, tools)
         answering = _Answering(context, exchange, body, before, items, tools, form, store)
         body.input = ""
         del before, items
         if body.stream:
-            return context.stream(answering.frames(), _error_frame)
+            return context.stream(answering.frames(), answering.error_frames)
         return JsonResponse(await while_connected(request, answering.whole()))
 
     @routes.post("/responses/input_tokens", include_in_schema=False)
@@ -150,18 +148,16 @@ class _Answering:
         return self.builder.response
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events()) as steps:
+            async for events in steps:
+                yield _frames(events)
+
+    def error_frames(self, error: ApiError) -> bytes:
         """A failure behind the first event is an event itself."""
-        try:
-            async with aclosing(self._events()) as steps:
-                async for events in steps:
-                    yield _frames(events)
-        except Exception as error:
-            if not self.begun:
-                raise
-            told = as_api_error(error)
-            if told is not error:
-                logger.error("a response failed", exc_info=error)
-            yield _frames(self.builder.fail(told, self.usage))
+        if self.begun:
+            return _frames(self.builder.fail(error, self.usage))
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        return named_frame("error", {"type": "error", "sequence_number": 0, **told})
 
     async def _events(self) -> AsyncGenerator[list[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
@@ -264,9 +260,3 @@ def _chat_asked(
 
 def _frames(events: Sequence[StreamEvent]) -> bytes:
     return b"".join([named_frame(event["type"], event) for event in events])
-
-
-def _error_frame(error: ApiError) -> bytes:
-    """Of what failed behind a ping and before the first event."""
-    told = {"code": error.code, "message": error.message, "param": error.param}
-    return named_frame("error", {"type": "error", "sequence_number": 0, **told})

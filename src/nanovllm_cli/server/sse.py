@@ -121,7 +121,12 @@ class EventStream(Response):
         if not pump.cancelled():
             pump.result()
         elif is_late and exchange is not None:
-            await self._end_late(send, exchange)
+            try:
+                async with asyncio.timeout(min(LAST_WORDS_SECONDS, self._write_seconds)):
+                    await self._end_late(send, exchange)
+            except TimeoutError:
+                if ABORT in scope:
+                    scope[ABORT]()
 
     async def _end_late(self, send: Send, exchange: Exchange) -> None:
         error = late(exchange.seconds or 0.0)
@@ -151,8 +156,8 @@ class EventStream(Response):
             self._ended = not more
             self._sending, self._since = True, time.monotonic()
             if not self._begun:
-                self._begun = True
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._begun = True
             await send({"type": "http.response.body", "body": body, "more_body": more})
             self._sending, self._since = False, time.monotonic()
 
@@ -193,7 +198,7 @@ async def _until_over(exchange: Exchange | None) -> None:
     if exchange is None or exchange.limit is None or (when := exchange.limit.when()) is None:
         await asyncio.Event().wait()
         return
-    exchange.limit.reschedule(when + LAST_WORDS_SECONDS)
+    exchange.limit.reschedule(when + 2 * LAST_WORDS_SECONDS)
     await asyncio.sleep(when - asyncio.get_running_loop().time())
 
 

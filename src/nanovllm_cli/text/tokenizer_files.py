@@ -189,8 +189,11 @@ def _add_listed(backend: tokenizers.Tokenizer, config: dict[str, Any], legacy: d
             if not key.isascii() or not key.isdigit() or not isinstance(value, dict) or not _content(value):
                 raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder has a broken entry {key!r}")
             listed.append((int(key), _added_token(value, bool(value.get("special")))))
+    known_ids = {token_id for token_id, _ in listed}
     listed += [
-        (value, AddedToken(content, normalized=False)) for content, value in legacy.items() if isinstance(value, int)
+        (value, AddedToken(content, normalized=False))
+        for content, value in legacy.items()
+        if isinstance(value, int) and value not in known_ids
     ]
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(listed, key=lambda entry: entry[0]):

@@ -381,12 +381,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if isinstance(llm, dict):
         tied = llm.get("tie_word_embeddings")
         config = {"text_config": llm, **config, **({} if tied is None else {"tie_word_embeddings": tied})}
+    if config.get("architectures") == ["InternVLForConditionalGeneration"]:
+        config.setdefault("tie_word_embeddings", True)  # which a head of its own overrules
     beside = folder / MODELOPT_CONFIG
     if config.get("quantization_config") is None and beside.is_file():
         said = read_json_file(beside, MAX_CONFIG_BYTES).get("quantization")
         if isinstance(said, dict) and said.get("quant_algo") is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **said}
     return config
+
+
+def as_published(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config that was read from a folder, for another one: without a copy of what it says elsewhere."""
+    if config.get("llm_config") is None or config.get("text_config") != config["llm_config"]:
+        return config
+    return {key: value for key, value in config.items() if key != "text_config"}
 
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, as_published, open_checkpoint
 from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
@@ -327,7 +327,7 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
     left = [name for name in left if f"{Path(name).parent}/model.safetensors" not in modules]
     made = Plan("hf", steps, [f"files: {some(left)}"] if left else [], files=modules, copies=kept)
     if outtype != "auto":
-        config = {key: value for key, value in source.config.items() if key != "dtype"}
+        config = {key: value for key, value in as_published(source.config).items() if key != "dtype"}
         made.files["config.json"] = as_json(
             config | {"torch_dtype": str(dtype_of(outtype.upper())).removeprefix("torch.")}
         )

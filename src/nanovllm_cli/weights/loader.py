@@ -38,6 +38,7 @@ OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another mo
 MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
 EXPERT_EXCESS = 1 << 12  # however small an expert is, its matrices take pages of their own
 MAX_SMALL = 1 << 16  # numbers that a spec is made of: a head has a thousand rotary divisors at the most
+_ROWS_COMPARED = 32
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
 
@@ -55,9 +56,29 @@ def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     spec = spec_from_hf(checkpoint.config, family)
     if family.tensors is not None and checkpoint.has_numbers:
         spec = family.tensors(spec, partial(_values, checkpoint), str(checkpoint.path))
+    if spec.tied_head and spec.has_head and _has_own_head(checkpoint):
+        spec = replace(spec, tied_head=False)
     if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
         return replace(spec, tied_head=True, has_head=False)
     return spec
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether a folder whose config ties the head to the embedding has another one all the same, which then counts, as in
+    transformers. Rows here and there tell."""
+    names, there = names_of(checkpoint), set(checkpoint.names())
+    head, embedding = names["head.weight"], names["embedding.weight"]
+    if not checkpoint.has_numbers or not {head, embedding} <= there:
+        return False
+    infos = checkpoint.info(head), checkpoint.info(embedding)
+    if infos[0].shape != infos[1].shape or any(info.dtype_name not in ("F32", "F16", "BF16") for info in infos):
+        return False
+    rows = infos[0].shape[0]
+    for row in range(0, rows, max(1, rows // _ROWS_COMPARED)):
+        one, other = (checkpoint.tensor(name, (row, row + 1)).float() for name in (head, embedding))
+        if not torch.equal(one, other):
+            return True
+    return False
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:

@@ -8,7 +8,6 @@ read by `hearing_gguf.py`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -33,7 +32,7 @@ from nanovllm_cli.weights.vision import arranged, bounds_of, match_tensors, read
 from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
-_OF_A_BATCH = {"v.class_embd", "v.position_embd.weight"}
+_BATCHES = {"v.class_embd", "v.position_embd.weight"}
 _UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break")
 
 
@@ -148,14 +147,21 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     """Our names -> the file's."""
     shapes = _shapes(file)
     names = names_in_gguf(spec, shapes)
-    if spec.lead:  # which some files have as a batch of one
-        shapes |= {name: (math.prod(shapes[name]) // spec.hidden_size, spec.hidden_size) for name in _OF_A_BATCH & shapes.keys()}
+    if spec.lead:
+        shapes |= {name: _of_a_batch(shapes[name]) for name in _BATCHES & shapes.keys()}
     wanted: dict[str, tuple[int, ...]] = {}
     for ours, (rows, *others) in stored_shapes(_of_one_frame(spec), of_file=True).items():
         count = 1 if ours == "patch.weight" else len(names[ours])
         wanted |= dict.fromkeys(names[ours], (rows // count, *others))
     match_tensors(file.path, wanted, {name: (name, shape) for name, shape in shapes.items() if not _UNREAD.fullmatch(name)})
     return names
+
+
+def _of_a_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the batch of one that some files have it in."""
+    while len(shape) > 2 and shape[0] == 1:
+        shape = shape[1:]
+    return (1, *shape) if len(shape) == 1 else shape
 
 
 def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor:

@@ -92,6 +92,8 @@ def _gguf(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Con
 
 def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which, kind = found.groups()
+    if "language_model." in place and _inner_kind(config) != "gpt_oss":
+        return
     if _has_halves(config):
         yield from _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
         return
@@ -104,11 +106,13 @@ def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
 def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     """Turned over in what is published; not so, by its width, in what transformers has made."""
     place, which = found.groups()
+    if _inner_kind(config) == "gpt_oss":
+        return
     text = config.get("text_config")
     width = text.get("hidden_size") if isinstance(text, Mapping) else None
     turned = shape[2 if which == "down" else 1] == width and not _has_halves(config)
     num_rows = None if which == "down" else shape[2 if turned else 1]
-    return _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
+    yield from _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
 
 
 def _numbers(kind: str, found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -123,10 +127,14 @@ def _numbers(kind: str, found: re.Match[str], stack: str, shape: tuple[int, ...]
             yield f"{place}.{e}.{part}_proj.{kind}", _Part(stack, e, slice(row, row + 1), number=True)
 
 
+def _inner_kind(config: _Config) -> Any:
+    inner = config.get("text_config")
+    return inner.get("model_type") if isinstance(inner, Mapping) else None
+
+
 def _has_halves(config: _Config) -> bool:
     """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
-    inner = config.get("text_config")
-    kinds = [config.get("model_type"), inner.get("model_type") if isinstance(inner, Mapping) else None]
+    kinds = [config.get("model_type"), _inner_kind(config)]
     return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4")) for kind in kinds)
 
 
@@ -278,7 +286,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
          _by_key_head),
         (
-            re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
+            re.compile(r"((?:(?:language_model\.)?model|model\.language_model|mtp)\.layers\.\d+\.mlp\.experts)"
+                       r"\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
         (re.compile(rf"{_MIXTURE}\.(gate_up|down)_proj_scale_inv"), None, partial(_numbers, "weight_scale_inv")),
