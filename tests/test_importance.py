@@ -267,6 +267,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("--imatrix", "none.gguf"), 2, "says nothing of this model's weights"),
         (("--to", "q8_0", "--algorithm", "imatrix"), 6, "nothing becomes one of these"),
         (("--to", "int8", "--algorithm", "imatrix"), 6, "nothing becomes one of these"),
+        (("--to", "q4_0", "--algorithm", "imatrix"), 6, "nothing becomes one of these"),
     ):
         done = nanovllm(tmp_path, *common, *words, "-o", "x.gguf" if "int8" not in words else "x")
         assert done.code == code, done.err

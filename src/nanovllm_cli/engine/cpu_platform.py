@@ -79,7 +79,7 @@ class CpuPlatform:
 
     def _warm_up(self, is_compiled: bool, warm_up: Callable[[], None]) -> None:
         if not is_compiled:
-            self.progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
+            self.progress.stage("compiling kernels for this processor (kept for later runs)", None, "tensors")
         with self.progress.starting():
             warm_up()
         if not is_compiled:

@@ -21,10 +21,11 @@ Importance = dict[str, torch.Tensor]
 """By our names of weights, [K] in the output's order of columns."""
 
 
-def weighable(plan: Plan) -> list[Planned]:
-    """The weights that can weigh their columns. UnsupportedError where none can."""
+def weighable(plan: Plan, *, inside: bool = False) -> list[Planned]:
+    """The weights that can weigh their columns. UnsupportedError where none can. inside: nor one of the layers, of which alone it
+    is measured what they meet."""
     found = [item for item in plan.items if isinstance(item.format, Blocks) and item.format.weighs_columns]
-    if not found:
+    if not any(item.weight.ours.startswith("blocks.") or not inside for item in found):
         raise UnsupportedError(
             f"{plan.to}: an importance matrix weighs the columns of q2_k to q6_k, and nothing becomes one of these",
             "take such a format, or another --algorithm",

@@ -236,7 +236,7 @@ def check_method(original: Original, plan: Plan, method: Method) -> None:
     if method.algorithm == "rtn":
         return
     if method.algorithm == "imatrix":
-        weighable(plan)
+        weighable(plan, inside=method.importance is None)
         return
     if any(item.weight.dealt is not None for item in plan.items):
         raise UnsupportedError(

@@ -168,7 +168,7 @@ class WeightFormats:
         if stored is not None and self._wanted is not None:
             raise UsageError(
                 f"{self._checkpoint.path}: its weights are {stored.name} already",
-                "leave --quant away, or take the original",
+                "leave --quant away (--draft-quant of a draft), or take the original",
             )
         if stored is not None or self._plain.fullmatch(name):
             return stored
