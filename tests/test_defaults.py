@@ -112,7 +112,7 @@ FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do 
 }
 
 
-@pytest.mark.parametrize("architecture", [*TOWERS, *EARS])
+@pytest.mark.parametrize("architecture", [each for each in (*TOWERS, *EARS) if each != "InternVLChatModel"])  # which it lacks
 def test_nor_does_it_change_a_tower(architecture: str) -> None:
     whole = CONFIG_MAPPING[TOWER_TYPES[architecture]]().to_dict() | {"architectures": [architecture]}
     part, fitting = next((each for name, each in FITTING.items() if architecture.startswith(name)), ("text_config", {}))

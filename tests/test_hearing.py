@@ -193,7 +193,9 @@ def test_folders_as_they_were_first_published(tmp_path: Path) -> None:
     then.mkdir()
     config = json.loads((now / "config.json").read_text())
     inner = {key: config.pop(key) for key in ("audio_config", "text_config")}
-    inner["text_config"] |= {"rope_scaling": {"mrope_section": [4, 4, 4], "rope_type": "default", "interleaved": True}}
+    theta = inner["text_config"].pop("rope_parameters")["rope_theta"]
+    inner["text_config"] |= {"rope_scaling": {"mrope_section": [4, 4, 4], "rope_type": "default", "interleaved": True},
+                             "rope_theta": theta}  # fmt: skip
     (then / "config.json").write_text(json.dumps(config | {"thinker_config": inner}))
     tensors = {}
     for name, tensor in load_file(now / "model.safetensors").items():

@@ -38,7 +38,7 @@ def _limit() -> None:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        if sys.platform == "linux":
+        if hasattr(resource, "prlimit"):  # Linux: elsewhere much more is mapped than there is
             resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
 
 
