@@ -24,7 +24,7 @@ from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, NanovllmErr
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_marks
-from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, SizeRule, TokenIds, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file, tower_or_note
@@ -449,6 +449,26 @@ def test_a_repository_has_it_beside_the_model() -> None:
     for quant, words in ("q4_k", "no file mmproj-….gguf of q4_k"), (None, "several files mmproj-….gguf"):
         with pytest.raises(UsageError, match=words):
             files.choose_mmproj(["mmproj-a-F16.gguf", "mmproj-b-F16.gguf"], "a/m", quant=quant)
+
+
+def check_it_sees_as_its_folder_does(folder: Path, output: Path) -> None:
+    """Converted to float32, with what it sees by beside it."""
+    with open_checkpoint(folder) as checkpoint:
+        plan = convert.plan(checkpoint, "gguf", "f32")
+        convert.write(checkpoint, plan, output)
+        assert plan.tower is not None
+        wrote = plan.tower.write(output, replace=False, progress=NullProgress())
+    answers: list[Any] = []
+    prompt = TokenIds()
+    for path, own in (folder, {}), (output, {"mmproj": str(wrote.path)}):
+        worker = worker_for(path, dtype="float32", **own)
+        assert worker.sight is not None
+        vision = worker.sight.spec
+        if not answers:
+            prompt = prompt_with(vision, parts_of(vision), 4096)
+        answers += run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
+    assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
+    assert logprobs_of(answers[1]) == pytest.approx(logprobs_of(answers[0]), abs=1e-3)
 
 
 def with_merges(folder: Path, words: list[str] = WORDS) -> Path:

@@ -15,17 +15,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from engines import engine_for, greedy, random_model, run, save, worker_for
+from engines import random_model, save
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.vision_spec import TokenIds
-from nanovllm_cli.weights import convert
-from nanovllm_cli.weights.checkpoint import open_checkpoint
-from test_mmproj import opened, with_merges, written
+from test_mmproj import check_it_sees_as_its_folder_does, opened, with_merges, written
 from test_tower_gemma4 import VISION, make
 from test_towers import Made, draw, image, open_tower
-from test_vision import MODELS, AutoModelForImageTextToText, logprobs_of, parts_of, prompt_with
+from test_vision import MODELS, AutoModelForImageTextToText
 
 LAYER = {
     "input_layernorm": "ln1", "pre_feedforward_layernorm": "ln2", "post_attention_layernorm": "attn_post_norm",
@@ -158,19 +154,4 @@ def test_converted_it_reads_images_as_its_folder_does(tmp_path: Path) -> None:
     config = MODELS["gemma4, whole in windows"]
     folder = save(random_model(config, auto=AutoModelForImageTextToText), tmp_path / "folder")
     with_merges(folder, ["<|image|>", "<|image>", "<image|>"])
-    output = tmp_path / "m-F32.gguf"
-    with open_checkpoint(folder) as checkpoint:
-        plan = convert.plan(checkpoint, "gguf", "f32")
-        convert.write(checkpoint, plan, output)
-        assert plan.tower is not None
-        wrote = plan.tower.write(output, replace=False, progress=NullProgress())
-    answers: list[Any] = []
-    prompt = TokenIds()
-    for path, own in (folder, {}), (output, {"mmproj": str(wrote.path)}):
-        worker = worker_for(path, dtype="float32", **own)
-        assert worker.sight is not None
-        if not answers:
-            prompt = prompt_with(worker.sight.spec, parts_of(worker.sight.spec), 4096)
-        answers += run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
-    assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
-    assert logprobs_of(answers[1]) == pytest.approx(logprobs_of(answers[0]), abs=1e-3)
+    check_it_sees_as_its_folder_does(folder, tmp_path / "m-F32.gguf")

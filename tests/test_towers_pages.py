@@ -25,13 +25,10 @@ from nanovllm_cli.images.sizes import fitted
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.towers import tower_family
-from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.vision_spec import TokenIds, VisionSpec
-from nanovllm_cli.weights import convert
-from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.vision_spec import VisionSpec
 from seeing import png
-from test_mmproj import with_merges
-from test_vision import MODELS, logprobs_of, parts_of, prompt_with
+from test_mmproj import check_it_sees_as_its_folder_does, with_merges
+from test_vision import MODELS, parts_of, prompt_with
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 LIGHTON_OCR = {
@@ -152,23 +149,7 @@ def a_folder(name: str, folder: Path) -> tuple[Path, Any]:
 def test_converted_it_reads_images_as_its_folder_does(name: str, tmp_path: Path) -> None:
     """GLMs have rotary pairs side by side in folders and as halves in files."""
     folder, _ = a_folder(name, tmp_path / "folder")
-    output = tmp_path / "m-F32.gguf"
-    with open_checkpoint(folder) as checkpoint:
-        plan = convert.plan(checkpoint, "gguf", "f32")
-        convert.write(checkpoint, plan, output)
-        assert plan.tower is not None
-        wrote = plan.tower.write(output, replace=False, progress=NullProgress())
-    answers: list[Any] = []
-    prompt = TokenIds()
-    for path, own in (folder, {}), (output, {"mmproj": str(wrote.path)}):
-        worker = worker_for(path, dtype="float32", **own)
-        assert worker.sight is not None
-        vision = worker.sight.spec
-        if not answers:
-            prompt = prompt_with(vision, parts_of(vision), 4096)
-        answers += run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
-    assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
-    assert logprobs_of(answers[1]) == pytest.approx(logprobs_of(answers[0]), abs=1e-3)
+    check_it_sees_as_its_folder_does(folder, tmp_path / "m-F32.gguf")
 
 
 def test_a_page_is_read_by_the_models_own_template(tmp_path: Path) -> None:

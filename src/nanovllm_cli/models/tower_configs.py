@@ -57,6 +57,13 @@ def vision_section(config: ConfigReader, kind: str | None = None) -> ConfigReade
     return vision
 
 
+def check_only(read: ConfigReader, **only: Any) -> None:
+    """UnsupportedError where a key says something else than all that is computed here; a list of that alone is the same."""
+    for key, known in only.items():
+        if (said := read.values.get(key, known)) not in (known, [known]):
+            raise UnsupportedError(f"{read.where}: {key} {str(said)[:40]!r} is not supported", f"known: {known}")
+
+
 def depth_of(vision: ConfigReader, key: str, usual: int) -> int:
     if (depth := vision.integer(key, usual)) > MAX_LAYERS:
         raise CheckpointError(f"{vision.where} asks for {depth} layers; at most {MAX_LAYERS} are believed", BROKEN)

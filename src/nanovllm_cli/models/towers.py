@@ -22,6 +22,7 @@ from nanovllm_cli.models.tower_configs import (
     MAX_SIDE,
     SIGLIP_NAMES,
     activation_of,
+    check_only,
     colours_of,
     depth_of,
     heads_of,
@@ -114,9 +115,7 @@ def _pixtral(config: ConfigReader, images: ConfigReader, tokens: ImageTokens, ac
     """activation: of a config that says nothing."""
     vision = vision_section(config, "pixtral")
     hidden = vision.integer("hidden_size", 1024)
-    for key, only in (("projector_hidden_act", "gelu"), ("multimodal_projector_bias", False), ("vision_feature_layer", -1)):
-        if (said := config.values.get(key, only)) not in (only, [only]):
-            raise UnsupportedError(f"{config.where}: {key} {str(said)[:40]!r} is not supported", f"known: {only}")
+    check_only(config, projector_hidden_act="gelu", multimodal_projector_bias=False, vision_feature_layer=-1)
     text = ConfigReader(text_config(config.values), config.where)
     tower = TowerSpec(
         patch_size=vision.integer("patch_size", 14),

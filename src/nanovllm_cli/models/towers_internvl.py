@@ -14,6 +14,7 @@ from nanovllm_cli.models.tower_configs import (
     CLIP,
     MAX_PIXELS,
     activation_of,
+    check_only,
     colours_of,
     depth_of,
     heads_of,
@@ -25,7 +26,7 @@ from nanovllm_cli.models.tower_configs import (
 from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
 
-IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _TOKENS = ImageTokens("<IMG_CONTEXT>", "<IMG_CONTEXT>", before="<img>", after="</img>", line="\n")
 
 
@@ -39,13 +40,8 @@ def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
             f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
             BROKEN,
         )
-    for read, key, only in (
-        (vision, "use_qk_norm", False), (vision, "use_absolute_position_embeddings", True), (vision, "use_mean_pooling", True),
-        (config, "projector_hidden_act", "gelu"), (config, "vision_feature_layer", -1),
-        (config, "vision_feature_select_strategy", "default"),
-    ):  # fmt: skip
-        if (said := read.values.get(key, only)) != only:
-            raise UnsupportedError(f"{read.where}: {key} {str(said)[:40]!r} is not supported", f"known: {only}")
+    check_only(vision, use_qk_norm=False, use_absolute_position_embeddings=True, use_mean_pooling=True)
+    check_only(config, projector_hidden_act="gelu", vision_feature_layer=-1, vision_feature_select_strategy="default")
     if (norm := vision.text("norm_type", "layer_norm")) not in ("layer_norm", "rms_norm"):
         raise UnsupportedError(f"{vision.where}: norm_type {norm[:40]!r} is not supported", "known: layer_norm, rms_norm")
     width = text_width(config)
@@ -76,9 +72,7 @@ def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 def internvl_chat(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """The same of a folder with code of its own. What its config leaves out is as that code has it."""
     said = config.section("vision_config")
-    for key, only in (("ps_version", "v2"), ("select_layer", -1), ("pad2square", False)):
-        if (found := config.values.get(key, only)) != only:
-            raise UnsupportedError(f"{config.where}: {key} {str(found)[:40]!r} is not supported", f"known: {only}")
+    check_only(config, ps_version="v2", select_layer=-1, pad2square=False)
     usual = {"hidden_size": 3200, "num_hidden_layers": 48, "num_attention_heads": 25, "intermediate_size": 12800,
              "image_size": 224, "norm_type": "rms_norm"}  # fmt: skip
     kept = ("num_channels", "patch_size", "hidden_act", "layer_norm_eps", *usual)
@@ -91,11 +85,10 @@ def internvl_chat(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         least = most = 1
     if most > 1 and not config.flag("use_thumbnail", False):
         raise UnsupportedError(f"{config.where}: pieces of an image without all of it (use_thumbnail) are not supported", ANOTHER)
-    plain = {key: images.values.get(key) for key in ("image_mean", "image_std")}
     values = {"architectures": config.values["architectures"], "text_config": config.values.get("text_config"),
               "vision_config": vision, "downsample_ratio": config.number("downsample_ratio", 0.5)}  # fmt: skip
-    settings = {"image_mean": IMAGENET[0], "image_std": IMAGENET[1], "min_patches": least, "max_patches": most}
-    settings |= {key: value for key, value in plain.items() if value is not None}
+    colours = {key: images.values[key] for key in _IMAGENET if images.has(key)}
+    settings = {"min_patches": least, "max_patches": most} | _IMAGENET | colours
     return internvl(ConfigReader(values, config.where), ConfigReader(settings, images.where))
 
 
@@ -108,9 +101,7 @@ def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
     least, most = images.integer("min_patches", 1), images.integer("max_patches", 12)
     if not least <= most <= MOST_TILES or most * side**2 > MAX_PIXELS:
         raise CheckpointError(f"{images.where}: {least} to {most} pieces of {side} x {side} pixels are not believed", BROKEN)
-    return SizeRule(
-        "canvas", tower.cell, resample=resample_of(images, 3), tile=side, least_tiles=least, most_tiles=most
-    )  # fmt: skip
+    return SizeRule("canvas", tower.cell, resample=resample_of(images, 3), tile=side, least_tiles=least, most_tiles=most)
 
 
 def _side(vision: ConfigReader, key: str, usual: int) -> int:

@@ -14,6 +14,7 @@ from nanovllm_cli.models.tower_configs import (
     MAX_PIXELS,
     MAX_SIDE,
     SIGLIP_NAMES,
+    check_only,
     colours_of,
     resample_of,
     siglip_shape,
@@ -83,9 +84,7 @@ def lfm2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         stretch="areas",
         **siglip_shape(config, vision),
     )
-    for key, only in (("projector_hidden_act", "gelu"), ("projector_bias", True), ("vision_feature_layer", -1)):
-        if (said := config.values.get(key, only)) != only:
-            raise UnsupportedError(f"{config.where}: {key} {str(said)[:40]!r} is not supported", f"known: {only}")
+    check_only(config, projector_hidden_act="gelu", projector_bias=True, vision_feature_layer=-1)
     for key in ("use_thumbnail", "use_image_special_tokens"):
         if not images.flag(key, True):
             raise UnsupportedError(f"{images.where}: {key} false is not supported", ANOTHER)
