@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.answer_format import answer_format, model_format, special_tokens
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.reasoning import split
 from tool_answers import TOOLS, answer, form, read
 
 FORMATS: Mapping[str, tuple[str, str | None]] = {
@@ -33,6 +35,21 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<|start_header_id|>[func_name1(params)]": ("pythonic", None),
     "<|channel|>analysis to=functions.": ("harmony", "harmony"),
     "<|im_start|>": ("json", None),
+    "'<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' <seed:think>": ("seed", "seed"),
+    "<minimax:tool_call>\\n<invoke name= <parameter name= </think>": ("minimax", "think"),
+    """'<function name="' ~ name ~ '">' '<param name="'""": ("minicpm", None),
+    "<tool_calls>[ <think> '<answer>' in content": ("tool_calls", "hunyuan"),
+    "'\\n[BEGIN FINAL RESPONSE]\\n' '<tool_calls>['": ("tool_calls", "apriel"),
+    "<TOOLCALL>[": ("nemotron", None),
+    "<|START_THINKING|> <|START_ACTION|>[ <|START_RESPONSE|>": ("cohere", "cohere"),
+    "<|START_THINKING|> <|START_ACTION|>[ <|START_TEXT|>": ("cohere", "cohere_text"),
+    "<|think|> <|content|> <|tool_calls|><|tool_call:begin|>": ("solar", "solar"),
+    "<|role_sep|> <|message_sep|> '<|function_call|>' + call": ("gigachat", None),
+    "<function_calls>": ("olmo", None),
+    "List of tools: [ keep_past_thinking </think>": ("lfm2", "think"),
+    "write your thoughts between <think></think>, your response between <response></response>": ("json", "granite"),
+    r"'</think>\n\n<response>\n' + content": ("json", "granite"),
+    r"<think> '<response>' + result + '</response>'": ("json", "think"),
 }
 
 
@@ -40,6 +57,12 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
 def test_the_format_follows_from_the_template(source: str) -> None:
     known = answer_format(source)
     assert (known.name, known.reasoning.name if known.reasoning else None) == FORMATS[source]
+
+
+def test_where_a_template_says_nothing_the_vocabulary_does() -> None:
+    tags = {"<|tool_call_start|>": "lfm2", "<|action_start|>": "internlm", "<tool_call>": "json", "<|python_tag|>": "json"}
+    assert {tag: answer_format("<|im_start|>", special_tokens={tag: 7}).name for tag in tags} == tags
+    assert answer_format("<tool_call>", special_tokens={"<|action_start|>": 7}).name == "hermes"
 
 
 def test_formats_by_name_count_instead() -> None:
@@ -72,6 +95,66 @@ def test_tokens_that_belong_to_no_call_are_not_content(tools: tuple[()]) -> None
     tokens = form("llama", special=("<|python_tag|>",))
     assert answer(tokens, text, tools=tools) == ("", "Run print(1) and .", [])
     assert answer(form("llama"), text, tools=tools) == ("", text, [])
+
+
+WRAPPED = {
+    "hunyuan": [
+        ("<think>\nhm\n</think>\n<answer>\nyes\n\nno\n</answer>", ("hm", "yes\n\nno")),
+        ("<think>hm</think>yes <answer>no</answer>", ("hm", "yes <answer>no</answer>")),
+        ("<think>hm</think>\n<answer>\nyes</answ", ("hm", "yes</answ")),
+        ("<answer>yes</answer>", ("", "yes")),
+        ("<think>hm</think><answer>", ("hm", "")),
+        ("<think>hm</think><answ", ("hm", "<answ")),
+    ],
+    "granite": [("<think>hm</think><response>a < b\n</response>\n", ("hm", "a < b"))],
+    "apriel": [
+        ("Here are my reasoning steps:\nhm\n[BEGIN FINAL RESPONSE]\nyes\n[END FINAL RESPONSE]\n", ("hm", "yes")),
+        ("Here are my reasoning steps:\nhm\n[BEGIN FINAL RESPONSE]\nyes", ("hm", "yes")),
+    ],
+    "cohere": [("<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>", ("hm", "yes"))],
+    "cohere_text": [("<|START_THINKING|><|END_THINKING|><|START_TEXT|>yes<|END_TEXT|>", ("", "yes"))],
+    "solar": [
+        ("<|think|>hm<|end|><|begin|>assistant<|content|>yes<|end|>", ("hm", "yes")),
+        ("<|content|>yes", ("", "yes")),
+        ("<|think|>hm<|end|><|begin|>assist", ("hm", "<|begin|>assist")),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), [(name, *case) for name in WRAPPED for case in WRAPPED[name]])
+def test_tags_around_the_content_are_no_content(name: str, text: str, parts: tuple[str, str]) -> None:
+    assert answer(form("json", name), text)[:2] == parts
+    known = form("json", name).reasoning
+    assert known is not None
+    assert tuple(split(text, known)) == parts
+
+
+@pytest.mark.parametrize("part", [" ", "\n<", "</answer", "</answer> <answer>", "<answer>"])
+def test_such_tags_are_found_in_linear_time(part: str) -> None:
+    def seconds(size: int) -> float:
+        known = form("json", "hunyuan").reasoning
+        assert known is not None
+        parser = known.parser("<think></think>")
+        begun = time.process_time()
+        for _ in range(size):
+            parser.push(part)
+        parser.finish()
+        return time.process_time() - begun
+
+    assert min(seconds(160_000) for _ in range(2)) < 12 * min(seconds(40_000) for _ in range(2)) + 0.1
+
+
+def test_calls_stand_behind_such_content_or_in_its_place() -> None:
+    hunyuan = answer_format("", tools="tool_calls", reasoning="hunyuan")
+    call = '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>'
+    assert answer(hunyuan, f"<think>hm</think>\n<answer>Wait.</answer>\n{call}") == ("hm", "Wait.", [("now", {})])
+    assert answer(hunyuan, f"<think>hm</think>\n{call}") == ("hm", "", [("now", {})])
+    tags = ("<|think|>", "<|end|>", "<|begin|>", "<|content|>", "<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>",
+            "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>")  # fmt: skip
+    solar = form("solar", "solar", special=tags)
+    call = "<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>"
+    for before in ("<|think|>hm<|end|><|begin|>assistant", ""):
+        assert answer(solar, before + call) == ("hm" if before else "", "", [("now", {})])
 
 
 def test_plain_answers_stay_as_they_are() -> None:

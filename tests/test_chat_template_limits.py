@@ -81,7 +81,12 @@ OUTSIDE = {
     "a method's globals": "{{ cycler.__init__.__globals__ }}",
     "an import": "{% import 'os' as x %}",
     "an include": "{% include '/etc/passwd' %}",
-    "a mutation": "{% set x = [] %}{{ x.append(1) }}",
+    "a mutation": "{% set x = [] %}{{ x.extend([1]) }}",
+    "a mutation of a mapping": "{% set x = {} %}{{ x.update(a=1) }}",
+    "a list within itself": "{% set x = [] %}{% set y = x.append(x) %}{{ x }}",
+    "a list within itself as JSON": "{% set x = [] %}{% set y = x.append(x) %}{{ x | tojson }}",
+    "a list that grows and grows": "{% set x = [] %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set y = x.append(x) %}{% endfor %}{% endfor %}",
     "a namespace's insides": "{% set ns = namespace(__class__=1) %}",
     "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
     "a sum of lists": "{{ [[1], [2]] | sum(start=[]) }}",
@@ -142,6 +147,16 @@ def test_time_of_the_collector_is_not_the_templates(monkeypatch: pytest.MonkeyPa
 def test_templates_stay_in_the_sandbox(name: str) -> None:
     with pytest.raises(TemplateError):
         ChatTemplate(OUTSIDE[name]).render([])
+
+
+def test_a_template_may_collect_in_its_own_lists() -> None:
+    source = (
+        "{% set q = namespace(ids=[]) %}{% for m in messages %}{% set _ = q.ids.append(m.content) %}{% endfor %}"
+        "{{ q.ids.pop(0) }} {{ q.ids | join }} {{ messages | length }}"
+    )
+    given = [{"role": "user", "content": word} for word in "abc"]
+    assert ChatTemplate(source).render(given) == "a bc 3"
+    assert [each["content"] for each in given] == ["a", "b", "c"]
 
 
 def test_unsafe_attributes_are_undefined() -> None:

@@ -208,12 +208,12 @@ def test_a_user_behind_a_result_follows_an_empty_answer_where_the_template_wants
     alternating = ChatTemplate(
         "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
         "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}"
-        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}!{{ c.function.name }}{% endfor %}{% endfor %}"
     )
     result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
     talk = [*user("q"), *answer("{}"), result, *user("x"), *said(("assistant", "y")), *user("z"), *answer("{}"), *user("w")]
     shown = alternating.render(template_messages(talk, alternating))
-    assert shown == "<user>q<assistant><tool>3<assistant><user>x<assistant>y<user>z<assistant><assistant><user>w"
+    assert shown == "<user>q<assistant>!find<tool>3<assistant><user>x<assistant>y<user>z<assistant>!find<assistant><user>w"
     assert len(template_messages(talk, OBJECTS)) == len(talk)
 
 
@@ -248,9 +248,11 @@ BROKEN = ("{", '{"path": "a', "[]", "null", "7", "ls -l", "[" * 100_000)
 @pytest.mark.parametrize("arguments", BROKEN, ids=lambda text: text[:12])
 def test_a_broken_call_stays_the_text_that_it_was(arguments: str) -> None:
     """Frameworks bring it back, with what was wrong with it: refused, such a conversation could never go on."""
-    for template in (OBJECTS, TEXTS, CHATML):
+    for template in (OBJECTS, TEXTS):
         [message] = template_messages(answer(arguments), template)
         assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    [message] = template_messages(answer(arguments), CHATML)  # which writes no calls: they are told
+    assert arguments in message["content"]
     assert json.dumps(arguments) in OBJECTS.render(template_messages(answer(arguments), OBJECTS))
 
 

@@ -11,14 +11,11 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import (
     HARMONY,
     THINK,
-    BlockParser,
-    HarmonyParser,
-    ReasoningParser,
-    ReasoningSplitter,
     prompt_opens_reasoning,
     reasoning_format,
     split,
 )
+from nanovllm_cli.text.reasoning_parsers import BlockParser, HarmonyParser, ReasoningParser, ReasoningSplitter
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 

@@ -119,6 +119,9 @@ def test_an_opening_tag_within_another_call_begins_a_new_one() -> None:
         ('<|python_tag|>{"name": "other", "parameters": {}}', [("other", {})]),
         ('Let me see. <|python_tag|>brave_search.call(query="x y")', [("brave_search", {"query": "x y"})]),
         ('<function=now>{"a": 1}</function>', [("now", {"a": 1})]),
+        ('```json\n{"name": "now"}\n```', [NOW]),
+        ('```json\n{"name": "now"}\n{"name": "weather", "arguments": {"days": 1}}\n```', [NOW, ("weather", {"days": 1})]),
+        ('```\n[{"name": "now"}]\n```', [NOW]),
     ],
 )
 def test_llama(text: str, calls: Any) -> None:
@@ -136,7 +139,10 @@ def test_llama(text: str, calls: Any) -> None:
         "[see](https://example.org)",
         "now() is a function",
         'Sure: {"name": "now", "parameters": {}}',
-        '```json\n{"name": "now"}\n```',
+        '```json\n{"name": "other"}\n```',
+        '```json\n{"name": "Ann", "age": 7}\n```\nThat is it.',
+        '```python\nnow()\n```',
+        "```",
     ],
 )
 def test_without_a_tag_only_a_tools_name_makes_a_call(text: str) -> None:
@@ -195,6 +201,18 @@ def test_values_between_tags_mean_what_the_schema_says(key: str, text: str, valu
         ("mistral", '[TOOL_CALLS]{"name": "now", "arguments": {"a": 1}}', [("now", {"a": 1})]),
         ("deepseek", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', [("now", {"a": 1})]),
         ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', [NOW]),
+        ("hermes", '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', [NOW, NOW]),
+        ("tool_calls", '<tool_calls>\n{"name": "now"}\n{"name": "x", "arguments": {}}\n</tool_calls>', [NOW, ("x", {})]),
+        ("nemotron", '<TOOLCALL>[{"name": "now", "arguments": {}}]', [NOW]),
+        ("seed", "<function=x>\n<parameter=a>\n1\n</parameter></function>", [("x", {"a": "\n1\n"})]),
+        ("minimax", '<minimax:tool_call><invoke name="now"></invoke><invoke name="now">\n</invoke>', [NOW, NOW]),
+        ("minimax", '<minimax:tool_call><invoke name="x"><parameter name="a"><b></parameter></invoke>', [("x", {"a": "<b>"})]),
+        ("minicpm", '<function name="x"><param name="a"><![CDATA[</param>]]]></param></function>', [("x", {"a": "</param>]"})]),
+        ("minicpm", '<function name="now"></function>\n<function name="now"></function>', [NOW, NOW]),
+        ("cohere", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}, "tool_call_id": "3"}]<|END_ACTION|>', [NOW]),
+        ("solar", '<|tool_call:begin|>a<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>', [NOW]),
+        ("olmo", '<function_calls>\nnow()\nx(a=1)\n</function_calls>', [NOW, ("x", {"a": 1})]),
+        ("internlm", '<|action_start|> <|plugin|>{"name": "now"}', [NOW]),
     ],
 )
 def test_other_ways_to_write_it(name: str, text: str, calls: Any) -> None:
@@ -214,6 +232,13 @@ def test_other_ways_to_write_it(name: str, text: str, calls: Any) -> None:
         ("mistral", "[TOOL_CALLS]now[ARGS]x"),
         ("deepseek", "<｜tool▁calls▁begin｜>now"),
         ("phi", "functools[1]"),
+        ("seed", "<seed:tool_call>\nnow\n</seed:tool_call>"),
+        ("minimax", '<minimax:tool_call>\n<invoke name="">'),
+        ("minicpm", '<function name=""></function>'),
+        ("cohere", "<|START_ACTION|>[1]<|END_ACTION|>"),
+        ("solar", "<|tool_calls|>now"),
+        ("olmo", "<function_calls>\nnow\n</function_calls>"),
+        ("internlm", "<|action_start|><|interpreter|>\n1 + 1"),
     ],
 )
 def test_what_only_looks_like_a_call_is_content(name: str, text: str) -> None:

@@ -83,6 +83,8 @@ def allows(known: AnswerFormat, answer: str, choice: str = "required", tools: An
     return given[0]
 
 
+BEFORE = {"harmony": "<|channel|>final<|message|>", "solar": "<|content|>"}
+"""What begins content."""
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
 
 
@@ -108,7 +110,7 @@ def test_free_choice_holds_only_strict_tools(name: str) -> None:
     call = ONE[name]
     assert known(name).constraint(TOOLS, "auto") is None
     assert known(name).constraint(TOOLS, "none") is None
-    free = "<|channel|>final<|message|>It is raining {a} [b]." if name == "harmony" else "It is raining {a} [b]."
+    free = BEFORE.get(name, "") + "It is raining {a} [b]."
     assert allows(known(name), free, "auto", STRICT)
     assert allows(known(name), call, "auto", STRICT)
     assert not allows(known(name), call.replace("weather", "whether"), "auto", STRICT)
@@ -120,7 +122,7 @@ def test_free_choice_holds_only_strict_tools(name: str) -> None:
 def test_an_answer_that_is_no_call_has_the_form_that_was_asked_for(name: str, tools: tuple[Tool, ...]) -> None:
     schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
     form = Constraint("json_schema", json.dumps(schema))
-    before = "<|channel|>final<|message|>" if name == "harmony" else ""
+    before = BEFORE.get(name, "")
     if name in ("llama", "json", "pythonic"):  # nothing marks a call
         with pytest.raises(UnsupportedError):
             known(name).constraint(tools, "auto", form=form)
@@ -138,7 +140,7 @@ MARKED = [name for name in ONE if name not in ("llama", "json", "pythonic")]
 
 @pytest.mark.parametrize("name", MARKED)
 def test_beside_calls_an_expression_is_held_to(name: str) -> None:
-    before = "<|channel|>final<|message|>" if name == "harmony" else ""
+    before = BEFORE.get(name, "")
     for form, good, bad in [
         (Constraint("regex", "[0-9]+/[0-9]+(\\n|\n)?"), ("1/2", "31/12\n"), ("", "1", "1/2x", "1/2\n\n")),
         (Constraint("choice", '["yes", "no \\"/\\\\", "\\n"]'), ("yes", 'no "/\\', "\n"), ("", "y", "no", "yesyes")),
@@ -160,12 +162,12 @@ def followed(name: str, special: tuple[str, ...], form: Constraint, answer: str)
 def test_beside_calls_a_grammar_is_held_to_where_a_token_begins_them(name: str) -> None:
     """The grammar takes any line, and has names and white space of its own."""
     lark = Constraint("lark", '%llguidance {}\nstart: r0 ";" T0\nr0: "a" "b"\nT0: /[^\\n]*/\n%ignore / +/')
-    before = "<|channel|>final<|message|>" if name == "harmony" else ""
+    before = BEFORE.get(name, "")
     tags = HARMONY_TAGS if name == "harmony" else tuple(tag for tag in known(name).tools.tags if tag[-1] in ">]")
-    if name != "harmony":
+    if name not in BEFORE:
         with pytest.raises(UnsupportedError, match="ordinary text"):
             followed(name, (), lark, "ab;")
-    if name == "phi":  # no token of its vocabulary begins a call
+    if name in ("phi", "minicpm"):  # no token of its vocabulary begins a call
         return
     for good in ("ab;x", "a b ; }", "ab;" + "<" * 9, "ab;"):
         assert followed(name, tags, lark, before + good), good
@@ -195,6 +197,14 @@ TWO = {
     "gemma4": ONE["gemma4"] + "<|tool_call>call:now{}<tool_call|>",
     "glm": ONE["glm"] + "\n<tool_call>now\n</tool_call>",
     "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "seed": ONE["seed"] + "\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "minimax": ONE["minimax"].replace("</minimax", '<invoke name="now">\n</invoke>\n</minimax'),
+    "minicpm": ONE["minicpm"] + '\n<function name="now"></function>',
+    "tool_calls": ONE["tool_calls"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
+    "cohere": ONE["cohere"].replace("\n]", ',\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'),
+    "solar": ONE["solar"] + "<|tool_call:begin|>0123456789<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
+    "olmo": ONE["olmo"].replace("</", "\nnow()</"),
+    "internlm": ONE["internlm"] + '<|action_start|><|plugin|>\n{"name": "now", "parameters": {}}<|action_end|>',
 }  # fmt: skip
 
 

@@ -43,6 +43,30 @@ ONE: dict[str, str] = {
     "lfm2": '<|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>',
     "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]<|/tool_call|>',
     "phi": 'functools[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
+    "seed": (
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Köln</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+    ),
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Köln</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
+    "minicpm": '<function name="weather"><param name="city">Köln</param><param name="days">3</param></function>',
+    "tool_calls": '<tool_calls>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</tool_calls>',
+    "nemotron": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</TOOLCALL>',
+    "cohere": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Köln", "days": 3}}'
+        "\n]<|END_ACTION|>"
+    ),
+    "solar": (
+        "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather<|tool_call:args|>"
+        '{"city": "Köln", "days": 3}<|tool_call:end|>'
+    ),
+    "gigachat": '<|function_call|>{"name": "weather", "arguments": {"city": "Köln", "days": 3}}',
+    "olmo": '<function_calls>weather(city="Köln", days=3)</function_calls>',
+    "internlm": (
+        '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "Köln", "days": 3}}<|action_end|>'
+    ),
     "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln", "days": 3}',
 }
 

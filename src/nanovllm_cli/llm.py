@@ -354,13 +354,13 @@ class LLM:
         """Token ids of a conversation up to where the model answers, and its images. Control tokens inside messages stay text."""
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
+        template, known = self.chat_template.for_tools(tools), None if self.answer_format is None else self.answer_format.tools
         sense, parts, variables = self.sense, list[ImagePart](), template_kwargs
-        conversation = template_messages(messages, self.chat_template, None if sense is None else parts, kind_of(sense))
-        shaped = None if tools is None else template_tools(tools, self.chat_template)
+        images = None if sense is None else parts
+        told = template_messages(messages, template, images, kind_of(sense), tools=tools or (), known=known)
+        shaped = template_tools(tools, template, known) if tools else None
         read = read_parts(parts, sense)
-        return encode_chat(
-            self.tokenizer, self.chat_template, conversation, tools=shaped, images=read, vision=sense, variables=variables
-        )
+        return encode_chat(self.tokenizer, template, told, tools=shaped, images=read, vision=sense, variables=variables)
 
     # ---- keeping what was read ----
 

@@ -26,7 +26,7 @@ from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.model import Prompting
-    from nanovllm_cli.text.reasoning import ReasoningSplitter
+    from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 
 # Where the context is full, a quarter of it is made free: the next turns find the rest in the prefix cache.
 _FREE_SHARE = 4

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
-    from nanovllm_cli.text.reasoning import ReasoningSplitter
+    from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 
 MakeSplitter = Callable[[], "ReasoningSplitter"]
 Encoded = tuple[list[int], "SamplingParams"]

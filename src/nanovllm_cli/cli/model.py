@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
-    from nanovllm_cli.text.reasoning import ReasoningFormat, ReasoningSplitter
+    from nanovllm_cli.text.reasoning import ReasoningFormat
+    from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 
 KWARGS_EXAMPLE = "write it as '{\"name\": true}'"
 

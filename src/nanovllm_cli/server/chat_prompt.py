@@ -18,10 +18,11 @@ from nanovllm_cli.senses import kind_of, read_part
 from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.ports import ChatAsked, ServedModel
 from nanovllm_cli.server.reading import template_variables
-from nanovllm_cli.text.chat_template import encode_chat, strings
+from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat, strings
 from nanovllm_cli.text.content_parts import IMAGES, PARTS, ImagePart
 from nanovllm_cli.text.image_tokens import Sent
 from nanovllm_cli.text.messages import template_messages, template_tools
+from nanovllm_cli.text.tool_formats import ToolFormat
 from nanovllm_cli.vision_spec import TokenIds
 
 MAX_IMAGES = 64
@@ -96,7 +97,9 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
     _check_images(list(paths.values()), model, kind)
     images: list[ImagePart] = []
     try:
-        messages = template_messages(asked.messages, model.chat_template, images if paths else None, kind)
+        template, known = _template_of(model, asked)
+        tools = asked.tools if asked.tool_choice != "none" else ()
+        messages = template_messages(asked.messages, template, images if paths else None, kind, tools=tools, known=known)
     except NanovllmError as error:
         raise ApiError.of(error, asked.param) from error
     model.check_length(sum(map(len, strings([*messages, *asked.tools]))), asked.param)
@@ -105,14 +108,13 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
 
 
 def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequence[Sent]) -> TokenIds:
-    template = model.chat_template
-    assert template is not None
+    template, known = _template_of(model, asked)
     try:
         return encode_chat(
             model.tokenizer,
             template,
             begun.messages,
-            tools=template_tools(asked.tools, template) if asked.tools and asked.tool_choice != "none" else None,
+            tools=template_tools(asked.tools, template, known) if asked.tools and asked.tool_choice != "none" else None,
             add_generation_prompt=not asked.continues,
             continue_final_message=asked.continues,
             most_tokens=model.facts.context_len,
@@ -124,6 +126,13 @@ def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequen
         raise too_long(error.prompt_len, error.limit, asked.param, at_least=True) from error
     except TemplateError as error:
         raise ApiError.of(error, asked.param) from error
+
+
+def _template_of(model: ServedModel, asked: ChatAsked) -> tuple[ChatTemplate, ToolFormat | None]:
+    """The template of this request, and how its model calls tools."""
+    assert model.chat_template is not None
+    tools = asked.tools if asked.tool_choice != "none" else None
+    return model.chat_template.for_tools(tools), None if model.format is None else model.format.tools
 
 
 def _variables(model: ServedModel, asked: ChatAsked) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from nanovllm_cli.server.schemas_own import (
     VersionAnswer,
 )
 from nanovllm_cli.server.schemas_sampling import first_given
+from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tokenizer import Tokenizer
 
@@ -199,9 +200,9 @@ def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
     if served.chat_template is None:
         raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
     variables = {**served.chat_defaults.variables, **template_variables(body.chat_template_kwargs)}
-    template = served.chat_template
-    messages = template_messages(
-        body.messages, template, None if served.facts.sense is None else [], kind_of(served.facts.sense)
-    )
-    tools = template_tools(body.tools, template) if body.tools else None
+    template = served.chat_template.for_tools(body.tools)
+    known, given = None if served.format is None else served.format.tools, body.tools or ()
+    images, kind = None if served.facts.sense is None else list[ImagePart](), kind_of(served.facts.sense)
+    messages = template_messages(body.messages, template, images, kind, tools=given, known=known)
+    tools = template_tools(given, template, known) if given else None
     return template.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)

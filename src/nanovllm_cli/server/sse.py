@@ -106,10 +106,10 @@ class EventStream(Response):
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange | None = scope.get(SCOPE_KEY)
+        over = asyncio.create_task(_until(_put_off(exchange)))
         pump = asyncio.create_task(self._pump(send))
         gone, stalled = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._watch_clock(send))
-        exchange: Exchange | None = scope.get(SCOPE_KEY)
-        over = asyncio.create_task(_until_over(exchange))
         try:
             await asyncio.wait([pump, gone, stalled, over], return_when=asyncio.FIRST_COMPLETED)
             is_late = over.done() and not (pump.done() or gone.done() or stalled.done())
@@ -193,13 +193,23 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _until_over(exchange: Exchange | None) -> None:
-    """The request's limit, which is then put off a little, for the last words."""
+def _put_off(exchange: Exchange | None) -> float | None:
+    """When the request's limit is, which is put off a little for the last words, before anything is sent that would need them.
+    Raises what a request gets that is late already."""
     if exchange is None or exchange.limit is None or (when := exchange.limit.when()) is None:
-        await asyncio.Event().wait()
-        return
+        return None
+    if when <= asyncio.get_running_loop().time():
+        raise late(exchange.seconds or 0.0)
     exchange.limit.reschedule(when + 2 * LAST_WORDS_SECONDS)
-    await asyncio.sleep(when - asyncio.get_running_loop().time())
+    return when
+
+
+async def _until(when: float | None) -> None:
+    """A time of the loop's clock, which never comes where there is none."""
+    if when is None:
+        await asyncio.Event().wait()
+    else:
+        await asyncio.sleep(when - asyncio.get_running_loop().time())
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -19,17 +19,8 @@ from typing import NamedTuple, Protocol
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.reasoning import (
-    ASR,
-    FORMATS,
-    HarmonyParser,
-    HarmonyPiece,
-    ReasoningFormat,
-    ReasoningSplitter,
-    harmony_parser,
-    prompt_opens_reasoning,
-    reasoning_format,
-)
+from nanovllm_cli.text.reasoning import ASR, FORMATS, ReasoningFormat, prompt_opens_reasoning, reasoning_format
+from nanovllm_cli.text.reasoning_parsers import HarmonyParser, HarmonyPiece, ReasoningSplitter, harmony_parser
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
 from nanovllm_cli.text.tool_formats import ToolFormat, read_plain, tool_format, tool_format_named
@@ -115,8 +106,9 @@ class AnswerFormat:
         if self.tools.name == "harmony" and tools:
             calls = HarmonyCalls(whole=whole_calls, single=not parallel)
             return HarmonyAnswerParser(harmony_parser(prompt_tail), calls, splits_reasoning)
-        hidden = tuple(tag for tag in self.tools.tags if tag in self.special_tokens)
         known = self.reasoning
+        wrap = () if known is None or known.wrap is None else (*known.wrap.opens, known.wrap.close)
+        hidden = tuple(tag for tag in (*self.tools.tags, *wrap) if tag in self.special_tokens)
         kept = (known.open, known.close) if known is not None and not splits_reasoning else None
         if tools:
             inside = known is not None and prompt_opens_reasoning(prompt_tail, known)
@@ -231,7 +223,7 @@ def answer_format(
     """
     return AnswerFormat(
         reasoning_format(template_source) if reasoning is None else _reasoning_named(reasoning),
-        tool_format(template_source) if tools is None else tool_format_named(tools),
+        tool_format(template_source, special_tokens or ()) if tools is None else tool_format_named(tools),
         special_tokens or {},
     )
 
@@ -249,9 +241,9 @@ def model_format(
     if template is None:
         return None
     if reasoning is None:
-        known = reasoning_format(template.source, tokenizer)
+        known = reasoning_format(template.sources, tokenizer)
         reasoning = "none" if known is None else known.name
-    return answer_format(template.source, tools=tools, reasoning=reasoning, special_tokens=special_tokens(tokenizer))
+    return answer_format(template.sources, tools=tools, reasoning=reasoning, special_tokens=special_tokens(tokenizer))
 
 
 def _reasoning_named(name: str) -> ReasoningFormat | None:

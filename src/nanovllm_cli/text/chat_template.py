@@ -20,6 +20,7 @@ import jinja2
 from nanovllm_cli.errors import TemplateError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense
 from nanovllm_cli.text.image_tokens import Sent, images_in_texts, sounds_in_texts, with_images, with_marks
+from nanovllm_cli.text.own_text import OwnText
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ class ChatPrompt(NamedTuple):
 
 
 class ChatTemplate:
-    """One compiled template. Immutable, safe to share between threads."""
+    """One compiled template. Immutable, safe to share between threads. with_tools: the model's other one, if it has that."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
         self.source = source
+        self.with_tools: ChatTemplate | None = None
         self._variables = {"bos_token": bos_token, "eos_token": eos_token}
         self._max_seconds = max_seconds
         try:
@@ -71,11 +73,23 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """The tokenizer's default template, or `source`, with the tokenizer's BOS and EOS."""
+        """The tokenizer's templates, or `source`, with the tokenizer's BOS and EOS."""
         chosen = source if source is not None else tokenizer.chat_templates.get("default")
         if chosen is None:
             raise TemplateError("the model has no chat template", _HINT)
-        return cls(chosen, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        template = cls(chosen, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        if source is None and (other := tokenizer.chat_templates.get("tool_use")) is not None:
+            template.with_tools = cls(other, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        return template
+
+    def for_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """The one that a request with these tools goes through."""
+        return self.with_tools if tools and self.with_tools is not None else self
+
+    @property
+    def sources(self) -> str:
+        """Everything that tells how its model answers."""
+        return self.source if self.with_tools is None else f"{self.source}\n{self.with_tools.source}"
 
     def render(
         self,
@@ -147,8 +161,9 @@ def prepare_chat(
     Every control token begins with one of few characters. In the caller's strings those are replaced, one for one, by
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
     text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
-    them. most_tokens: a text that has far more is not read to its end, see `Tokenizer.check_fits`. images: those of the
-    messages' parts, in their order, or sounds; vision: of the model that sees or hears them.
+    them. What is this program's own (`OwnText`) stays as it is. most_tokens: a text that has far more is not read to its
+    end, see `Tokenizer.check_fits`. images: those of the messages' parts, in their order, or sounds; vision: of the model
+    that sees or hears them.
     """
     told, tokens = _plain_messages(messages), None if vision is None else vision.tokens
     if images and isinstance(vision, HearingSpec) and "audio" not in template.source.lower():
@@ -241,6 +256,8 @@ class _Veil:
 
     def over(self, value: Any) -> Any:
         """The same data with stand-ins in all strings, keys too."""
+        if isinstance(value, OwnText):
+            return "".join(text if is_own else self.over(text) for text, is_own in value.pieces)
         if isinstance(value, str):
             return self._first.sub(lambda match: self._stand_in[match.group()], value)
         if isinstance(value, dict):
@@ -283,7 +300,7 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """A copy made of JSON's types only: what a template sees has no methods of its own to misuse."""
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, int, float, bool, OwnText):
         return value
     if depth > _MAX_DEPTH:
         raise UsageError(f"the messages are nested more than {_MAX_DEPTH} levels deep")

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.text.own_text import joined
 
 Content = str | list[dict[str, Any]]
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -70,7 +71,7 @@ def take_images(messages: list[dict[str, Any]]) -> Iterator[ImagePart]:
 def together(contents: Sequence[Content]) -> Content:
     texts = [each for each in contents if isinstance(each, str)]
     if len(texts) == len(contents):
-        return "\n\n".join(texts)
+        return joined("\n\n", texts)
     parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
     return list(chain.from_iterable(parts))
 

@@ -12,26 +12,41 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any
 
-from nanovllm_cli.errors import TemplateError, UsageError
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.content_parts import IMAGES, Content, ImagePart, content_of, take_images, together
+from nanovllm_cli.text.template_probes import (
+    EMPTY_TOOL,
+    RESULTS,
+    keeps_null,
+    needed_of_tools,
+    refused_turns,
+    takes_broken_arguments,
+    wants_results_within,
+    wants_text_arguments,
+    writes_content_last,
+    writes_one_call,
+)
+from nanovllm_cli.text.told_tools import tells_tools, told
 from nanovllm_cli.text.tool_calls import LETTERS
-from nanovllm_cli.text.tool_formats import tool_format
+from nanovllm_cli.text.tool_formats import ToolFormat, tool_format
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _INSTRUCT = frozenset({"system", "developer"})
-_KEEPS_NULL = re.compile(r"[.'\"]content['\"\]]*\s+is\s+not\s+none")
-_EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
-_RESULTS = "tool_responses"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def template_messages(
-    messages: Any, template: ChatTemplate, images: list[ImagePart] | None = None, reads: str | None = IMAGES
+    messages: Any,
+    template: ChatTemplate,
+    images: list[ImagePart] | None = None,
+    reads: str | None = IMAGES,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    known: ToolFormat | None = None,
 ) -> list[dict[str, Any]]:
     """The conversation as `template` wants it. images: gets those that messages have, in their order, or sounds, which of them
     `reads` says; None where there may be none.
@@ -43,7 +58,8 @@ def template_messages(
     results in the message of their calls, they are there. Where it refuses two messages of a role in a row, or leaves one out,
     they become one; where it does so with a system's, that is the beginning of the user's behind it, or a user's by itself.
     Behind the first, a developer's that it leaves out is a system's. Where it wants an answer between a tool's result and a
-    user's message, there is an empty one.
+    user's message, there is an empty one. What it would leave out of tools, calls and results is told in the messages, in the
+    form of `known`, or of what the template asks for.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts of other kinds.
     """
@@ -53,6 +69,7 @@ def template_messages(
         raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
     reads = None if images is None else reads
     plain = [_message(message, f"messages[{place}]", template, reads) for place, message in enumerate(messages)]
+    plain = told(plain, tools, template, known or tool_format(template.source))
     if any(len(message.get("tool_calls", ())) > 1 for message in plain) and writes_one_call(template):
         plain = _one_call_each(plain)
     if any("tool_calls" in message and message["content"] for message in plain) and writes_content_last(template):
@@ -65,8 +82,13 @@ def template_messages(
     return plain
 
 
-def template_tools(tools: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Tools as `template` wants them: nulls are left out, and what it fails without is there, and empty."""
+def template_tools(
+    tools: Sequence[Mapping[str, Any]], template: ChatTemplate, known: ToolFormat | None = None
+) -> list[dict[str, Any]] | None:
+    """Tools as `template` wants them: nulls are left out, and what it fails without is there, and empty. None where the messages
+    tell them."""
+    if tells_tools(template, known or tool_format(template.source)):
+        return None
     needed = needed_of_tools(template)
     return [_tool(tool, needed) for tool in tools]
 
@@ -76,7 +98,7 @@ def _tool(tool: Mapping[str, Any], needed: frozenset[str]) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         return dict(tool)
     said = {name: value for name, value in function.items() if value is not None}
-    return {**tool, "function": {**said, **{name: _EMPTY[name] for name in _EMPTY if name in needed - said.keys()}}}
+    return {**tool, "function": {**said, **{name: EMPTY_TOOL[name] for name in EMPTY_TOOL if name in needed - said.keys()}}}
 
 
 def _message(message: Any, where: str, template: ChatTemplate, reads: str | None) -> dict[str, Any]:
@@ -92,7 +114,7 @@ def _message(message: Any, where: str, template: ChatTemplate, reads: str | None
     content = plain.get("content")
     if content is not None:
         plain["content"] = content_of(content, where, reads=reads)
-    elif calls and _KEEPS_NULL.search(template.source):
+    elif calls and keeps_null(template):
         plain["content"] = None
     else:
         plain["content"] = ""
@@ -184,10 +206,10 @@ def _results_within(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         calling = within[-1] if within and "tool_calls" in within[-1] else None
         if message["role"] == "tool" and calling is not None and isinstance(message["content"], str):  # images stay outside
-            results = calling.setdefault(_RESULTS, [])
+            results = calling.setdefault(RESULTS, [])
             name = _name_of_result(message, calling["tool_calls"], len(results))
             results.append({"name": name, "response": message["content"]})
-        elif calling is not None and _RESULTS in calling and not calling["content"] and _is_answer(message):
+        elif calling is not None and RESULTS in calling and not calling["content"] and _is_answer(message):
             calling["content"] = message["content"]
         else:
             within.append(message)
@@ -270,127 +292,3 @@ def _are_one(first: Mapping[str, Any], second: Mapping[str, Any], refused: froze
     if first["role"] == second["role"] or (first["role"] == "developer" and second["role"] == "system"):
         return second["role"] in refused
     return (first["role"], second["role"]) == ("system", "user") and ("first" if at_start else "later") + " system" in refused
-
-
-@lru_cache(maxsize=16)
-def refused_turns(template: ChatTemplate) -> frozenset[str]:
-    """What a template refuses or leaves out, by trying: roles of which it writes one message and not two in a row; "first
-    system", where it takes none of a system; "later system" and "later developer", where it takes one at the beginning alone;
-    "user behind a result", where an answer has to come first."""
-    tried = {
-        "system": ("su", "ssu"),
-        "user": ("u", "uu"),
-        "assistant": ("uau", "uaau"),
-        "first system": ("u", "su"),
-        "later system": ("suau", "suasu"),
-        "later developer": ("suau", "sduadu"),
-        "user behind a result": ("uctau", "uctu"),
-    }
-    refused = {name for name, (one, other) in tried.items() if _takes_roles(template, one) and not _takes_roles(template, other)}
-    return frozenset(refused | {"system", "later system"} if "first system" in refused else refused)
-
-
-def _takes_roles(template: ChatTemplate, initials: str) -> bool:
-    kinds: dict[str, dict[str, Any]] = {
-        "s": {"role": "system"},
-        "d": {"role": "developer"},
-        "u": {"role": "user"},
-        "a": {"role": "assistant"},
-        "c": _calling([("find", _pin(template))]) if "c" in initials else {},
-        "t": {"role": "tool", "name": "find", "tool_call_id": "abcdefgh0"},
-    }
-    messages = [{"content": f"needle{place}", **kinds[initial]} for place, initial in enumerate(initials)]
-    try:
-        prompt = template.render(messages)
-    except TemplateError:
-        return False
-    return all(message["content"] in prompt for message in messages)
-
-
-@lru_cache(maxsize=16)
-def writes_one_call(template: ChatTemplate) -> bool:
-    """Whether a template refuses a second call in a message, or leaves it out: tried out."""
-    arguments = _pin(template)
-    one, two = ("find", arguments), ("thread", arguments)
-    return _writes(template, "find", [one]) and not _writes(template, "thread", [one, two])
-
-
-@lru_cache(maxsize=16)
-def writes_content_last(template: ChatTemplate) -> bool:
-    """Whether a template that has a place for results in a message, as Gemma 4's have, writes what it says behind its calls."""
-    if _RESULTS not in template.source:
-        return False
-    calling = {**_calling([("find", _pin(template))]), "content": "hay"}
-    written = _rendered(template, [{"role": "user", "content": "where?"}, calling]) or ""
-    return -1 < written.find("needle") < written.find("hay")
-
-
-@lru_cache(maxsize=16)
-def wants_results_within(template: ChatTemplate) -> bool:
-    """Whether a template writes the result of a call otherwise where it is part of the call's message, as Gemma 4's first do."""
-    if _RESULTS not in template.source:
-        return False
-    asked, calling = {"role": "user", "content": "where?"}, _calling([("find", _pin(template))])
-    result = {"role": "tool", "tool_call_id": "abcdefgh0", "content": "hay"}
-    apart = _rendered(template, [asked, calling, result])
-    within = _rendered(template, [asked, {**calling, _RESULTS: [{"name": "find", "response": "hay"}]}])
-    return within is not None and within != apart
-
-
-def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    try:
-        return template.render(messages)
-    except TemplateError:
-        return None
-
-
-@lru_cache(maxsize=16)
-def needed_of_tools(template: ChatTemplate) -> frozenset[str]:
-    """What of a tool a template fails without, although OpenAI's clients may leave it out: tried out."""
-    if not _takes(template, {"name": "needle", **_EMPTY}):
-        return frozenset()
-    found = (name for name in _EMPTY if not _takes(template, {"name": "needle", **_EMPTY, name: None}))
-    return frozenset(found)
-
-
-def _takes(template: ChatTemplate, function: Mapping[str, Any]) -> bool:
-    said = {name: value for name, value in function.items() if value is not None}
-    try:
-        template.render([{"role": "user", "content": "where?"}], tools=[{"type": "function", "function": said}])
-    except TemplateError:
-        return False
-    return True
-
-
-@lru_cache(maxsize=16)
-def wants_text_arguments(template: ChatTemplate) -> bool:
-    """Whether a template writes the arguments of calls only if they are text: tried out, because templates don't say."""
-    as_object = _writes(template, "needle", [("find", {"needle": "pin"})])
-    return not as_object and _writes(template, "needle", [("find", '{"needle": "pin"}')])
-
-
-@lru_cache(maxsize=16)
-def takes_broken_arguments(template: ChatTemplate) -> bool:
-    """Whether a template writes arguments that are text and no JSON, or no calls at all."""
-    written = _writes(template, "needle", [("find", '{"needle')])
-    return written or not _writes(template, "needle", [("find", _pin(template))])
-
-
-def _writes(template: ChatTemplate, word: str, calls: Sequence[tuple[str, Any]]) -> bool:
-    """Whether a word of some calls is in what a template writes of them."""
-    try:
-        return word in template.render([{"role": "user", "content": "where?"}, _calling(calls)], add_generation_prompt=False)
-    except TemplateError:
-        return False
-
-
-def _calling(calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    plain = [
-        {"id": f"abcdefgh{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for place, (name, arguments) in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": plain}
-
-
-def _pin(template: ChatTemplate) -> Any:
-    return '{"needle": "pin"}' if wants_text_arguments(template) else {"needle": "pin"}

@@ -1,8 +1,6 @@
-"""Splitting a model's answer into its reasoning and its content, while it streams.
+"""How the families mark their reasoning: a row for each, and what tells from a chat template which one it is.
 
-Models mark their reasoning with tags; which, follows from the chat template (`reasoning_format`). Everything here is a
-scan in one pass for fixed strings: the text is a model's, and a cleverer regular expression over it could be made slow.
-Text that may turn out to be the beginning of a tag waits until it is decided. Tool calls are another file's matter.
+`reasoning_parsers` has what reads them. Tool calls are another file's matter.
 """
 
 from __future__ import annotations
@@ -10,9 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from nanovllm_cli.constraint import ReasoningPhase
+from nanovllm_cli.text.reasoning_parsers import (
+    BlockParser,
+    ReasoningDelta,
+    ReasoningParser,
+    ReasoningSplitter,
+    Wrap,
+    WrappedParser,
+    harmony_channel,
+    harmony_parser,
+)
 
 if TYPE_CHECKING:
     from nanovllm_cli.text.tokenizer import Tokenizer
@@ -21,49 +29,51 @@ _SWITCHES = ("enable_thinking", "thinking")
 _TAIL_TOKENS = 64
 
 
-class ReasoningDelta(NamedTuple):
-    """What one piece of text decided."""
-
-    reasoning: str
-    content: str
-
-
 @dataclass(frozen=True)
 class ReasoningFormat:
     """The tags of one family. `visible`: special tokens that a detokenizer must leave in the text for the parser. `anywhere`:
-    its blocks may stand anywhere in an answer, and not only first."""
+    its blocks may stand anywhere in an answer, and not only first. `wrap`: tags around the content behind it. `signs`: a chat
+    template with all of one of these is its; where there are none, one with either tag. `begins`: what begins the content, where
+    the end of the reasoning does not."""
 
     name: str
     open: str
     close: str
     visible: tuple[str, ...]
     anywhere: bool = False
+    wrap: Wrap | None = None
+    signs: tuple[tuple[str, ...], ...] = ()
+    begins: str = ""
 
-    def parser(self, prompt: str = "") -> ReasoningSplitter:
-        """A parser for the answer to a rendered prompt."""
+    def parser(self, prompt: str = "", *, is_inside: bool = False) -> ReasoningSplitter:
+        """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning."""
         if self.name == "harmony":
             return harmony_parser(prompt)
+        inside = is_inside or prompt_opens_reasoning(prompt, self)
         if self.anywhere:
-            inside = prompt_opens_reasoning(prompt, self)
             return BlockParser(self.open, self.close, marker=self.visible[0], starts_inside=inside)
-        return ReasoningParser(
-            self.open,
-            self.close,
-            starts_inside=prompt_opens_reasoning(prompt, self),
-            starts_after=prompt.rstrip().endswith(self.close),
-        )
+        after = not inside and prompt.rstrip().endswith(self.close)
+        parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after)
+        return parser if self.wrap is None else WrappedParser(parser, self.wrap)
+
+    def is_of(self, template_source: str) -> bool:
+        """Whether a chat template writes it."""
+        signs = self.signs or ((self.open,), (self.close,))
+        return any(all(sign in template_source for sign in each) for each in signs)
 
     def phase(self, prompt: str, budget: int | None = None, *, to_content: bool) -> ReasoningPhase | None:
         """What an answer to a rendered prompt may begin with, for whoever constrains it; None where the prompt is past it.
 
         budget: most tokens of reasoning. to_content: what follows is constrained as the content alone; in harmony everything is
-        reasoning then, until the message to the user begins.
+        reasoning then, until the message to the user begins, and so it is in Solar's.
         """
+        if self.begins and to_content:
+            return ReasoningPhase(self.open, self.begins, True, budget)
         if self.name != "harmony":
             if prompt.rstrip().endswith(self.close):
                 return None
             return ReasoningPhase(self.open, self.close, prompt_opens_reasoning(prompt, self), budget)
-        channel = _harmony_channel(prompt)
+        channel = harmony_channel(prompt)
         if channel not in ("", "analysis"):
             return None
         if to_content:
@@ -71,8 +81,11 @@ class ReasoningFormat:
         return ReasoningPhase(self.open, self.close, channel == "analysis", budget)
 
 
-def _tags(name: str, opening: str, closing: str) -> ReasoningFormat:
-    return ReasoningFormat(name, opening, closing, (opening, closing))
+def _tags(
+    name: str, opening: str, closing: str, wrap: Wrap | None = None, signs: tuple[tuple[str, ...], ...] = ()
+) -> ReasoningFormat:
+    around = () if wrap is None else (*wrap.opens, wrap.close)
+    return ReasoningFormat(name, opening, closing, (opening, closing, *around), wrap=wrap, signs=signs)
 
 
 HARMONY = ReasoningFormat(
@@ -80,30 +93,56 @@ HARMONY = ReasoningFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
     ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
+    signs=(("<|channel|>analysis",),),
 )
 THINK = _tags("think", "<think>", "</think>")
 ASR = ReasoningFormat("asr", "language ", "<asr_text>", ("<asr_text>",))
 """Qwen3-ASR's: which language it hears, and then what is said. No template has a word of it."""
+_COHERES = Wrap(("<|START_RESPONSE|>",), "<|END_RESPONSE|>"), Wrap(("<|START_TEXT|>",), "<|END_TEXT|>")
 FORMATS: tuple[ReasoningFormat, ...] = (
     HARMONY,
     _tags("mistral", "[THINK]", "[/THINK]"),
-    _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+    _tags("cohere_text", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[1], (("<|START_THINKING|>", "<|START_TEXT|>"),)),
+    _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[0]),
     _tags("seed", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
     _tags("exaone", "<thought>", "</thought>"),
     _tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningFormat(
+        "solar",
+        "<|think|>",
+        "<|end|>",
+        ("<|think|>", "<|end|>", "<|begin|>", "<|content|>"),
+        wrap=Wrap(("<|begin|>assistant<|content|>", "<|begin|>assistant", "<|content|>"), "<|end|>"),
+        signs=(("<|think|>", "<|content|>"),),
+        begins="<|content|>",
+    ),
+    _tags(
+        "apriel",
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        Wrap((), "[END FINAL RESPONSE]"),
+        (("[BEGIN FINAL RESPONSE]",),),
+    ),
+    _tags("hunyuan", "<think>", "</think>", Wrap(("<answer>",), "</answer>"), (("think>", "<answer>"),)),
+    _tags(
+        "granite",
+        "<think>",
+        "</think>",
+        Wrap(("<response>",), "</response>"),
+        (("<think></think>", "<response></response>"), ("</think>", r"<response>\n")),
+    ),
     THINK,
     ASR,
 )
+"""Granite's is ERNIE's as well."""
 
 
 def reasoning_format(template_source: str, tokenizer: Tokenizer | None = None) -> ReasoningFormat | None:
     """The format whose tags a chat template writes, or that its model's vocabulary has; None for a model that does not reason
     aloud."""
-    if "<|channel|>analysis" in template_source:
-        return HARMONY
     for known in FORMATS:
-        if known not in (HARMONY, ASR) and (known.open in template_source or known.close in template_source):
+        if known is not ASR and known.is_of(template_source):
             return known
     return ASR if tokenizer is not None and tokenizer.token_to_id(ASR.close) is not None else None
 
@@ -131,313 +170,10 @@ def thinking_variables(thinks: bool | None) -> dict[str, bool]:
     return {} if thinks is None else dict.fromkeys(_SWITCHES, thinks)
 
 
-class ReasoningParser:
-    """Splits at one pair of tags. Reasoning comes first in an answer or not at all; later tags are content.
-
-    White space around the tags is dropped. A closing tag without a block (the model's, or one that the prompt opened)
-    is dropped from the content: what came before it has been given out. `split` knows the whole answer and does better.
-    """
-
-    def __init__(
-        self, open: str = "<think>", close: str = "</think>", *, starts_inside: bool = False, starts_after: bool = False
-    ) -> None:
-        """`starts_inside`: the prompt opened the block. `starts_after`: the prompt also closed it."""
-        self._open, self._close = open, close
-        self._state = "inside" if starts_inside else "content" if starts_after else "before"
-        self._seen_block = starts_after
-        self._may_repeat = starts_inside  # a model may write the tag that the prompt wrote once more
-        self._trim = True  # white space at the beginning of a part is the tag's, not the part's
-        self._held = ""  # perhaps the beginning of a tag
-        self._space: list[str] = []  # white space whose side is not known yet
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
-        return len(self._held) + sum(map(len, self._space))
-
-    def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
-        held, self._held = self._held + text, ""
-        reasoning = content = ""
-        if self._state == "before":
-            held = self._before(held)
-        if self._state == "inside":
-            reasoning, held = self._inside(held)
-        if self._state == "content":
-            content = self._content(held)
-        return ReasoningDelta(reasoning, content)
-
-    def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
-        held, self._held = self._held, ""
-        if self._state == "inside":
-            return ReasoningDelta(self._reason(held), "")
-        if self._state == "before":
-            held = "".join(self._space) + held
-        return ReasoningDelta("", self._trimmed(held) if self._state == "content" else held)
-
-    def _before(self, text: str) -> str:
-        """Only white space so far: decides whether a block begins, and returns what is left to read."""
-        start = text.lstrip()
-        self._space.append(text[: len(text) - len(start)])
-        if start.startswith(self._open):
-            self._state, self._space = "inside", []
-            return start[len(self._open) :]
-        if self._open.startswith(start):
-            self._held = start
-            return ""
-        self._state, self._trim = "content", False
-        space, self._space = "".join(self._space), []
-        return space + start
-
-    def _inside(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what follows it once it is closed."""
-        if self._may_repeat:
-            start = text.lstrip()
-            if self._open.startswith(start) and start != self._open:
-                self._held = start
-                return "", ""
-            text, self._may_repeat = start.removeprefix(self._open), False
-        at = text.find(self._close)
-        if at < 0:
-            cut = len(text) - overlap(text, self._close)
-            self._held = text[cut:]
-            return self._reason(text[:cut]), ""
-        reasoning = self._reason(text[:at])
-        self._state, self._seen_block, self._trim, self._space = "content", True, True, []
-        return reasoning, text[at + len(self._close) :]
-
-    def _content(self, text: str) -> str:
-        if self._seen_block:
-            return self._trimmed(text)
-        at = text.find(self._close)
-        if at >= 0:
-            self._seen_block = True
-            before = self._trimmed(text[:at])
-            self._trim = True
-            return before + self._trimmed(text[at + len(self._close) :])
-        cut = len(text) - overlap(text, self._close)
-        self._held = text[cut:]
-        return self._trimmed(text[:cut])
-
-    def _trimmed(self, text: str) -> str:
-        if self._trim:
-            text = text.lstrip()
-            self._trim = not text
-        return text
-
-    def _reason(self, text: str) -> str:
-        """Reasoning without the white space next to its tags: what ends a piece waits for what follows."""
-        text = self._trimmed(text)
-        kept = text.rstrip()
-        if not kept:
-            if text:
-                self._space.append(text)
-            return ""
-        out = "".join(self._space) + kept
-        self._space = [text[len(kept) :]]
-        return out
-
-
-class BlockParser:
-    """Splits at every pair of tags: Gemma 4 also thinks in the middle of an answer, or opens and closes a thought without a word.
-
-    White space around a block is dropped, and two parts of a kind are a paragraph each. A tag without its other half, and a
-    `marker` that begins no block, are nothing.
-    """
-
-    def __init__(self, open: str, close: str, *, marker: str, starts_inside: bool = False) -> None:
-        """`marker`: the special token that `open` begins with."""
-        self._open, self._close = open, close
-        self._tags = re.compile("|".join(re.escape(tag) for tag in (open, close, marker)))
-        self._marker = marker
-        self._inside = starts_inside
-        self._trim = starts_inside  # white space at the beginning of a part is the tag's, not the part's
-        self._has_given = {True: False, False: False}
-        self._held = ""  # perhaps the beginning of a tag
-        self._space: list[str] = []  # white space that is dropped if a tag follows
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
-        return len(self._held) + sum(map(len, self._space))
-
-    def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
-        text, position = self._held + text, 0
-        given: dict[bool, list[str]] = {True: [], False: []}
-        while match := self._tags.search(text, position):
-            if match.group() == self._marker and self._open.startswith(text[match.start() :]):
-                break
-            self._give(text[position : match.start()], given)
-            self._turn(match.group())
-            position = match.end()
-        rest = text[position:]
-        cut = len(rest) - max(overlap(rest, self._open), overlap(rest, self._close))
-        self._give(rest[:cut], given)
-        self._held = rest[cut:]
-        return ReasoningDelta("".join(given[True]), "".join(given[False]))
-
-    def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
-        held, self._held = self._held, ""
-        given: dict[bool, list[str]] = {True: [], False: []}
-        self._give("" if held.startswith(self._marker) else held, given)
-        if not self._inside:
-            given[False] += self._space
-        return ReasoningDelta("".join(given[True]), "".join(given[False]))
-
-    def _turn(self, tag: str) -> None:
-        """A tag that changes nothing is taken out, and that is all."""
-        inside = tag == self._open
-        if tag != self._marker and inside != self._inside:
-            self._inside, self._trim, self._space = inside, True, []
-
-    def _give(self, text: str, given: dict[bool, list[str]]) -> None:
-        if self._trim:
-            text = text.lstrip()
-            if not text:
-                return
-            self._trim, self._space = False, ["\n\n"] if self._has_given[self._inside] else []
-        kept = text.rstrip()
-        if kept:
-            given[self._inside] += (*self._space, kept)
-            self._has_given[self._inside], self._space = True, []
-        self._space.append(text[len(kept) :])
-
-
-class HarmonyPiece(NamedTuple):
-    """A piece of a message. kind: analysis, content, or what is sent to a tool: "call header", "call", "call end"."""
-
-    kind: str
-    text: str
-
-
-class HarmonyParser:
-    """The channels of gpt-oss: `analysis` is reasoning, `final` and spoken `commentary` are content.
-
-    Messages to a tool (`to=…` in the header) pass into the content unchanged, markers included; `pieces` tells them apart.
-    """
-
-    _MAX_HEADER = 4096
-
-    def __init__(self, starts_in: str = "") -> None:
-        """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
-        self._channel = starts_in or "header"
-        self._held = ""
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
-        return len(self._held)
-
-    def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
-        return _split_pieces(self.pieces(text))
-
-    def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. A header without a message is nothing."""
-        return _split_pieces(self.last_pieces())
-
-    def pieces(self, text: str) -> list[HarmonyPiece]:
-        """The same as `push`, message by message."""
-        text, position = self._held + text, 0
-        found: list[HarmonyPiece] = []
-        while position < len(text):
-            if self._channel == "header":
-                end = text.find("<|message|>", position, position + self._MAX_HEADER)
-                if end < 0:
-                    if len(text) - position <= self._MAX_HEADER:
-                        break
-                    # No header, but a model out of its format: a mark that it begins with is text, too.
-                    self._channel = "final"
-                    found.append(HarmonyPiece(self._kind, text[position]))
-                    position += 1
-                    continue
-                end += len("<|message|>")
-                self._channel = _channel_of(text[position:end])
-                if self._channel == "tool":
-                    found.append(HarmonyPiece("call header", text[position:end]))
-                position = end
-                continue
-            match = _HARMONY_END.search(text, position)
-            end = match.start() if match else len(text) - _longest_overlap(text, position)
-            found.append(HarmonyPiece(self._kind, text[position:end]))
-            position = end
-            if match is None:
-                break
-            if self._channel == "tool":
-                found.append(HarmonyPiece("call end", match.group()))
-            if match.group() not in ("<|start|>", "<|channel|>"):
-                position = match.end()
-            self._channel = "header"
-        self._held = text[position:]
-        return found
-
-    def last_pieces(self) -> list[HarmonyPiece]:
-        """The same as `finish`."""
-        held, self._held = self._held, ""
-        if self._channel == "header":
-            return [] if held.startswith("<|") else [HarmonyPiece("content", held)]
-        return [HarmonyPiece(self._kind, held)]
-
-    @property
-    def _kind(self) -> str:
-        return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
-
-
-ReasoningSplitter = ReasoningParser | BlockParser | HarmonyParser
-
-
-def harmony_parser(prompt: str = "") -> HarmonyParser:
-    """A parser of gpt-oss's channels for the answer to a rendered prompt."""
-    return HarmonyParser(starts_in=_harmony_channel(prompt))
-
-
-def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
-    return ReasoningDelta(
-        "".join(text for kind, text in pieces if kind == "analysis"),
-        "".join(text for kind, text in pieces if kind != "analysis"),
-    )
-
-
 def split(answer: str, known: ReasoningFormat = THINK, prompt: str = "") -> ReasoningDelta:
     """A whole answer's reasoning and content. What precedes a closing tag without an opening one is reasoning."""
-    parser = known.parser(prompt)
     lone_close = known.close in answer and not answer.lstrip().startswith(known.open)
-    if isinstance(parser, ReasoningParser) and lone_close and not prompt.rstrip().endswith(known.close):
-        parser = ReasoningParser(known.open, known.close, starts_inside=True)
+    may_lack = known is not HARMONY and not known.anywhere and not known.begins and not prompt.rstrip().endswith(known.close)
+    parser = known.parser(prompt, is_inside=lone_close and may_lack)
     first, last = parser.push(answer), parser.finish()
     return ReasoningDelta(first.reasoning + last.reasoning, first.content + last.content)
-
-
-def overlap(text: str, tag: str) -> int:
-    """How many characters at the end of `text` are a beginning of `tag`, short of all of it."""
-    for size in range(min(len(text), len(tag) - 1), 0, -1):
-        if text.endswith(tag[:size]):
-            return size
-    return 0
-
-
-_HARMONY_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-_HARMONY_END = re.compile("|".join(map(re.escape, _HARMONY_MARKS)))
-
-
-def _longest_overlap(text: str, position: int) -> int:
-    tail = text[max(position, len(text) - 16) :]
-    return max(overlap(tail, mark) for mark in _HARMONY_MARKS)
-
-
-def _channel_of(header: str) -> str:
-    """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
-    name = header.partition("<|channel|>")[2].partition("<|message|>")[0].split()
-    if " to=" in header:
-        return "tool"
-    return name[0] if name else "final"
-
-
-def _harmony_channel(prompt: str) -> str:
-    """The channel that the end of a prompt has opened, or nothing."""
-    start = prompt.rfind("<|start|>")
-    tail = prompt[start:] if start >= 0 else ""
-    return _channel_of(tail) if tail.endswith("<|message|>") else ""

@@ -102,6 +102,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         check_binop(budget, operator, left, right)
         return budget.made(super().call_binop(context, operator, left, right))
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """A template may put items into its lists, as Kimi's does: what it was given are copies."""
+        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
+
     def getitem(self, obj: Any, argument: Any) -> Any:
         return super().getitem(obj, _small(argument) if isinstance(argument, tuple) else argument)
 

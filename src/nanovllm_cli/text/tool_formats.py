@@ -1,36 +1,65 @@
-"""How the families write tool calls: a reader for each, and what tells from a chat template which one it is.
-
-A call whose name is not among the tools is passed on where tags say that it is a call, as vLLM does: the caller can tell the
-model so. Where nothing but its looks makes JSON or Python a call, only a tool's name does.
-"""
+"""How the families write tool calls: a row for each, and what tells from a chat template which one it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.text.tool_calls import Tool
 from nanovllm_cli.text.tool_gemma import CLOSE, OPEN, QUOTE, read_gemma_call
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
     CallGrammar,
     HarmonyGrammar,
+    SolarGrammar,
+    cohere_call,
     json_call,
     kimi_call,
     named_call,
     python_call,
+    solar_call,
     tagged_call,
 )
-from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call, read_text
-from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
-from nanovllm_cli.text.tool_stream import Broken, CallStream, Reader, Reading
-from nanovllm_cli.text.tool_xml import read_glm_call, read_xml_call
-
-Tools = Sequence[Tool]
-Names = frozenset[str] | None
-ReadSection = Callable[[CallStream, str, Tools], Reading[None]]
-"""Reads what follows an opening tag. Ends behind its closing tag, or where something else follows."""
+from nanovllm_cli.text.tool_sections import (
+    APERTUS_BEGIN,
+    APERTUS_END,
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_END,
+    DEEPSEEK_NAME,
+    KIMI_ARGUMENTS,
+    KIMI_BEGIN,
+    KIMI_CALL,
+    KIMI_CALL_END,
+    KIMI_END,
+    OLMO_BEGIN,
+    OLMO_END,
+    SOLAR_ARGUMENTS,
+    SOLAR_BEGIN,
+    SOLAR_CALL,
+    SOLAR_CALL_END,
+    SOLAR_END,
+    SOLAR_NAME,
+    ReadSection,
+    Tools,
+    read_bare,
+    read_deepseek,
+    read_internlm,
+    read_json,
+    read_json_list,
+    read_keyed,
+    read_kimi,
+    read_lfm2,
+    read_llama,
+    read_mistral,
+    read_olmo,
+    read_solar,
+    read_xml,
+    tagged,
+)
+from nanovllm_cli.text.tool_stream import CallStream, Reader, Reading
+from nanovllm_cli.text.tool_xml import CODER, INVOKE, MINICPM, SEED, read_glm_call
 
 
 @dataclass(frozen=True)
@@ -38,7 +67,8 @@ class ToolFormat:
     """One way to write calls. openers: what begins a call; tags: everything that must stay in the text for the reader.
 
     signs: a chat template with all of one of these writes it. section: reads what follows an opener. grammar: of calls that
-    must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters.
+    must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
+    that says nothing, of a model whose vocabulary has the opener as a special token.
     """
 
     name: str
@@ -49,6 +79,7 @@ class ToolFormat:
     grammar: CallGrammar | HarmonyGrammar
     bare: bool = False
     id_chars: int = 24
+    by_token: bool = False
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -64,7 +95,7 @@ class ToolFormat:
             if kept and starts_kept:
                 yield from _keep(stream, kept[1])
             if self.bare:
-                yield from stream.attempt(_read_bare(stream, "", tools))
+                yield from stream.attempt(read_bare(stream, "", tools))
             tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
             while True:
                 tag = yield from stream.content_to(*tags)
@@ -91,12 +122,13 @@ def _keep(stream: CallStream, close: str) -> Reading[None]:
     stream.content((yield from stream.content_to(close)))
 
 
-def tool_format(template_source: str) -> ToolFormat:
-    """The format that a chat template asks for; plain JSON where it says nothing."""
+def tool_format(template_source: str, special_tokens: Collection[str] = ()) -> ToolFormat:
+    """The format that a chat template asks for; plain JSON where nothing says which."""
     for known in FORMATS:
         if any(all(sign in template_source for sign in signs) for signs in known.signs):
             return known
-    return JSON
+    by_token = (known for known in FORMATS if known.by_token and known.openers[0] in special_tokens)
+    return next(by_token, JSON)
 
 
 def tool_format_named(name: str) -> ToolFormat:
@@ -107,148 +139,18 @@ def tool_format_named(name: str) -> ToolFormat:
     raise UsageError(f"unknown tool format {name!r}", f"known: {', '.join(known.name for known in FORMATS)}")
 
 
-# ---- sections ----
-
-DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-DEEPSEEK_CALL, DEEPSEEK_NAME, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-APERTUS_BEGIN, APERTUS_END = "<|tools_prefix|>", "<|tools_suffix|>"
-KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-
-
-def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    if (yield from stream.expect("[", "{")) == "[":
-        yield from read_calls(stream)
-    else:
-        yield from read_call(stream)
-    yield from stream.accept("</tool_call>", "<|/tool_call|>")
-
-
-def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    yield from read_calls(stream)
-
-
-def _read_keyed(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    """A list of objects of one key each, which is the name, arguments being its value."""
-    yield from stream.expect("[")
-    while True:
-        yield from stream.expect("{")
-        name = yield from read_text(stream)
-        yield from stream.expect(":")
-        yield from read_named_call(stream, name)
-        yield from stream.expect("}")
-        stream.mark()
-        if (yield from stream.expect(",", "]")) == "]":
-            stream.settle()
-            break
-    yield from stream.accept(APERTUS_END)
-
-
-def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    """[{…}, …]; or name [CALL_ID]id [ARGS]{…}, each call with a tag of its own."""
-    first = yield from stream.accept("[CALL_ID]", "[ARGS]", "[", "{")
-    if first == "[":
-        yield from read_calls(stream)
-        return
-    if first == "{":
-        yield from read_call(stream)
-        return
-    if first:
-        raise Broken
-    name, mark = yield from stream.until("[CALL_ID]", "[ARGS]", "{")
-    call_id = None
-    if mark == "[CALL_ID]":
-        call_id, mark = yield from stream.until("[ARGS]", "{")
-    if mark == "{":
-        stream.position -= 1
-    yield from read_named_call(stream, name, call_id)
-
-
-def _tagged(begin: str, call: str, end: str, read: Reader) -> ReadSection:
-    """Calls with a tag before each, in a section of their own or without one."""
-
-    def section(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-        if tag == begin:
-            tag = yield from stream.expect(call)
-        while tag == call:
-            yield from read(stream)
-            tag = yield from stream.accept(call, end)
-            if tag == call:
-                stream.mark(tag)
-
-    return section
-
-
-def _read_deepseek(stream: CallStream) -> Reading[None]:
-    """V3.1 writes name and JSON; R1 and V3 a type, a name, and JSON in a fence."""
-    name, _ = yield from stream.until(DEEPSEEK_NAME)
-    fenced = (yield from stream.peek()) != "{"
-    if fenced:
-        name, _ = yield from stream.until("\n")
-        yield from stream.expect("```json")
-    yield from read_named_call(stream, name)
-    if fenced:
-        yield from stream.accept("```")
-    yield from stream.accept(DEEPSEEK_CALL_END)
-
-
-def _read_kimi(stream: CallStream) -> Reading[None]:
-    """functions.NAME:NUMBER, which is the call's id, and JSON."""
-    call_id = (yield from stream.until(KIMI_ARGUMENTS))[0].strip()
-    yield from read_named_call(stream, call_id.removeprefix("functions.").partition(":")[0], call_id)
-    yield from stream.accept(KIMI_CALL_END)
-
-
-def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    if tag == "<function=":
-        name, _ = yield from stream.until(">")
-        yield from read_named_call(stream, name)
-        yield from stream.accept("</function>")
-        return
-    if (yield from stream.skip_space()) in "[{":
-        yield from _read_loose(stream, None)
-    else:
-        yield from read_python_call(stream, frozenset(tool.name for tool in tools))
-    yield from stream.accept("<|python_end|>")
-
-
-def _read_lfm2(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    """Python's calls in a list; JSON's, where it was asked for those."""
-    yield from _read_loose(stream, None)
-    yield from stream.accept("<|tool_call_end|>")
-
-
-def _read_bare(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    """What stands at the beginning of an answer: a call only by the name of a tool."""
-    yield from _read_loose(stream, frozenset(tool.name for tool in tools))
-
-
-def _read_loose(stream: CallStream, names: Names) -> Reading[None]:
-    """JSON objects behind each other or in a list, or a list of Python's calls."""
-    if (yield from stream.expect("[", "{")) == "{":
-        yield from read_call(stream, names)
-        yield from _further_calls(stream, names)
-        return
-    if (yield from stream.skip_space()) == "{":
-        yield from read_calls(stream, names)
-    else:
-        yield from read_python_calls(stream, names)
-
-
-def _further_calls(stream: CallStream, names: Names) -> Reading[None]:
-    """Llama writes semicolons between its calls, or nothing."""
-    while True:
-        stream.mark()
-        mark = yield from stream.expect(";", "{")
-        if mark == ";":
-            yield from stream.expect("{")
-        yield from read_call(stream, names)
-
-
 HARMONY = ToolFormat(
-    "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), _read_bare, HarmonyGrammar()
+    "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), read_bare, HarmonyGrammar()
 )
-JSON = ToolFormat("json", (), (), (), _read_bare, CallGrammar(json_call(), between=("\n",)), bare=True)
+JSON = ToolFormat("json", (), (), (), read_bare, CallGrammar(json_call(), between=("\n",)), bare=True)
+
+
+def _listed(name: str, open: str, close: str) -> ToolFormat:
+    """A list of JSON's calls between two tags."""
+    grammar = CallGrammar(json_call(), open, ("[",), (", ",), ("]", close))
+    return ToolFormat(name, ((open,),), (open,), (close,), read_json(close), grammar)
+
+
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
     ToolFormat(
@@ -269,11 +171,28 @@ FORMATS: tuple[ToolFormat, ...] = (
         ),
     ),
     ToolFormat(
+        "seed",
+        (("<seed:tool_call>",),),
+        ("<seed:tool_call>", "<function="),
+        ("</seed:tool_call>",),
+        read_xml(SEED, "<seed:tool_call>", "</seed:tool_call>"),
+        CallGrammar(
+            tagged_call(
+                ("\n<function=", ">\n"),
+                ("<parameter=", ">"),
+                ("</parameter>\n",),
+                ("</function>\n", "</seed:tool_call>"),
+            ),
+            "<seed:tool_call>",
+            between=("\n", "<seed:tool_call>"),
+        ),
+    ),
+    ToolFormat(
         "qwen3_coder",
         (("<function=", "<parameter="),),
         ("<tool_call>", "<function="),
         ("</tool_call>",),
-        read_xml_call,
+        read_xml(CODER, "<tool_call>", "</tool_call>"),
         CallGrammar(
             tagged_call(
                 ("\n<function=", ">\n"),
@@ -283,6 +202,34 @@ FORMATS: tuple[ToolFormat, ...] = (
             ),
             "<tool_call>",
             between=("\n", "<tool_call>"),
+        ),
+    ),
+    ToolFormat(
+        "minimax",
+        (("<minimax:tool_call>",),),
+        ("<minimax:tool_call>",),
+        ("</minimax:tool_call>",),
+        read_xml(INVOKE, "<minimax:tool_call>", "</minimax:tool_call>"),
+        CallGrammar(
+            tagged_call(
+                ('<invoke name="', '">\n'), ('<parameter name="', '">'), ("</parameter>\n",), ("</invoke>\n",)
+            ),
+            "<minimax:tool_call>",
+            before=("\n",),
+            between=("",),
+            after=("</minimax:tool_call>",),
+        ),
+    ),
+    ToolFormat(
+        "minicpm",
+        (('<function name="', '<param name="'),),
+        ('<function name="',),
+        (),
+        read_xml(MINICPM, "", ""),
+        CallGrammar(
+            tagged_call(("", '">'), ('<param name="', '">'), ("</param>",), ("</function>",)),
+            '<function name="',
+            between=('\n<function name="',),
         ),
     ),
     ToolFormat(
@@ -298,7 +245,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((KIMI_BEGIN,),),
         (KIMI_BEGIN, KIMI_CALL),
         (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
-        _tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, _read_kimi),
+        tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, read_kimi),
         CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
     ),
     ToolFormat(
@@ -306,7 +253,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((APERTUS_BEGIN,),),
         (APERTUS_BEGIN,),
         (APERTUS_END,),
-        _read_keyed,
+        read_keyed,
         CallGrammar(named_call(('{"',), ('": ',), ("}",)), APERTUS_BEGIN, ("[",), (", ",), ("]", APERTUS_END)),
     ),
     ToolFormat(
@@ -314,7 +261,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((DEEPSEEK_BEGIN, "```json"),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
         (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        _tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, _read_deepseek),
+        tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, read_deepseek),
         CallGrammar(
             named_call(("function", DEEPSEEK_NAME), ("\n```json\n",), ("\n```", DEEPSEEK_CALL_END)),
             DEEPSEEK_BEGIN,
@@ -328,7 +275,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((DEEPSEEK_BEGIN,),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
         (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        _tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, _read_deepseek),
+        tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, read_deepseek),
         CallGrammar(
             named_call((), (DEEPSEEK_NAME,), (DEEPSEEK_CALL_END,)),
             DEEPSEEK_BEGIN,
@@ -342,7 +289,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (("[TOOL_CALLS]", "[ARGS]"),),
         ("[TOOL_CALLS]",),
         ("[ARGS]", "[CALL_ID]"),
-        _read_mistral,
+        read_mistral,
         CallGrammar(named_call((), ("[ARGS]",)), "[TOOL_CALLS]", between=("[TOOL_CALLS]",)),
         id_chars=9,
     ),
@@ -351,32 +298,81 @@ FORMATS: tuple[ToolFormat, ...] = (
         (("[TOOL_CALLS]",),),
         ("[TOOL_CALLS]",),
         ("[ARGS]", "[CALL_ID]"),
-        _read_mistral,
+        read_mistral,
         CallGrammar(json_call(), "[TOOL_CALLS]", ("[",), (", ",), ("]",)),
         id_chars=9,
+    ),
+    _listed("tool_calls", "<tool_calls>", "</tool_calls>"),
+    _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    ToolFormat(
+        "cohere",
+        (("<|START_ACTION|>",),),
+        ("<|START_ACTION|>",),
+        ("<|END_ACTION|>",),
+        read_json("<|END_ACTION|>"),
+        CallGrammar(cohere_call, "<|START_ACTION|>", ("[\n    ",), (",\n    ",), ("\n]", "<|END_ACTION|>")),
+    ),
+    ToolFormat(
+        "solar",
+        ((SOLAR_CALL,),),
+        (SOLAR_BEGIN, SOLAR_CALL),
+        (SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END, SOLAR_END),
+        tagged(SOLAR_BEGIN, SOLAR_CALL, SOLAR_END, read_solar),
+        SolarGrammar(solar_call, SOLAR_BEGIN, (SOLAR_CALL,), (SOLAR_CALL,)),
+    ),
+    ToolFormat(
+        "gigachat",
+        (("<|function_call|>", "<|message_sep|>"),),
+        ("<|function_call|>",),
+        (),
+        read_json(),
+        CallGrammar(json_call(), "<|function_call|>"),
+    ),
+    ToolFormat(
+        "olmo",
+        ((OLMO_BEGIN,),),
+        (OLMO_BEGIN,),
+        (OLMO_END,),
+        read_olmo,
+        CallGrammar(python_call, OLMO_BEGIN, between=("\n",), after=(OLMO_END,)),
     ),
     ToolFormat(
         "hermes",
         (("<tool_call>",),),
         ("<tool_call>",),
         ("</tool_call>",),
-        _read_json,
+        read_json("</tool_call>"),
         CallGrammar(json_call(open="\n", close=("\n", "</tool_call>")), "<tool_call>", between=("\n", "<tool_call>")),
     ),
     ToolFormat(
         "lfm2",
-        (("<|tool_list_start|>",), ("<|tool_call_start|>",)),
+        (("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [", "keep_past_thinking")),
         ("<|tool_call_start|>",),
         ("<|tool_call_end|>",),
-        _read_lfm2,
+        read_lfm2,
         CallGrammar(python_call, "<|tool_call_start|>", ("[",), (", ",), ("]", "<|tool_call_end|>")),
+        by_token=True,
+    ),
+    ToolFormat(
+        "internlm",
+        (("<|action_start|>",),),
+        ("<|action_start|>",),
+        ("<|plugin|>", "<|action_end|>"),
+        read_internlm,
+        CallGrammar(
+            json_call("parameters", close=("<|action_end|>",)),
+            "<|action_start|>",
+            ("<|plugin|>", "\n"),
+            ("<|action_start|>", "<|plugin|>", "\n"),
+        ),
+        by_token=True,
     ),
     ToolFormat(
         "phi4",
         (("<|/tool_call|>",),),
         ("<|tool_call|>",),
         ("<|/tool_call|>",),
-        _read_json,
+        read_json("</tool_call>", "<|/tool_call|>"),
         CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]", "<|/tool_call|>")),
     ),
     ToolFormat(
@@ -384,7 +380,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (("<|tool_call|>",),),
         ("<|tool_call|>", "<tool_call>"),
         ("<|/tool_call|>",),
-        _read_json,
+        read_json("</tool_call>", "<|/tool_call|>"),
         CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]",)),
     ),
     ToolFormat(
@@ -392,7 +388,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (("functools",),),
         ("functools[",),
         (),
-        _read_json_list,
+        read_json_list,
         CallGrammar(json_call(), "functools[", between=(", ",), after=("]",)),
     ),
     ToolFormat(
@@ -400,7 +396,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (("func_name1(",),),
         ("<|python_start|>",),
         ("<|python_end|>",),
-        _read_llama,
+        read_llama,
         CallGrammar(python_call, before=("[",), between=(", ",), after=("]",)),
         bare=True,
     ),
@@ -409,7 +405,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (("<|start_header_id|>",), ("<|python_tag|>",)),
         ("<|python_tag|>", "<function="),
         (),
-        _read_llama,
+        read_llama,
         CallGrammar(json_call("parameters"), between=("; ",)),
         bare=True,
     ),

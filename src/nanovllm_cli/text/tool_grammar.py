@@ -161,6 +161,27 @@ class CallGrammar:
         return f"({head} {section}){'*' if parallel else '?'} {text}?"
 
 
+class SolarGrammar(CallGrammar):
+    """Of Solar Open: content and calls are messages of their own, which the prompt or the answer begins."""
+
+    def demanded(self, writer: Writer, call: str, *, parallel: bool, reasons: bool) -> str:
+        return f"{self._begin(writer)} {super().demanded(writer, call, parallel=parallel, reasons=False)}"
+
+    def content(self, writer: Writer, form: str) -> str:
+        return f"{self._begin(writer)} {writer.sequence('<|content|>')} {form}"
+
+    def no_call(self, writer: Writer) -> str:
+        return ""
+
+    def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
+        said = f"{writer.sequence('<|content|>')} {writer.terminal(f'/{_ANYTHING}/')}?"
+        called = f"{writer.sequence(self.trigger)} {self.section(writer, call, parallel=parallel)}"
+        return f"{self._begin(writer)} ({said} | {called})"
+
+    def _begin(self, writer: Writer) -> str:
+        return f"({writer.sequence('<|begin|>', 'assistant')})?"
+
+
 class HarmonyGrammar:
     """Of gpt-oss: a call is a message of its own, and ends the answer."""
 
@@ -236,6 +257,21 @@ def kimi_call(writer: Writer, tool: Bound) -> str:
     number = writer.terminal("/[0-9]{1,4}/")
     head = f"{writer.sequence(f'functions.{tool.name}:')} {number} {writer.sequence('<|tool_call_argument_begin|>')}"
     return f"{head} {tool.arguments(writer)} {writer.sequence('<|tool_call_end|>')}"
+
+
+def cohere_call(writer: Writer, tool: Bound) -> str:
+    """{"tool_call_id": "NUMBER", "tool_name": …, "parameters": {…}}."""
+    number = writer.terminal("/[0-9]{1,4}/")
+    head = writer.sequence('{"tool_call_id": "')
+    name = writer.sequence(f'", "tool_name": {quoted(tool.name)}, "parameters": ')
+    return f"{head} {number} {name} {tool.arguments(writer)} {writer.sequence('}')}"
+
+
+def solar_call(writer: Writer, tool: Bound) -> str:
+    """An id of ten letters and digits, a name, and JSON."""
+    call_id = writer.terminal("/[a-z0-9]{10}/")
+    name = writer.sequence("<|tool_call:name|>", tool.name, "<|tool_call:args|>")
+    return f"{call_id} {name} {tool.arguments(writer)} {writer.sequence('<|tool_call:end|>')}"
 
 
 def python_call(writer: Writer, tool: Bound) -> str:

@@ -16,7 +16,7 @@ Give = Callable[[str], None]
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARS = 512
-_NAMES = ("name",)
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type")
 _HEX = frozenset("0123456789abcdefABCDEF")

@@ -120,6 +120,8 @@ class CallStream:
 
     def match(self, *tags: str) -> Reading[str]:
         """The longest of `tags` that stands here, taken; or nothing. Raises CutOff where the end leaves that open."""
+        if not tags:
+            return ""
         while True:
             rest = self.text[self.position : self.position + max(map(len, tags))]
             if not self.ended and any(len(tag) > len(rest) and tag.startswith(rest) for tag in tags):

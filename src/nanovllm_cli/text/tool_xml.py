@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder and GLM write them.
+"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder, Seed, MiniMax, MiniCPM and GLM write them.
 
 Values are text without quotes. What they mean follows from the tool's schema: text stays text, to the letter; where something
 else is wanted, the value is read as JSON, or as the Python that these models fall into (True, None, single quotes).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nanovllm_cli.text.tool_calls import Tool
 from nanovllm_cli.text.tool_json import is_json
@@ -18,18 +19,33 @@ _PLAIN: tuple[frozenset[str], ...] = (frozenset(), frozenset({"string"}))
 _MAX_LOOSE_CHARS = 1 << 16
 
 
-def read_xml_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
-    """<function=NAME> (<parameter=KEY> VALUE </parameter>)* </function>, of Qwen3-Coder."""
-    if tag != "<function=":
-        yield from stream.expect("<function=")
-    name, _ = yield from stream.until(">")
+class XmlTags(NamedTuple):
+    """name, key: around the call's name and an argument's. value: behind a value. end: behind the call. lines: a value stands on
+    lines of its own."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: str
+    end: str
+    lines: bool = False
+
+
+CODER = XmlTags(("<function=", ">"), ("<parameter=", ">"), "</parameter>", "</function>", lines=True)
+SEED = CODER._replace(lines=False)
+INVOKE = XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), "</parameter>", "</invoke>")
+MINICPM = XmlTags(('<function name="', '">'), ('<param name="', '">'), "</param>", "</function>")
+
+
+def read_xml_call(stream: CallStream, tags: XmlTags, tools: Sequence[Tool]) -> Reading[None]:
+    """NAME> (<KEY> VALUE </…>)* </…>, behind the tag that begins it. A value may be CDATA, which is what that holds."""
+    name, _ = yield from stream.until(tags.name[1])
     arguments = _Arguments(stream, name, tools)
-    while (yield from stream.expect("<parameter=", "</function>")) == "<parameter=":
-        key, _ = yield from stream.until(">")
-        yield from stream.match("\n")
-        yield from arguments.read(key, "\n</parameter>", "</parameter>")
+    closers = (f"\n{tags.value}", tags.value) if tags.lines else (tags.value,)
+    while (yield from stream.expect(tags.key[0], tags.end)) == tags.key[0]:
+        key, _ = yield from stream.until(tags.key[1])
+        begun = yield from stream.match("\n" if tags.lines else "<![CDATA[")
+        yield from arguments.read(key, *((f"]]>{tags.value}",) if begun == "<![CDATA[" else closers))
     arguments.end()
-    yield from stream.accept("</tool_call>")
 
 
 def read_glm_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:

@@ -1,0 +1,439 @@
+"""Readers that split an answer into its reasoning and its content while it streams, one for each way to mark them.
+
+Everything here is a scan in one pass for fixed strings: the text is a model's, and a cleverer regular expression over it could be
+made slow. Text that may turn out to be the beginning of a tag waits until it is decided.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Protocol
+
+
+class ReasoningDelta(NamedTuple):
+    """What one piece of text decided."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter(Protocol):
+    """One answer, split while it comes."""
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes."""
+
+
+class ReasoningParser:
+    """Splits at one pair of tags. Reasoning comes first in an answer or not at all; later tags are content.
+
+    White space around the tags is dropped. A closing tag without a block (the model's, or one that the prompt opened)
+    is dropped from the content: what came before it has been given out. `split` knows the whole answer and does better.
+    """
+
+    def __init__(
+        self, open: str = "<think>", close: str = "</think>", *, starts_inside: bool = False, starts_after: bool = False
+    ) -> None:
+        """`starts_inside`: the prompt opened the block. `starts_after`: the prompt also closed it."""
+        self._open, self._close = open, close
+        self._state = "inside" if starts_inside else "content" if starts_after else "before"
+        self._seen_block = starts_after
+        self._may_repeat = starts_inside  # a model may write the tag that the prompt wrote once more
+        self._trim = True  # white space at the beginning of a part is the tag's, not the part's
+        self._held = ""  # perhaps the beginning of a tag
+        self._space: list[str] = []  # white space whose side is not known yet
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held) + sum(map(len, self._space))
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        held, self._held = self._held + text, ""
+        reasoning = content = ""
+        if self._state == "before":
+            held = self._before(held)
+        if self._state == "inside":
+            reasoning, held = self._inside(held)
+        if self._state == "content":
+            content = self._content(held)
+        return ReasoningDelta(reasoning, content)
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            return ReasoningDelta(self._reason(held), "")
+        if self._state == "before":
+            held = "".join(self._space) + held
+        return ReasoningDelta("", self._trimmed(held) if self._state == "content" else held)
+
+    def _before(self, text: str) -> str:
+        """Only white space so far: decides whether a block begins, and returns what is left to read."""
+        start = text.lstrip()
+        self._space.append(text[: len(text) - len(start)])
+        if start.startswith(self._open):
+            self._state, self._space = "inside", []
+            return start[len(self._open) :]
+        if self._open.startswith(start):
+            self._held = start
+            return ""
+        self._state, self._trim = "content", False
+        space, self._space = "".join(self._space), []
+        return space + start
+
+    def _inside(self, text: str) -> tuple[str, str]:
+        """Reasoning, and what follows it once it is closed."""
+        if self._may_repeat:
+            start = text.lstrip()
+            if self._open.startswith(start) and start != self._open:
+                self._held = start
+                return "", ""
+            text, self._may_repeat = start.removeprefix(self._open), False
+        at = text.find(self._close)
+        if at < 0:
+            cut = len(text) - overlap(text, self._close)
+            self._held = text[cut:]
+            return self._reason(text[:cut]), ""
+        reasoning = self._reason(text[:at])
+        self._state, self._seen_block, self._trim, self._space = "content", True, True, []
+        return reasoning, text[at + len(self._close) :]
+
+    def _content(self, text: str) -> str:
+        if self._seen_block:
+            return self._trimmed(text)
+        at = text.find(self._close)
+        if at >= 0:
+            self._seen_block = True
+            before = self._trimmed(text[:at])
+            self._trim = True
+            return before + self._trimmed(text[at + len(self._close) :])
+        cut = len(text) - overlap(text, self._close)
+        self._held = text[cut:]
+        return self._trimmed(text[:cut])
+
+    def _trimmed(self, text: str) -> str:
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        return text
+
+    def _reason(self, text: str) -> str:
+        """Reasoning without the white space next to its tags: what ends a piece waits for what follows."""
+        text = self._trimmed(text)
+        kept = text.rstrip()
+        if not kept:
+            if text:
+                self._space.append(text)
+            return ""
+        out = "".join(self._space) + kept
+        self._space = [text[len(kept) :]]
+        return out
+
+
+class BlockParser:
+    """Splits at every pair of tags: Gemma 4 also thinks in the middle of an answer, or opens and closes a thought without a word.
+
+    White space around a block is dropped, and two parts of a kind are a paragraph each. A tag without its other half, and a
+    `marker` that begins no block, are nothing.
+    """
+
+    def __init__(self, open: str, close: str, *, marker: str, starts_inside: bool = False) -> None:
+        """`marker`: the special token that `open` begins with."""
+        self._open, self._close = open, close
+        self._tags = re.compile("|".join(re.escape(tag) for tag in (open, close, marker)))
+        self._marker = marker
+        self._inside = starts_inside
+        self._trim = starts_inside  # white space at the beginning of a part is the tag's, not the part's
+        self._has_given = {True: False, False: False}
+        self._held = ""  # perhaps the beginning of a tag
+        self._space: list[str] = []  # white space that is dropped if a tag follows
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held) + sum(map(len, self._space))
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        text, position = self._held + text, 0
+        given: dict[bool, list[str]] = {True: [], False: []}
+        while match := self._tags.search(text, position):
+            if match.group() == self._marker and self._open.startswith(text[match.start() :]):
+                break
+            self._give(text[position : match.start()], given)
+            self._turn(match.group())
+            position = match.end()
+        rest = text[position:]
+        cut = len(rest) - max(overlap(rest, self._open), overlap(rest, self._close))
+        self._give(rest[:cut], given)
+        self._held = rest[cut:]
+        return ReasoningDelta("".join(given[True]), "".join(given[False]))
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
+        held, self._held = self._held, ""
+        given: dict[bool, list[str]] = {True: [], False: []}
+        self._give("" if held.startswith(self._marker) else held, given)
+        if not self._inside:
+            given[False] += self._space
+        return ReasoningDelta("".join(given[True]), "".join(given[False]))
+
+    def _turn(self, tag: str) -> None:
+        """A tag that changes nothing is taken out, and that is all."""
+        inside = tag == self._open
+        if tag != self._marker and inside != self._inside:
+            self._inside, self._trim, self._space = inside, True, []
+
+    def _give(self, text: str, given: dict[bool, list[str]]) -> None:
+        if self._trim:
+            text = text.lstrip()
+            if not text:
+                return
+            self._trim, self._space = False, ["\n\n"] if self._has_given[self._inside] else []
+        kept = text.rstrip()
+        if kept:
+            given[self._inside] += (*self._space, kept)
+            self._has_given[self._inside], self._space = True, []
+        self._space.append(text[len(kept) :])
+
+
+class HarmonyPiece(NamedTuple):
+    """A piece of a message. kind: analysis, content, or what is sent to a tool: "call header", "call", "call end"."""
+
+    kind: str
+    text: str
+
+
+class HarmonyParser:
+    """The channels of gpt-oss: `analysis` is reasoning, `final` and spoken `commentary` are content.
+
+    Messages to a tool (`to=…` in the header) pass into the content unchanged, markers included; `pieces` tells them apart.
+    """
+
+    _MAX_HEADER = 4096
+
+    def __init__(self, starts_in: str = "") -> None:
+        """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
+        self._channel = starts_in or "header"
+        self._held = ""
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held)
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        return _split_pieces(self.pieces(text))
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. A header without a message is nothing."""
+        return _split_pieces(self.last_pieces())
+
+    def pieces(self, text: str) -> list[HarmonyPiece]:
+        """The same as `push`, message by message."""
+        text, position = self._held + text, 0
+        found: list[HarmonyPiece] = []
+        while position < len(text):
+            if self._channel == "header":
+                end = text.find("<|message|>", position, position + self._MAX_HEADER)
+                if end < 0:
+                    if len(text) - position <= self._MAX_HEADER:
+                        break
+                    # No header, but a model out of its format: a mark that it begins with is text, too.
+                    self._channel = "final"
+                    found.append(HarmonyPiece(self._kind, text[position]))
+                    position += 1
+                    continue
+                end += len("<|message|>")
+                self._channel = _channel_of(text[position:end])
+                if self._channel == "tool":
+                    found.append(HarmonyPiece("call header", text[position:end]))
+                position = end
+                continue
+            match = _HARMONY_END.search(text, position)
+            end = match.start() if match else len(text) - _longest_overlap(text, position)
+            found.append(HarmonyPiece(self._kind, text[position:end]))
+            position = end
+            if match is None:
+                break
+            if self._channel == "tool":
+                found.append(HarmonyPiece("call end", match.group()))
+            if match.group() not in ("<|start|>", "<|channel|>"):
+                position = match.end()
+            self._channel = "header"
+        self._held = text[position:]
+        return found
+
+    def last_pieces(self) -> list[HarmonyPiece]:
+        """The same as `finish`."""
+        held, self._held = self._held, ""
+        if self._channel == "header":
+            return [] if held.startswith("<|") else [HarmonyPiece("content", held)]
+        return [HarmonyPiece(self._kind, held)]
+
+    @property
+    def _kind(self) -> str:
+        return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
+
+
+class Wrap(NamedTuple):
+    """Tags that some models put around their content. opens: any of them may begin it; where there are none, it is known to have
+    begun. close: ends it."""
+
+    opens: tuple[str, ...]
+    close: str
+
+
+class Unwrapper:
+    """Takes such tags away, and the white space next to them. Content that does not begin with one stays as it is."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        self._opens, self._close = sorted(wrap.opens, key=len, reverse=True), wrap.close
+        self._state = "before" if wrap.opens else "inside"
+        self._trim = False  # white space at the beginning is a tag's
+        self._held = ""  # perhaps the beginning of a tag
+        self._space: list[str] = []  # white space that is dropped if a tag follows
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held) + sum(map(len, self._space))
+
+    def push(self, text: str) -> str:
+        """What this piece of text decided."""
+        given: list[str] = []
+        text, self._held = self._held + text, ""
+        while text:
+            if self._state == "before":
+                text = self._open(text)
+            elif self._state == "inside":
+                text = self._to_close(text, given)
+            else:
+                self._rest(text, given)
+                break
+        return "".join(given)
+
+    def finish(self) -> str:
+        """What was held back, once no more text comes. An unfinished tag is text."""
+        space = [] if self._trim and not self._held else self._space
+        held, self._held, self._space = "".join((*space, self._held)), "", []
+        return held
+
+    def _open(self, text: str) -> str:
+        """What is left behind the tag that begins here; all of it where none does."""
+        start = text.lstrip()
+        self._space.append(text[: len(text) - len(start)])
+        if any(tag.startswith(start) and tag != start for tag in self._opens):
+            self._held = start
+            return ""
+        space, self._space = "".join(self._space), []
+        for tag in self._opens:
+            if start.startswith(tag):
+                self._state, self._trim = "inside", True
+                return start[len(tag) :]
+        self._state = "plain"
+        return space + start
+
+    def _rest(self, text: str, given: list[str]) -> None:
+        """What stands in no tags. White space behind the last one counts where something follows it."""
+        if self._trim:
+            self._space.append(text)
+            if text.isspace():
+                return
+            text, self._space, self._trim = "".join(self._space), [], False
+        given.append(text)
+
+    def _to_close(self, text: str, given: list[str]) -> str:
+        """What is left behind the tag that ends the content, if it is here."""
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        at = text.find(self._close)
+        end = at if at >= 0 else len(text) - overlap(text, self._close)
+        kept = text[:end].rstrip()
+        if kept:
+            given += (*self._space, kept)
+            self._space = []
+        if at >= 0:
+            self._space, self._trim = [], True
+            self._state = "before" if self._opens else "plain"
+            return text[at + len(self._close) :]
+        self._space.append(text[len(kept) : end])
+        self._held = text[end:]
+        return ""
+
+
+class WrappedParser:
+    """Another's parts, the content without the tags around it."""
+
+    def __init__(self, inner: ReasoningSplitter, wrap: Wrap) -> None:
+        self._inner, self._unwrapper = inner, Unwrapper(wrap)
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return self._inner.num_held + self._unwrapper.num_held
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        reasoning, content = self._inner.push(text)
+        return ReasoningDelta(reasoning, self._unwrapper.push(content))
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes."""
+        reasoning, content = self._inner.finish()
+        return ReasoningDelta(reasoning, self._unwrapper.push(content) + self._unwrapper.finish())
+
+
+def harmony_parser(prompt: str = "") -> HarmonyParser:
+    """A parser of gpt-oss's channels for the answer to a rendered prompt."""
+    return HarmonyParser(starts_in=harmony_channel(prompt))
+
+
+def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
+    return ReasoningDelta(
+        "".join(text for kind, text in pieces if kind == "analysis"),
+        "".join(text for kind, text in pieces if kind != "analysis"),
+    )
+
+
+def overlap(text: str, tag: str) -> int:
+    """How many characters at the end of `text` are a beginning of `tag`, short of all of it."""
+    for size in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
+
+
+_HARMONY_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_HARMONY_END = re.compile("|".join(map(re.escape, _HARMONY_MARKS)))
+
+
+def _longest_overlap(text: str, position: int) -> int:
+    tail = text[max(position, len(text) - 16) :]
+    return max(overlap(tail, mark) for mark in _HARMONY_MARKS)
+
+
+def _channel_of(header: str) -> str:
+    """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
+    name = header.partition("<|channel|>")[2].partition("<|message|>")[0].split()
+    if " to=" in header:
+        return "tool"
+    return name[0] if name else "final"
+
+
+def harmony_channel(prompt: str) -> str:
+    """The channel that the end of a prompt has opened, or nothing."""
+    start = prompt.rfind("<|start|>")
+    tail = prompt[start:] if start >= 0 else ""
+    return _channel_of(tail) if tail.endswith("<|message|>") else ""
