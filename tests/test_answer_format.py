@@ -27,6 +27,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "'<|tool_call>call:' + name": ("gemma4", None),
     '<|tool_call>{{ name }}<|"|><|channel>thought': ("gemma4", "gemma"),
     "<|tool_call>": ("json", None),
+    "<start_function_call>call:": ("functiongemma", None),
     "List of tools: <|tool_list_start|>[]<|tool_list_end|>": ("lfm2", None),
     "<|tool_call_start|>": ("lfm2", None),
     "<|tool_call|><|/tool_call|>": ("phi4", None),
@@ -74,6 +75,14 @@ def test_formats_by_name_count_instead() -> None:
     with pytest.raises(UsageError, match="no such format") as refused:
         answer_format("", reasoning="no such format")
     assert "think" in str(refused.value.hint)
+
+
+def test_the_names_that_vllm_has_for_them() -> None:
+    tools = {"llama3_json": "llama", "kimi_k2": "kimi", "minimax_m2": "minimax", "hermes": "hermes", "openai": "harmony"}
+    assert {name: answer_format("", tools=name).name for name in tools} == tools
+    reasoning = {"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony", "mistral": "mistral", "ernie45": "granite"}
+    found = {name: answer_format("", reasoning=name).reasoning for name in reasoning}
+    assert {name: known and known.name for name, known in found.items()} == reasoning
 
 
 def test_a_model_without_a_template_has_no_format() -> None:

@@ -43,6 +43,7 @@ ONE: dict[str, str] = {
     "lfm2": '<|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>',
     "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]<|/tool_call|>',
     "phi": 'functools[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
+    "functiongemma": "<start_function_call>call:weather{city:<escape>Köln<escape>,days:3}<end_function_call>",
     "seed": (
         "<seed:tool_call>\n<function=weather>\n<parameter=city>Köln</parameter>\n"
         "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"

@@ -246,8 +246,17 @@ def model_format(
     return answer_format(template.sources, tools=tools, reasoning=reasoning, special_tokens=special_tokens(tokenizer))
 
 
+# What vLLM calls them, where that is another name.
+_ALIASES = {
+    "cohere_command3": "cohere", "deepseek_r1": "think", "deepseek_v3": "think", "ernie45": "granite", "gemma4": "gemma",
+    "glm45": "think", "hunyuan_a13b": "hunyuan", "kimi_k2": "think", "minimax_m2": "think", "nemotron_v3": "think",
+    "olmo3": "think", "openai_gptoss": "harmony", "qwen3": "think", "seed_oss": "seed", "step3p5": "think",
+}  # fmt: skip
+
+
 def _reasoning_named(name: str) -> ReasoningFormat | None:
     known = {form.name: form for form in FORMATS}
+    name = _ALIASES.get(name, name)
     if name != "none" and name not in known:
         raise UsageError(f"unknown reasoning format {name!r}", f"known: {', '.join((*known, 'none'))}")
     return known.get(name)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.text.tool_gemma import CLOSE, OPEN, QUOTE, read_gemma_call
+from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
     CallGrammar,
@@ -131,10 +131,20 @@ def tool_format(template_source: str, special_tokens: Collection[str] = ()) -> T
     return next(by_token, JSON)
 
 
+# What vLLM calls them, where that is another name.
+_ALIASES = {
+    "cohere_command3": "cohere", "cohere_command4": "cohere", "deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek",
+    "gigachat3": "gigachat", "glm45": "glm", "glm47": "glm", "granite-20b-fc": "granite", "hunyuan_a13b": "tool_calls",
+    "kimi_k2": "kimi", "llama3_json": "llama", "llama4_json": "llama", "llama4_pythonic": "pythonic",
+    "minimax_m2": "minimax", "olmo3": "olmo", "openai": "harmony", "phi4_mini_json": "phi", "qwen3_xml": "qwen3_coder",
+    "seed_oss": "seed", "xlam": "json",
+}  # fmt: skip
+
+
 def tool_format_named(name: str) -> ToolFormat:
     """Raises UsageError for an unknown name."""
     for known in FORMATS:
-        if known.name == name:
+        if known.name == _ALIASES.get(name, name):
             return known
     raise UsageError(f"unknown tool format {name!r}", f"known: {', '.join(known.name for known in FORMATS)}")
 
@@ -149,6 +159,11 @@ def _listed(name: str, open: str, close: str) -> ToolFormat:
     """A list of JSON's calls between two tags."""
     grammar = CallGrammar(json_call(), open, ("[",), (", ",), ("]", close))
     return ToolFormat(name, ((open,),), (open,), (close,), read_json(close), grammar)
+
+
+def _gemma(name: str, tags: GemmaTags, *signs: tuple[str, ...]) -> ToolFormat:
+    grammar = CallGrammar(gemma_call(tags), tags.open, between=(tags.open,))
+    return ToolFormat(name, signs, (tags.open,), (tags.close, tags.quote), read_gemma(tags), grammar)
 
 
 FORMATS: tuple[ToolFormat, ...] = (
@@ -232,14 +247,8 @@ FORMATS: tuple[ToolFormat, ...] = (
             between=('\n<function name="',),
         ),
     ),
-    ToolFormat(
-        "gemma4",
-        ((OPEN + "call:",), (OPEN, QUOTE)),
-        (OPEN,),
-        (CLOSE, QUOTE),
-        read_gemma_call,
-        CallGrammar(gemma_call, OPEN, between=(OPEN,)),
-    ),
+    _gemma("gemma4", GEMMA4, (GEMMA4.open + "call:",), (GEMMA4.open, GEMMA4.quote)),
+    _gemma("functiongemma", FUNCTION_GEMMA, (FUNCTION_GEMMA.open,)),
     ToolFormat(
         "kimi",
         ((KIMI_BEGIN,),),

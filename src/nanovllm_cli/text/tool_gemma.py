@@ -1,4 +1,5 @@
-"""Calls of Gemma 4, `call:NAME{key:value,…}`: what looks like JSON has bare keys, and strings between two tokens of their own.
+"""Calls of Gemma 4 and FunctionGemma, `call:NAME{key:value,…}`: what looks like JSON has bare keys, and strings between tokens of
+their own.
 
 Between those a string is text to the letter, without escapes. What else models and templates write is read as well: keys in
 quotes, JSON's strings, Python's None, and words without any quotes, which are strings.
@@ -8,29 +9,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nanovllm_cli.text.tool_calls import Tool
 from nanovllm_cli.text.tool_json import MAX_DEPTH, MAX_SCALAR_CHARS, Give, is_json, read_text, read_value
 from nanovllm_cli.text.tool_python import in_json_string
+from nanovllm_cli.text.tool_sections import ReadSection
 from nanovllm_cli.text.tool_stream import Broken, CallStream, Reading
 
-OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+
+class GemmaTags(NamedTuple):
+    """open, close: around a call. quote: around a string."""
+
+    open: str
+    close: str
+    quote: str
+
+
+GEMMA4 = GemmaTags("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = GemmaTags("<start_function_call>", "<end_function_call>", "<escape>")
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
-def read_gemma_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
+def read_gemma(tags: GemmaTags) -> ReadSection:
     """call:NAME{…}, up to the tag that closes it."""
-    yield from stream.expect("call:")
-    name, mark = yield from stream.until("{", "<", "\n")
-    if mark != "{" or not name.strip():
-        raise Broken
-    stream.begin(name.strip())
-    yield from _members(stream, stream.arguments, 0)
-    stream.end()
-    yield from stream.accept(CLOSE)
+
+    def section(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
+        yield from stream.expect("call:")
+        name, mark = yield from stream.until("{", "<", "\n")
+        if mark != "{" or not name.strip():
+            raise Broken
+        stream.begin(name.strip())
+        yield from _members(stream, stream.arguments, 0, tags.quote)
+        stream.end()
+        yield from stream.accept(tags.close)
+
+    return section
 
 
-def _value(stream: CallStream, give: Give, depth: int) -> Reading[None]:
+def _value(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[None]:
     """One value, given out as JSON while it comes. Raises Broken where it is nested more than MAX_DEPTH deep."""
     first = yield from stream.skip_space()
     if first == '"':
@@ -39,22 +56,22 @@ def _value(stream: CallStream, give: Give, depth: int) -> Reading[None]:
         if depth == MAX_DEPTH:
             raise Broken
         stream.take()
-        yield from (_members if first == "{" else _items)(stream, give, depth)
-    elif (yield from stream.match(QUOTE)):
+        yield from (_members if first == "{" else _items)(stream, give, depth, quote)
+    elif (yield from stream.match(quote)):
         give('"')
-        yield from stream.pass_to(lambda text: give(in_json_string(text)), QUOTE)
+        yield from stream.pass_to(lambda text: give(in_json_string(text)), quote)
         give('"')
     else:
         yield from _scalar(stream, give)
 
 
-def _members(stream: CallStream, give: Give, depth: int) -> Reading[None]:
+def _members(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[None]:
     """What stands in an object, behind its brace, and the brace that closes it."""
     separator = "{"
     while (yield from stream.skip_space()) != "}":
-        give(f"{separator}{json.dumps((yield from _key(stream)), ensure_ascii=False)}: ")
+        give(f"{separator}{json.dumps((yield from _key(stream, quote)), ensure_ascii=False)}: ")
         separator = ", "
-        yield from _value(stream, give, depth + 1)
+        yield from _value(stream, give, depth + 1, quote)
         if (yield from stream.skip_space()) != ",":
             break
         stream.take()
@@ -62,12 +79,12 @@ def _members(stream: CallStream, give: Give, depth: int) -> Reading[None]:
     give("{}" if separator == "{" else "}")
 
 
-def _items(stream: CallStream, give: Give, depth: int) -> Reading[None]:
+def _items(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[None]:
     separator = "["
     while (yield from stream.skip_space()) != "]":
         give(separator)
         separator = ", "
-        yield from _value(stream, give, depth + 1)
+        yield from _value(stream, give, depth + 1, quote)
         if (yield from stream.skip_space()) != ",":
             break
         stream.take()
@@ -75,12 +92,12 @@ def _items(stream: CallStream, give: Give, depth: int) -> Reading[None]:
     give("[]" if separator == "[" else "]")
 
 
-def _key(stream: CallStream) -> Reading[str]:
+def _key(stream: CallStream, quote: str) -> Reading[str]:
     """A key and the colon behind it."""
     if (yield from stream.peek()) == '"':
         key = yield from read_text(stream)
-    elif (yield from stream.match(QUOTE)):
-        key, _ = yield from stream.until(QUOTE)
+    elif (yield from stream.match(quote)):
+        key, _ = yield from stream.until(quote)
     else:
         key, mark = yield from stream.until(":", "}", ",", "<", "\n")
         if mark != ":":

@@ -1,6 +1,7 @@
-"""Calls of Gemma 4 as a grammar: a JSON schema as rules of its notation (`tool_gemma`), which llguidance's own JSON is not.
+"""Calls of Gemma 4 and FunctionGemma as a grammar: a JSON schema as rules of their notation (`tool_gemma`), which llguidance's own
+JSON is not.
 
-Members come in the order in which the model's template writes them everywhere, by name, and without white space. Numbers,
+Members come in the order in which the models' templates write them everywhere, by name, and without white space. Numbers,
 booleans and null are llguidance's, with its keywords. Not covered: patterns and formats of strings, tuples, objects that have
 properties and others besides. A strict tool that asks for those is refused; of another they are left out.
 """
@@ -14,8 +15,8 @@ from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.tool_calls import resolved
-from nanovllm_cli.text.tool_gemma import CLOSE, QUOTE
-from nanovllm_cli.text.tool_grammar import ANY_KEY, TEXT_KEYWORDS, Bound, Writer, any_text, listed, quoted
+from nanovllm_cli.text.tool_gemma import GemmaTags
+from nanovllm_cli.text.tool_grammar import ANY_KEY, TEXT_KEYWORDS, Bound, WriteCall, Writer, any_text, listed, quoted
 from nanovllm_cli.text.tool_json import MAX_DEPTH
 
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
@@ -35,18 +36,22 @@ _BRANCHES = ("anyOf", "oneOf", "allOf")
 _BARE_KEY = re.compile(r"[\w.$-]+")
 
 
-def gemma_call(writer: Writer, tool: Bound) -> str:
+def gemma_call(tags: GemmaTags) -> WriteCall:
     """call:NAME{key:value,…} and the tag that closes it."""
-    values = _Values(writer, tool)
-    values.check(tool.schema, _KEYWORDS["object"])
-    return f"{quoted(f'call:{tool.name}')} {values.object(tool.schema, 0)} {writer.sequence(CLOSE)}"
+
+    def write(writer: Writer, tool: Bound) -> str:
+        values = _Values(writer, tool, tags.quote)
+        values.check(tool.schema, _KEYWORDS["object"])
+        return f"{quoted(f'call:{tool.name}')} {values.object(tool.schema, 0)} {writer.sequence(tags.close)}"
+
+    return write
 
 
 class _Values:
     """What the arguments of one tool may be. depth: of what an expression stands in."""
 
-    def __init__(self, writer: Writer, tool: Bound) -> None:
-        self._writer, self._tool = writer, tool
+    def __init__(self, writer: Writer, tool: Bound, quote: str) -> None:
+        self._writer, self._tool, self._quote = writer, tool, quote
 
     def check(self, schema: Mapping[str, Any], known: Set[str]) -> None:
         unknown = sorted(schema.keys() - known - _NOTES)
@@ -142,7 +147,7 @@ class _Values:
             return self._array(schema, depth)
         kept = {key: schema[key] for key in _KEYWORDS[kind] if key in schema}
         if kind == "string":
-            return f"{self._writer.sequence(QUOTE)} {any_text(self._writer, kept, QUOTE)}"
+            return f"{self._writer.sequence(self._quote)} {any_text(self._writer, kept, self._quote)}"
         return self._tool.argument(self._writer, {**kept, "type": kind})
 
     def _branches(self, schema: Mapping[str, Any], keyword: str, depth: int) -> str:
@@ -167,7 +172,7 @@ class _Values:
 
     def _any(self) -> str:
         def build(name: str) -> str:
-            text = f"{self._writer.sequence(QUOTE)} {self._writer.text_before(QUOTE)}"
+            text = f"{self._writer.sequence(self._quote)} {self._writer.text_before(self._quote)}"
             plain = self._writer.json({"type": ["number", "boolean", "null"]}, strict=False)
             return f'{text} | {plain} | "[" ({name} ("," {name})*)? "]" | {self._any_members(name)}'
 
@@ -178,7 +183,7 @@ class _Values:
         if depth == MAX_DEPTH:
             raise UsageError(f"the schema of the tool {self._tool.name!r} is nested more than {MAX_DEPTH} levels deep")
         if isinstance(value, str):
-            return f"{self._writer.sequence(QUOTE)} {quoted(value) if value else ''} {self._writer.sequence(QUOTE)}"
+            return f"{self._writer.sequence(self._quote)} {quoted(value) if value else ''} {self._writer.sequence(self._quote)}"
         if isinstance(value, Mapping):
             names = sorted(value, key=str.lower)
             members = (f"{self._key(name)} {self._literal(value[name], depth + 1)}" for name in names)
