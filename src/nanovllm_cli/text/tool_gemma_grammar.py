@@ -1,5 +1,4 @@
-"""Calls of Gemma 4 and FunctionGemma as a grammar: a JSON schema as rules of their notation (`tool_gemma`), which llguidance's own
-JSON is not.
+"""Calls of Gemma 4 and FunctionGemma as a grammar: a JSON schema as rules of their notation (`tool_gemma`), which is not JSON.
 
 Members come in the order in which the models' templates write them everywhere, by name, and without white space. Numbers,
 booleans and null are llguidance's, with its keywords. Not covered: patterns and formats of strings, tuples, objects that have
