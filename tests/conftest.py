@@ -57,15 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_most_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test that runs the whole engine on emulated kernels, of which each has tests of its own: where nothing is
-    kept of what was compiled, all of them take minutes. Which third stays, is the same in every process."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Of the cases of a test on emulated GPUs: where nothing is kept of what was compiled, all of them take minutes. Of those
+    that run the whole engine a third stays, of those of a single kernel a half; which, is the same in every process."""
+    shares = {"test_cuda_": 2 / 3, "test_kernel_": 1 / 2, "test_ptx": 1 / 2}
+    cases: dict[tuple[float, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.stem.startswith("test_cuda_") and "[" in item.nodeid:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        share = next((shares[start] for start in shares if item.path.stem.startswith(start)), None)
+        if share is not None and "[" in item.nodeid and "planted" not in item.name:
+            cases.setdefault((share, item.nodeid.partition("[")[0]), []).append(item)
     left: set[pytest.Item] = set()
-    for each in cases.values():
-        left |= set(random.Random(1).sample(each, len(each) * 2 // 3))
+    for (share, _), each in cases.items():
+        left |= set(random.Random(1).sample(each, int(len(each) * share)))
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=list(left))
 

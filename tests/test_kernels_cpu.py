@@ -268,7 +268,7 @@ class Paged:
         out = cpu.paged_attention(
             q, self.k, self.v, tiles, self.tables, self.dim**-0.5, int(options.get("window", 0)),  # type: ignore[call-overload]
             float(options.get("softcap", 0.0)), options.get("sinks"),  # type: ignore[arg-type]
-            both_ways=bool(options.get("both_ways", False)),
+            both_ways=bool(options.get("both_ways", False)), distances=options.get("distances"),  # type: ignore[arg-type]
         )  # fmt: skip
         return q, out
 
@@ -294,6 +294,8 @@ CASES = [
     (4, 4, 32, [70, 1, 129, 600], {"both_ways": True}),
     (6, 2, 24, [17, 300, 64], {"both_ways": True, "window": 33, "sinks": True}),
     (2, 1, 16, [1030], {"both_ways": True, "window": 520, "softcap": 5.0}),
+    (12, 12, 24, [1, 70, 129, 600], {"both_ways": True, "distances": True}),
+    (6, 2, 32, [65, 3, 1030], {"both_ways": True, "distances": True}),
 ]
 
 
@@ -305,6 +307,8 @@ def test_rope_cache_and_attention_equal_reference(
     options = dict(options)
     if options.get("sinks"):
         options["sinks"] = randn(heads)
+    if options.get("distances"):
+        options["distances"] = 3 * randn(heads, 2 * max(lens) + 64)
     options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype), "norm_offset": 0.5}
     if options.get("v_norm"):
         options["v_norm"] = randn(dim, dtype=dtype)
@@ -338,7 +342,7 @@ def test_rope_cache_and_attention_equal_reference(
             assert error(v, normed(values, "v_norm")) < TOLERANCE[dtype]
         expected = reference.attention(
             q[rows].float(), k, v, 0, dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0)),  # type: ignore[call-overload, arg-type]
-            options.get("sinks"), bool(options.get("both_ways")),  # type: ignore[arg-type]
+            options.get("sinks"), bool(options.get("both_ways")), options.get("distances"),  # type: ignore[arg-type]
         )  # fmt: skip
         assert error(out[rows].reshape(length, heads, dim), expected) < TOLERANCE[dtype]
         row += length

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, ModernBertConfig, NomicBertConfig, XLMRobertaConfig
+from transformers import BertConfig, ModernBertConfig, MPNetConfig, NomicBertConfig, XLMRobertaConfig
 
 from embedders import END, write_pooling, write_tokenizer
 from engines import random_model
@@ -143,6 +143,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "bert": BertConfig(**SIZES | WIDE),
         "xlm-roberta": XLMRobertaConfig(**BEHIND_PADDING | WIDE | {"type_vocab_size": 1}),
         "modernbert": ModernBertConfig(**SIZES | ENDS | WIDE, local_attention=20, cls_token_id=1, sep_token_id=2),
+        "mpnet": MPNetConfig(**BEHIND_PADDING | WIDE),
         "nomic-bert": NomicBertConfig(**SIZES | WIDE),
     }
     there: dict[str, Path] = {}
@@ -162,7 +163,7 @@ def lost(to: str, output: Path, source: Path, algorithm: str = "rtn", **choices:
     return card.quality.loss[1]
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert", "nomic-bert"])
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert", "mpnet", "nomic-bert"])
 def test_gptq_loses_less_of_an_encoder(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     source = folders(name)
     nearest = lost("int4", tmp_path / "a", source)

@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    MPNetConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -61,6 +62,7 @@ ENCODERS: dict[str, Any] = {
     "BertForSequenceClassification": BertConfig(**SMALL),
     "RobertaForSequenceClassification": RobertaConfig(**SMALL),
     "XLMRobertaForSequenceClassification": XLMRobertaConfig(**SMALL),
+    "MPNetForSequenceClassification": MPNetConfig(**SMALL),
     "ModernBertForSequenceClassification": ModernBertConfig(**SMALL),
     "ModernBert by the mean": ModernBertConfig(
         **SMALL, classifier_pooling="mean", classifier_bias=True, norm_bias=True, classifier_activation="relu", norm_eps=1e-3

@@ -52,6 +52,8 @@ TURN = "<|im_start|>{}\n{}<|im_end|>\n"
 SEEN = "<|vision_start|>[{}]<|vision_end|>"
 ASSISTANT = "<|im_start|>assistant\n"
 CALL = {"call_id": "c", "name": "look", "arguments": "{}"}
+LOOKS = '{"name": "look", "arguments": {}}'
+"""What is told of it, as the template here writes no calls."""
 
 
 class Engine(FakeEngine):
@@ -222,7 +224,7 @@ def test_a_response_shows_images_of_users_and_of_functions(server: Server) -> No
     ]  # fmt: skip
     server.post("/v1/responses", {"input": items})
     expected = [
-        ("user", f"look{SEEN.format('A')}"), ("assistant", ""), ("tool", f"{SEEN.format('B')}a\nb"),
+        ("user", f"look{SEEN.format('A')}"), ("assistant", LOOKS), ("tool", f"{SEEN.format('B')}a\nb"),
         ("user", SEEN.format("C") + SEEN.format("A")),
     ]  # fmt: skip
     assert server.prompt == "".join(TURN.format(*turn) for turn in expected) + ASSISTANT
@@ -259,7 +261,7 @@ def test_a_message_shows_images_of_users_and_of_tools(server: Server) -> None:
     ]
     server.post("/v1/messages", {"max_tokens": 4, "messages": messages})
     expected = [
-        ("user", f"a\nb{SEEN.format('A')}c\n\nd"), ("assistant", ""), ("tool", f"Error: {SEEN.format('B')}dark"),
+        ("user", f"a\nb{SEEN.format('A')}c\n\nd"), ("assistant", LOOKS), ("tool", f"Error: {SEEN.format('B')}dark"),
         ("user", f"{SEEN.format('C')}now?"),
     ]  # fmt: skip
     assert server.prompt == "".join(TURN.format(*turn) for turn in expected) + ASSISTANT
@@ -276,7 +278,8 @@ def test_a_message_of_ollamas_shows_its_images_ahead_of_its_text(server: Server)
     ]
     server.post("/api/chat", {"messages": messages, "stream": False})
     expected = [
-        ("user", f"{SEEN.format('A')}{SEEN.format('B')}look"), ("assistant", ""), ("tool", f"{SEEN.format('B')}dark")
+        ("user", f"{SEEN.format('A')}{SEEN.format('B')}look"), ("assistant", LOOKS.replace("look", "see")),
+        ("tool", f"{SEEN.format('B')}dark"),
     ]  # fmt: skip
     assert server.prompt == "".join(TURN.format(*turn) for turn in expected) + ASSISTANT
     server.post("/api/generate", {"prompt": "look", "images": [bare], "stream": False})

@@ -37,7 +37,8 @@ class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai,
     relu2_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, xielu: without a gate,
     down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
-    see `kernels.reference.sparse_gate`; None: all. normed: what down reads is normed (BitNet)."""
+    see `kernels.reference.sparse_gate`; None: all. normed: what down reads is normed (BitNet). down_bias: that alone
+    has a bias."""
 
     intermediate_size: int
     activation: Literal[
@@ -48,6 +49,7 @@ class MLPSpec:
     curve: XieluSpec | None = None
     cutoff: float | None = None
     normed: bool = False
+    down_bias: bool = False
 
     @property
     def gated(self) -> bool:
@@ -63,7 +65,8 @@ class MLPSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
         inner = (2 if self.gated else 1) * self.intermediate_size
-        return hidden_size * (inner + self.intermediate_size) + (inner + hidden_size) * self.bias
+        biases = inner * self.bias + hidden_size * (self.bias or self.down_bias)
+        return hidden_size * (inner + self.intermediate_size) + biases
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
@@ -219,6 +222,17 @@ class EntrySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DistanceSpec:
+    """What scores get by how far a key lies from its query, in all layers of an encoder. reach: the longest sequence. buckets: of
+    distances, wider ones up to `farthest`, each with a learned number a head (T5, Raffel et al. 2020); 0: a slope a head times
+    the distance is taken off (ALiBi, Press et al. 2022)."""
+
+    reach: int
+    buckets: int = 0
+    farthest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole decoder, or an encoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies
     embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
@@ -243,6 +257,7 @@ class ModelSpec:
     per_layer_width: int = 0
     per_layer_rows: int = 0
     entry: EntrySpec | None = None
+    distances: DistanceSpec | None = None
     ends_normed: bool = True
     dtype: str = field(default="bfloat16", compare=False)
 

@@ -64,12 +64,13 @@ class WholeRows(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. asked: the same of the rows
-    whose logits are wanted, for layers that no other token needs."""
+    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
+    `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
     step: Any
+    distances: torch.Tensor | None = None
     asked: StepInputs | None = None
 
     @property
@@ -95,9 +96,11 @@ class AttentionBackend(CacheLayout, Protocol):
         sinks: torch.Tensor | None,
         cache: LayerCache,
         step: Any,
+        distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """qkv [T, (H + 2K) * D] -> [T, H * D]: norm and rotate q and k, write k and v to the cache, attend over each
-        token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's k and v already."""
+        token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's k and v already.
+        distances: of its heads, see `layers/distances.py`."""
 
     def attend_latent(
         self,

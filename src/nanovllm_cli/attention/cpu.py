@@ -133,6 +133,7 @@ class CpuAttention:
         sinks: torch.Tensor | None,
         cache: LayerCache,
         step: CpuStep,
+        distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
         k, v = cache
         q = cpu.rope_and_cache(
@@ -146,7 +147,7 @@ class CpuAttention:
             tiles = where.tiles[spec.queries_a_key]
             return cpu.paged_attention(
                 q, k, v, tiles, where.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
-                both_ways=both_ways,
+                both_ways=both_ways, distances=distances,
             )  # fmt: skip
 
         out = found(q, step, both_ways=spec.both_ways)

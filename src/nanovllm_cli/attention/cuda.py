@@ -208,7 +208,9 @@ class CudaAttention:
         sinks: torch.Tensor | None,
         cache: LayerCache,
         step: CudaStep,
+        distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert distances is None, "models with these are refused"
         shape = _shape(spec)
         heads, kv_heads, dim, window, both_ways = shape
         scales = None if self._scales is None else self._scales[:kv_heads]

@@ -63,6 +63,16 @@ def _capped(scores, scale, softcap):
 
 
 @inner(fastmath=FAST)
+def _by_distance(scores, scale, distances, column, columns):
+    """Of a row of 64, in place: what each key's distance gives it, from a column on. Columns that there are not are those of keys
+    that the row does not see."""
+    first = max(np.int64(0), min(column, columns - KEYS))
+    table = carray(typed_pointer(distances + 4 * first, np.float32(0)), (KEYS,))
+    for c in range(KEYS):
+        scores[c] = scores[c] * scale + table[c]
+
+
+@inner(fastmath=FAST)
 def _raise(top, total, state, acc):
     """A row is measured by a higher score from now on. state: [max, sum]; acc: its output so far; total: its latest sum."""
     if state[0] != NEG_INF:
@@ -130,13 +140,15 @@ def paged_attention(arguments, thread, team):
     K is V as well, and so many of its first dims, a multiple of 16, are not asked for: out has zeros there.
     tiles [num_tiles, 5] int64: sequence, first token's row in T, tokens, first token's position, keys of the sequence.
     block_tables [B, P] int32. window: keys a query sees, itself included, with both_ways on either side; 0 for all. softcap: 0
-    for none. sinks: address of [heads] fp32 logits that take part in the softmax's sum without a value, or 0.
+    for none. sinks: address of [heads] fp32 logits that take part in the softmax's sum without a value, or 0. distances: that of
+    [heads, columns] fp32, what a score gets by its key's distance: column columns / 2 - 32 is of a query's own key; or 0.
     splits: 1, or as many parts of SPLIT keys as a sequence may have, where every tile is one token: then the part of each is left
     in partials [num_tiles, kv_heads, splits, group, padded + 2] fp32, sums and state, for `join_parts`, and nothing in out.
     """
     (
         tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record, tiles,
-        num_tiles, block_tables, table_width, window, both_ways, sinks, out, splits, partials, unread, scale, softcap,
+        num_tiles, block_tables, table_width, window, both_ways, sinks, distances, columns, out, splits, partials, unread, scale,
+        softcap,
     ) = fields(arguments)  # fmt: skip
     size = 4 // pair
     queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
@@ -229,8 +241,13 @@ def paged_attention(arguments, thread, team):
                     scale_by(k_kind, scores[i], k_scales)
                     if softcap > 0:
                         _capped(scores[i], np.float32(scale), np.float32(softcap))
+                    if distances != 0:
+                        head, position = kv_head * group + (r + i) % group, first_position + (r + i) // group
+                        column = columns // 2 - KEYS // 2 + base - position
+                        _by_distance(scores[i], np.float32(scale), distances + 4 * head * columns, column, columns)
+                is_scaled = softcap > 0 or distances != 0
                 risen = softmax64(
-                    tag, v_kind, some, scores_at, bounds_at + 16 * r, base, np.float32(1.0 if softcap > 0 else scale),
+                    tag, v_kind, some, scores_at, bounds_at + 16 * r, base, np.float32(1.0 if is_scaled else scale),
                     state_at + 8 * r, rest + 4 * KEYS, weights_at, found_at,
                 )  # fmt: skip
                 if risen != 0:

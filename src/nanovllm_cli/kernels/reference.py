@@ -383,12 +383,14 @@ def attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     both_ways: bool = False,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence: q [T, H, D] at positions first_position, …; k, v [L, K, D] from position 0. Returns [T, H, D]. Causal,
     but with both_ways.
 
     window: keys seen, the query's own included, with both_ways on either side; 0 for all. softcap * tanh(score / softcap) where
-    softcap > 0. sinks [H]: a logit that takes part in the sum and has no value.
+    softcap > 0. sinks [H]: a logit that takes part in the sum and has no value. distances [H, 2R + 64]: what a score gets whose
+    key lies d places behind its query, in column R + d.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -398,6 +400,8 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     position = first_position + torch.arange(tokens)[:, None]
     key = torch.arange(k.shape[0])[None]
+    if distances is not None:
+        scores = scores + distances[:, key - position + (distances.shape[1] - 64) // 2]
     hidden = (key > position) & (not both_ways)
     if window > 0:
         hidden = hidden | ((key - position).abs() >= window)

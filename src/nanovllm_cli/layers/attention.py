@@ -72,7 +72,8 @@ class Attention(Projected):
             queries = qkv[:, : self.spec.num_heads * self.spec.head_dim]
             self.ops.temper(queries, inputs.positions, own.length, own.scale, own.offset)
         sinks = None if self.sinks is None else self.sinks[self._own_heads]
-        found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step)
+        distances = None if inputs.distances is None else inputs.distances[self._own_heads]
+        found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step, distances)
         found = self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
         found = found if self._gather is None else self._gather(found)
         if self.found_gains is not None:

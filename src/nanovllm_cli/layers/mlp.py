@@ -23,7 +23,7 @@ class MLP:
         assert spec.cutoff is None or spec.gated, "no model has few of what is not gated"
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
-        self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
+        self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias or spec.down_bias)
 
     def __call__(self, x: Hidden) -> torch.Tensor:
         return self.down(self.inner(x))

@@ -1,4 +1,5 @@
-"""BERT and what was made after it, RoBERTa, XLM-RoBERTa and DistilBERT: bge, e5, MiniLM and others embed texts with them.
+"""BERT and what was made after it, RoBERTa, XLM-RoBERTa, DistilBERT, MPNet and Jina's: bge, e5, MiniLM and others embed texts by
+them.
 
 An encoder: tokens see those behind them, positions are learned, embeddings are normed, and so is the stream behind each half of a
 layer. Heads for other tasks, and the pooler that BERT was trained with, are left aside: texts are pooled as their files say.
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import EntrySpec, ModelSpec
+from nanovllm_cli.model_spec import DistanceSpec, EntrySpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family
 
@@ -26,6 +27,13 @@ _PARTS = {
 _DISTILLED_PARTS = {
     "q": "attention.q_lin", "k": "attention.k_lin", "v": "attention.v_lin", "o": "attention.out_lin",
     "after_attention_norm": "sa_layer_norm", "up": "ffn.lin1", "down": "ffn.lin2", "after_mlp_norm": "output_layer_norm",
+}  # fmt: skip
+_MPNET_PARTS = {f"{part}": f"attention.attn.{part}" for part in "qkvo"} | {
+    name: theirs for name, theirs in _PARTS.items() if len(name) > 1
+} | {"after_attention_norm": "attention.LayerNorm"}
+_JINA_PARTS = {
+    **{name: theirs for name, theirs in _PARTS.items() if name not in ("up", "down")},
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.wo", "after_mlp_norm": "mlp.layernorm",
 }  # fmt: skip
 _DISTILLED_KEYS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "hidden_dim": "intermediate_size",
@@ -82,6 +90,44 @@ def _roberta_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _from_hf(spec, read, behind_padding=True)
 
 
+def _mpnet_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """Positions as RoBERTa's, and by distance as well (Song et al. 2020)."""
+    spec = _from_hf(spec, read, behind_padding=True)
+    buckets = read.integer("relative_attention_num_buckets", 32)
+    if buckets % 4:
+        raise UnsupportedError(f"an MPNet with {buckets} buckets of distances", ANOTHER)
+    return replace(spec, distances=DistanceSpec(spec.max_position, buckets, farthest=128))
+
+
+def _no_file(spec: ModelSpec) -> Family:
+    raise UnsupportedError("GGUF has no MPNet: llama.cpp knows none", "keep the model as a folder")
+
+
+def _jina_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    others = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    other = next((name for name, usual in others.items() if read.text(name, usual) != usual), None)
+    if other is not None:
+        raise UnsupportedError(f"a Jina BERT with {other} {read.text(other)[:80]!r} is not supported", ANOTHER)
+    return _jina(spec, read.integer("type_vocab_size", 2, least=0))
+
+
+def _jina_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    def activated(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        return replace(mlp, activation="gelu") if isinstance(mlp, MLPSpec) else mlp
+
+    return _jina(spec.each_mlp(activated), read.integer("tokenizer.ggml.token_type_count", 1))
+
+
+def _jina(spec: ModelSpec, segments: int) -> ModelSpec:
+    """Positions by distance alone (Günther et al. 2023)."""
+
+    def with_bias(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        return replace(mlp, bias=False, down_bias=True) if isinstance(mlp, MLPSpec) else mlp
+
+    spec = encoder(spec.with_attention(rope=None).each_mlp(with_bias), EntrySpec(spec.norm, segments=segments))
+    return replace(spec, distances=DistanceSpec(spec.max_position))
+
+
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """The table of positions begins with the first token's."""
     segments = read.integer("tokenizer.ggml.token_type_count", 1)
@@ -123,4 +169,24 @@ DISTILBERT = replace(
     aside=("vocab_", "pre_classifier.", "classifier."),
     config=_distilled_keys,
     hf_names=_hf_names("distilbert.", "transformer.layer", _DISTILLED_PARTS),
+)
+MPNET = replace(
+    BERT,
+    name="mpnet",
+    gguf_like=_no_file,
+    defaults={**BERT.defaults, "type_vocab_size": 0},
+    outer="mpnet.",
+    aside=("mpnet.pooler.", "pooler.", "lm_head.", "classifier.", "mpnet.embeddings.position_ids", "embeddings.position_ids"),
+    hf_names=_hf_names("mpnet.", parts=_MPNET_PARTS) | {"distances.weight": "mpnet.encoder.relative_attention_bias.weight"},
+    hf=_mpnet_from_hf,
+)
+JINA_BERT = replace(
+    BERT,
+    name="jina_bert",
+    gguf_name="jina-bert-v2",
+    ungated={},
+    hf_names=_hf_names("bert.", parts=_JINA_PARTS),
+    hf=_jina_from_hf,
+    gguf=_jina_from_gguf,
+    gguf_activation="gelu",
 )

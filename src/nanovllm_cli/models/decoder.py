@@ -15,6 +15,7 @@ from nanovllm_cli.layers.altup import AltUp, Streams
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta, Mamba
+from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit
@@ -231,6 +232,7 @@ class Decoder:
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
+        self.distances = None if spec.distances is None else Distances(spec.distances, spec.attentions[0].num_heads, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
         self.ropes = {rope: Rope(rope, kit.ops) for rope in spec.ropes}
 
@@ -242,6 +244,7 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
         slots |= {} if self.entry is None else self.entry.slots()
+        slots |= {} if self.distances is None else self.distances.slots()
         slots |= {} if self.norm is None else {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
 
@@ -265,7 +268,8 @@ class Decoder:
             apart = batch.taken(batch.whole.rows, batch.whole.numbers)
             step = self.backend.prepare(apart, apart.to(self.device), is_whole=True)
             whole = WholeRows(there.whole.rows, step, batch.whole.in_windows)
-        inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there, whole=whole))
+        distances = None if self.distances is None else self.distances.table
+        inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there, whole=whole), distances)
         if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))

@@ -11,7 +11,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.apertus import APERTUS
 from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
-from nanovllm_cli.models.bert import BERT, DISTILBERT, ROBERTA
+from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
@@ -168,6 +168,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "BertForMaskedLM": BERT,
     "BertForPreTraining": BERT,
     "DistilBertForMaskedLM": DISTILBERT,
+    "JinaBertForMaskedLM": JINA_BERT,
+    "MPNetForMaskedLM": MPNET,
     "ModernBertForMaskedLM": MODERNBERT,
     "RobertaForMaskedLM": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
@@ -183,6 +185,8 @@ HF_BODIES: dict[str, Family] = {
     "EuroBertModel": EUROBERT,
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,
+    "JinaBertModel": JINA_BERT,
+    "MPNetModel": MPNET,
     "LlamaBidirectionalModel": LLAMA_BOTH_WAYS,
     "LlamaModel": LLAMA,
     "MistralModel": MISTRAL,
@@ -203,6 +207,7 @@ HF_CLASSIFIERS: dict[str, Family] = {
     "GemmaForSequenceClassification": GEMMA,
     "LlamaForSequenceClassification": LLAMA,
     "MistralForSequenceClassification": MISTRAL,
+    "MPNetForSequenceClassification": MPNET,
     "ModernBertForSequenceClassification": MODERNBERT,
     "Qwen2ForSequenceClassification": QWEN2,
     "Qwen3ForSequenceClassification": QWEN3,
@@ -253,6 +258,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "bitnet": BITNET,
     "eurobert": EUROBERT,
     "llama-embed": LLAMA_BOTH_WAYS,
+    "jina-bert-v2": JINA_BERT,
     "modern-bert": MODERNBERT,
     "nomic-bert": NOMIC_BERT,
     "glm4": GLM4,

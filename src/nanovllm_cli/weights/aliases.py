@@ -29,6 +29,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "8b": "Qwen/Qwen3-Embedding-8B",
     },
     "all-minilm": {"22m": "sentence-transformers/all-MiniLM-L6-v2", "33m": "sentence-transformers/all-MiniLM-L12-v2"},
+    "all-mpnet": {"110m": "sentence-transformers/all-mpnet-base-v2"},
     "bge": {"small": "BAAI/bge-small-en-v1.5", "base": "BAAI/bge-base-en-v1.5", "large": "BAAI/bge-large-en-v1.5"},
     "bge-reranker": {"v2-m3": "BAAI/bge-reranker-v2-m3"},
     "embeddinggemma": {"300m": "google/embeddinggemma-300m"},

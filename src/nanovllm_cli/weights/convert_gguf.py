@@ -189,7 +189,8 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
             found = found._replace(spec=replace(found.spec, mscale=rope.mscale, mscale_all_dim=rope.mscale_all_dim))
         has_sections = "rope.dimension_sections" in keys
         return found._replace(spec=replace(found.spec, sections=rope.sections, woven=rope.woven)) if has_sections else found
-    if keys.get("rope.scaling.finetuned", True) and (spec.entry is None or not spec.entry.positions):
+    has_others = (spec.entry is not None and spec.entry.positions) or spec.distances is not None
+    if keys.get("rope.scaling.finetuned", True) and not has_others:
         raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     return SayableRope(RopeSpec(attention.head_dim), [])
 

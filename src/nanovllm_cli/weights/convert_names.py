@@ -160,6 +160,8 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
         tables = {"positions.weight": entry.positions, "segments.weight": entry.segments}
         shapes |= {name: (rows, hidden) for name, rows in tables.items() if rows}
         shapes |= {} if entry.norm is None else _norm_shapes("entry_norm", entry.norm, hidden)
+    if (distances := spec.distances) is not None and distances.buckets:
+        shapes["distances.weight"] = (distances.buckets, spec.attentions[0].num_heads)
     if not spec.tied_head:
         shapes["head.weight"] = (spec.vocab_size, hidden)
     if spec.head_bias:
@@ -306,7 +308,7 @@ def _mamba_shapes(mamba: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    shapes = _linear(f"{place}down", hidden, mlp.intermediate_size, mlp.bias)
+    shapes = _linear(f"{place}down", hidden, mlp.intermediate_size, mlp.bias or mlp.down_bias)
     for name, rows in mlp.parts.items():
         shapes |= _linear(f"{place}{name}", rows, hidden, mlp.bias)
     if mlp.normed:

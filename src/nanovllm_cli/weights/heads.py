@@ -68,6 +68,7 @@ _HEADS: dict[str, tuple[_Part, ...]] = {
     "Qwen2ForSequenceClassification": _ROW,
     "Qwen3ForSequenceClassification": _ROW,
     "BertForSequenceClassification": (_Part("bert.pooler.dense", True, "tanh"), _Part("classifier", True)),
+    "MPNetForSequenceClassification": _ROBERTA,
     "RobertaForSequenceClassification": _ROBERTA,
     "XLMRobertaForSequenceClassification": _ROBERTA,
     "ModernBertForSequenceClassification": (
