@@ -367,7 +367,7 @@ def test_the_command_reports_and_saves(tmp_path: Path) -> None:
         told = command(
             "--url", server.url, "--num-prompts", "4", "--request-rate", "100,inf", "--input-len", "5", "--output-len", "6",
             "--save", "out.json", "--report", "out.html", "--plot", "--goodput", "ttft:5000,tpot:5000",
-            "--percentiles", "50,99.9", cwd=tmp_path, OPENAI_API_KEY="secret-key",
+            "--percentiles", "50,99.9", cwd=tmp_path, OPENAI_API_KEY="another", NANOVLLM_API_KEY="secret-key",
         )  # fmt: skip
         bodies = [reply.request.body for reply in server.replies]
         keys = {reply.request.headers["authorization"] for reply in server.replies}

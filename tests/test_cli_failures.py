@@ -283,6 +283,16 @@ def test_the_source_of_a_value_that_is_out_of_bounds_or_contradicts_is_named(tmp
     ]
 
 
+def test_the_source_of_a_value_that_an_error_speaks_of_is_named(tmp_path: Path) -> None:
+    """Without its option's name, or with that in the hint alone."""
+    file = tmp_path / "nanovllm.toml"
+    file.write_text("[default]\nmodel = 'missing'\ntop-k = 100\n")
+    assert failure(nanovllm(tmp_path, "run", "hi")).endswith(f"; --model comes from {file}:2\n")
+    assert "comes from" not in failure(nanovllm(tmp_path, "run", "hi", "-m", "gated"))
+    file.write_text("[default]\ntop-k = 100\nctx-size = 900\n")
+    assert failure(nanovllm(tmp_path, "run", "huge", "hi")).endswith(f"hint: try --ctx-size; the value comes from {file}:3\n")
+
+
 def test_a_fault_of_a_library_that_the_environment_made_another_names_the_variable(tmp_path: Path) -> None:
     odd = failure(nanovllm(tmp_path, "run", "bug", "x", NUMBA_DISABLE_JIT="1", NUMBA_NUM_THREADS="2"))
     assert "hint: try without NUMBA_DISABLE_JIT in the environment; else run it again with --debug" in odd

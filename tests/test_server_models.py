@@ -118,8 +118,9 @@ def test_the_one_used_least_recently_makes_room(run: Run) -> None:
             assert await asyncio.gather(answers(models, "c"), answers(models, "c")) == ["c", "c"]
             assert models.engines()["c"].num_loads == 1  # type: ignore[attr-defined]
             assert states(models) == {"a": EngineState.READY, "b": EngineState.ASLEEP, "c": EngineState.READY}
+            assert [await answers(models, name) for name in ("c:latest", "alias:latest")] == ["c", "a"]
             with pytest.raises(ApiError) as caught:
-                await answers(models, "nobody")
+                await answers(models, "nobody:latest")
             assert (caught.value.status, caught.value.code) == (404, "model_not_found")
             assert [card.id for card in models.cards()] == ["a", "alias", "b", "c"]
         finally:

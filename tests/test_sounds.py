@@ -228,6 +228,8 @@ def test_a_decoder_that_dies_is_a_damaged_file(monkeypatch: pytest.MonkeyPatch, 
         ("import sys; sys.stdin.buffer.read(); sys.exit(1)", "damaged"), ("import os; os.abort()", "damaged"),
         ("print('[\"FLAC\", 16000, 1]', flush=True); import os; os.abort()", "damaged"),
         ("print('[\"AIFF\", 16000, 1]')", "damaged"), ("print('[\"FLAC\", 16000, 99]')", "damaged"),
+        ("print('[\"FLAC\", 16', end='')", "damaged"), ("print('[[], 16000, 1]')", "damaged"), ("print('7')", "damaged"),
+        ("print('[\"FLAC\", null, 1]')", "damaged"), ("print('[\"FLAC\", 16000, null]')", "damaged"),
     ):  # fmt: skip
         (tmp_path / "decoder.py").write_text(code)
         monkeypatch.setattr(decoder, "__file__", str(tmp_path / "decoder.py"))

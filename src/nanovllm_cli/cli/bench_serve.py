@@ -49,7 +49,7 @@ class ServerOptions:
         default="completions", panel=SERVER,
     )
     api_key: str | None = option(
-        "--api-key", help="Never shown; other users see a command line, so rather set OPENAI_API_KEY.",
+        "--api-key", help="Never shown; other users see a command line, so rather set NANOVLLM_API_KEY or OPENAI_API_KEY.",
         panel=SERVER, metavar="KEY",
     )
     ignore_eos: bool = option(

@@ -115,7 +115,7 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except NanovllmError as error:
             aliases = _aliases_in(ctx) if isinstance(error, ModelNotFoundError | AccessRefusedError) else ()
-            hints = [*aliases, *filter(None, [error.hint]), *_sources_of(ctx, error.message)]
+            hints = [*aliases, *filter(None, [error.hint]), *_sources_of(ctx, error)]
             error.hint = "; ".join(hints) or None
             raise
 
@@ -381,15 +381,17 @@ def source_of(ctx: Any, param: Any) -> str | None:
     return None
 
 
-def _sources_of(ctx: Any, message: str) -> list[str]:
-    """A sentence for each option that a message names and that was not typed."""
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", message))
-    found = [
-        (min(flags), where)
-        for param in ctx.command.params
-        if (flags := named & {*param.opts, *param.secondary_opts}) and (where := source_of(ctx, param))
-    ]
-    return [f"{flag if len(named) > 1 else 'the value'} comes from {where}" for flag, where in found]
+def _sources_of(ctx: Any, error: NanovllmError) -> list[str]:
+    """A sentence for each option that an error speaks of, by its name or its value's, and that was not typed."""
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", f"{error.message} {error.hint}"))
+    words = set(re.findall(r"[\w.:/-]{3,}", error.message))
+    found = []
+    for param in ctx.command.params:
+        where, flags, value = source_of(ctx, param), named & {*param.opts, *param.secondary_opts}, ctx.params.get(param.name)
+        if where and (flags or (isinstance(value, str) and value in words)):
+            found.append((min(flags) if flags else flag_of(ctx, param.name), where))
+    alone = len(found) == len(named) == 1
+    return [f"{'the value' if alone else flag} comes from {where}" for flag, where in found]
 
 
 def _aliases_in(ctx: Any) -> list[str]:

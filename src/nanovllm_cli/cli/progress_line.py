@@ -95,7 +95,8 @@ class PromptProgress:
 
 
 def amount(count: float, unit: Unit) -> str:
-    return size(count) if unit == "B" else f"{count:,.0f} {unit}"
+    shown = f"{count:,.0f}"
+    return size(count) if unit == "B" else f"{shown} {unit if shown != '1' else 'batch' if unit == 'batches' else unit[:-1]}"
 
 
 def size(num_bytes: float) -> str:

@@ -12,9 +12,8 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.fim import fills_in
 from nanovllm_cli.server.ollama_answers import timestamp
 from nanovllm_cli.server.ollama_prompts import thinks
-from nanovllm_cli.server.ports import EngineState, ModelAbout, Models
+from nanovllm_cli.server.ports import LATEST, EngineState, ModelAbout, Models
 
-LATEST = ":latest"
 _LOADED = (EngineState.READY, EngineState.STUCK, EngineState.RESTARTING)
 _FOREVER_SECONDS = 2**63 / 1e9
 """From now on: what Ollama says of models that stay."""

@@ -28,6 +28,8 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta, ToolChoice
 from nanovllm_cli.weights.scoring import Scoring
 
+LATEST = ":latest"
+"""What Ollama's clients call a model by that has one form."""
 _MOST_SHORTENED = 4
 """Characters of a text that a normalizer may make one of."""
 

@@ -27,6 +27,7 @@ from nanovllm_cli.server.messages import Loading, Start
 from nanovllm_cli.server.model_files import read_files
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import (
+    LATEST,
     ChatDefaults,
     EnginePort,
     EngineState,
@@ -230,10 +231,11 @@ class ServedModels:
     def _find(self, name: str | None) -> _Asked:
         if name is None:
             return _Asked(self._slots[0])
-        if name not in self._by_name:
-            message = f"the model {name[:100]!r} is not served here; these are: {', '.join(self._by_name)}"
-            raise ApiError(404, message, code="model_not_found", param="model")
-        return self._by_name[name]
+        for each in (name, name.removesuffix(LATEST), name + LATEST):  # Ollama's clients say it, or leave it out
+            if each in self._by_name:
+                return self._by_name[each]
+        message = f"the model {name[:100]!r} is not served here; these are: {', '.join(self._by_name)}"
+        raise ApiError(404, message, code="model_not_found", param="model")
 
     def _served(self, asked: _Asked) -> ServedModel:
         slot, adapter = asked

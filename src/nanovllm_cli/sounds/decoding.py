@@ -51,8 +51,12 @@ def decoded(data: bytes, kind: str, where: str) -> Decoded:
             if child.wait() == decoder.NO_LIBRARY:
                 raise _no_library(where, kind)
             raise _damaged(where, kind)
-        found, rate, channels = json.loads(line)
-        if found not in _FORMATS or not 1 <= channels <= MAX_CHANNELS:
+        try:
+            found, rate, channels = json.loads(line)
+            is_known = found in _FORMATS and int(rate) > 0 and 1 <= channels <= MAX_CHANNELS
+        except (ValueError, TypeError) as failure:  # a decoder that was ended while it spoke
+            raise _damaged(where, kind) from failure
+        if not is_known:
             raise _damaged(where, kind)
         return Decoded(rate, channels, _blocks(child, child.stdout, channels, _damaged(where, kind)))
     except BaseException:
