@@ -27,6 +27,7 @@ from transformers import (
     GraniteConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Lfm3Config,
     MiniCPM3Config,
     Ministral3Config,
     Olmo2Config,
@@ -159,6 +160,8 @@ OTHERS: dict[str, Any] = {
     "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
     "hunyuan": HunYuanDenseV1Config(**SHAPE),
     "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "lfm3": Lfm3Config(**SHAPE | {"num_hidden_layers": 3}, layer_types=["conv", "full_attention", "sliding_attention"],
+                       sliding_window=10),
     "olmo2": Olmo2Config(**SHAPE),
     "cohere2": Cohere2Config(
         **SHAPE | {"hidden_size": 64, "head_dim": 16, "tie_word_embeddings": True}, sliding_window=10,

@@ -57,6 +57,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
+    Lfm3Config,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -257,6 +258,17 @@ CASES: dict[str, Any] = {
         block_ffn_dim_multiplier=1.3,
     ),
     "lfm2, all attention": Lfm2Config(**SMALL, block_auto_adjust_ff_dim=False),
+    "lfm3": Lfm3Config(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20,
+        layer_types=["conv", "conv", "full_attention", "sliding_attention", "conv"],
+    ),
+    "lfm3, as its config has it, tied": Lfm3Config(
+        **SMALL | {"num_hidden_layers": 7, "head_dim": 24, "tie_word_embeddings": True}, sliding_window=9, conv_bias=True
+    ),
+    "lfm3, without gates and outer norms": Lfm3Config(
+        **SMALL, use_sandwich_norm=False, use_attention_gate=False, conv_L_cache=4, sliding_window=None,
+        layer_types=["full_attention", "conv", "conv"],
+    ),
     "lfm2 moe, 2 of 5": Lfm2MoeConfig(
         **SMALL, layer_types=LFM2_LAYERS, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, num_dense_layers=1,
     ),
@@ -1032,6 +1044,10 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "convolutions alone": ("lfm2", {"layer_types": ["conv"] * 3}, CheckpointError, "no layer has attention"),
     "attention past the last layer": (
         "lfm2", {"layer_types": None, "full_attn_idxs": [3]}, CheckpointError, "'full_attn_idxs' must be a list of layers",
+    ),
+    "windows and nothing but convolutions": ("lfm3", {"layer_types": ["conv"] * 5}, CheckpointError, "no layer has attention"),
+    "layers of another kind": (
+        "lfm3", {"layer_types": ["conv", "conv", "mamba", "conv", "conv"]}, UnsupportedError, "layer type 'mamba'"
     ),
     "an MLP of a number below 1": ("lfm2", {"block_ff_dim": 1}, CheckpointError, "an MLP without a row"),
     "value heads that key heads can't share": (

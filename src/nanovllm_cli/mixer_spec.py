@@ -99,9 +99,9 @@ class AttentionSpec:
     square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives both.
     reads: the layer before whose keys and values it attends to, having none of its own. gated: what a head finds is multiplied
     with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which have a
-    projection of their own. found_norm: what all heads find is normed (BitNet). temperature: by which queries grow. latent: keys
-    and values are made of what all heads share, so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is
-    turned into what its key is made of, and rotates its first numbers.
+    projection of their own; gate_by_head: of one number a head then. found_norm: what all heads find is normed (BitNet).
+    temperature: by which queries grow. latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and
+    head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
     """
 
     num_heads: int
@@ -125,6 +125,7 @@ class AttentionSpec:
     reads: int | None = None
     gated: bool = False
     gate_apart: bool = False
+    gate_by_head: bool = False
     temperature: TemperatureSpec | None = None
     found_norm: bool = False
     latent: LatentSpec | None = None
@@ -147,6 +148,11 @@ class AttentionSpec:
         return {part: heads * self.head_dim if whole else self.head_dim for part, heads in parts.items() if self.qk_norm}
 
     @property
+    def num_gates(self) -> int:
+        """Rows of the projection that gates have."""
+        return self.gated * (self.num_heads if self.gate_by_head else self.num_heads * self.head_dim)
+
+    @property
     def queries_a_key(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -160,7 +166,7 @@ class AttentionSpec:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
-        return hidden_size * ((2 + self.gated) * queries + keys) + biases + self.num_heads * self.sinks
+        return hidden_size * (2 * queries + self.num_gates + keys) + biases + self.num_heads * self.sinks
 
 
 @dataclass(frozen=True, slots=True)

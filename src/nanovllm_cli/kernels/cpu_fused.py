@@ -191,15 +191,21 @@ def xielu(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def sigmoid_gate(arguments, thread, team):
-    """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width], whose rows lie gate_stride numbers apart, or with
-    whole_rows [num_rows, 1]."""
-    tag, gate_tag, x, gate, num_rows, width, gate_stride, whole_rows = fields(arguments)
+    """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width / each], whose rows lie gate_stride numbers apart: one for
+    `each` numbers."""
+    tag, gate_tag, x, gate, num_rows, width, gate_stride, each = fields(arguments)
     lines = carray(typed_pointer(x, tag), (num_rows, width))
     gates = carray(typed_pointer(gate, gate_tag), (num_rows, gate_stride))
     for r in share(num_rows, thread, team):
         line, own = lines[r], gates[r]
-        for i in range(width):
-            store(line, i, load(line, i) * _sigmoid(load(own, 0 if whole_rows != 0 else i)))
+        if each == 1:
+            for i in range(width):
+                store(line, i, load(line, i) * _sigmoid(load(own, i)))
+            continue
+        for g in range(width // each):
+            factor = _sigmoid(load(own, g))
+            for i in range(g * each, (g + 1) * each):
+                store(line, i, load(line, i) * factor)
 
 
 @kernel(fastmath=FAST)

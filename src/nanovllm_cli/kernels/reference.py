@@ -253,8 +253,9 @@ def state_space(
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, n] * sigmoid(gate), of gate [T, n] or [T, 1]."""
-    return (wide(x) * torch.sigmoid(wide(gate))).to(x.dtype)
+    """x [T, n] * sigmoid(gate), of gate [T, c], each for n / c numbers."""
+    each = torch.sigmoid(wide(gate)).repeat_interleave(x.shape[1] // gate.shape[1], dim=1)
+    return (wide(x) * each).to(x.dtype)
 
 
 def in_groups(ranks: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -33,17 +33,18 @@ class Attention(Projected):
         assert not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
         assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
         parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
-        parts = {"attention_gate": q} | parts if spec.gate_apart else parts
+        assert spec.gate_apart or not spec.gate_by_head, "no model has these in its q"
+        parts = {"attention_gate": spec.num_gates} | parts if spec.gate_apart else parts
         if spec.reads is None and not spec.fused_qkv:
             parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
         cut, self._gather = None, None
         self._own_heads = slice(0, spec.num_heads)
         if (own := kit.own_units(spec)) is not None:
-            sections = (q,) * (1 + spec.gated) + (kv,) * (0 if spec.reads is not None else 2)
+            sections = (spec.num_gates,) * spec.gated + (q,) + (kv,) * (0 if spec.reads is not None else 2)
             cut = Cut(sections, spec.num_kv_heads, "none")
             self._gather = kit.gathering(q, spec.num_kv_heads)
             self._own_heads = slice(own.start * spec.queries_a_key, own.stop * spec.queries_a_key)
-        self._gate_rows = self.spec.num_heads * spec.head_dim * spec.gated
+        self._gate_rows = self.spec.num_gates
         self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias, cut)
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)

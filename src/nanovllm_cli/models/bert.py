@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import DistanceSpec, EntrySpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, no_file
 
 LONE = {"gelu": "lone_gelu", "gelu_new": "lone_gelu_tanh", "gelu_pytorch_tanh": "lone_gelu_tanh", "gelu_fast": "lone_gelu_tanh"}
 LONE_TANH = {"gelu_new": "lone_gelu_tanh", **LONE}
@@ -99,10 +99,6 @@ def _mpnet_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return replace(spec, distances=DistanceSpec(spec.max_position, buckets, farthest=128))
 
 
-def _no_file(spec: ModelSpec) -> Family:
-    raise UnsupportedError("GGUF has no MPNet: llama.cpp knows none", "keep the model as a folder")
-
-
 def _jina_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     others = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
     other = next((name for name, usual in others.items() if read.text(name, usual) != usual), None)
@@ -173,7 +169,7 @@ DISTILBERT = replace(
 MPNET = replace(
     BERT,
     name="mpnet",
-    gguf_like=_no_file,
+    gguf_like=no_file("MPNet"),
     defaults={**BERT.defaults, "type_vocab_size": 0},
     outer="mpnet.",
     aside=("mpnet.pooler.", "pooler.", "lm_head.", "classifier.", "mpnet.embeddings.position_ids", "embeddings.position_ids"),

@@ -51,6 +51,15 @@ def has_all(name: str, **parts: bool) -> None:
         raise UnsupportedError(what, "keep the model as a folder")
 
 
+def no_file(name: str) -> Callable[[ModelSpec], Family]:
+    """A `Family.gguf_like` of models that llama.cpp has no architecture for."""
+
+    def refuse(spec: ModelSpec) -> Family:
+        raise UnsupportedError(f"GGUF has no {name}: llama.cpp knows none", "keep the model as a folder")
+
+    return refuse
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """A line of `registry.py` points to one.

@@ -1,9 +1,9 @@
 """LFM2: gated short convolutions in most layers, attention in the others; with experts, a router of sigmoids and a bias that
-chooses."""
+chooses. LFM3: norms on either side, a gate a head, and windows in some of the layers with attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,12 @@ from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.families import FULL, SLIDING
+from nanovllm_cli.models.family import Family, GGUFField, no_file
 
 CONV, ATTENTION = "conv", "full_attention"
 KINDS = ("weight", "bias")
-MAX_TAPS = 64
+MAX_TAPS, MAX_LAYERS = 64, 4096
 
 _LAYER = "model.layers.{i}"
 _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -73,6 +74,33 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if ATTENTION not in types:
         raise CheckpointError(f"{read.where}: no layer has attention", BROKEN)
     spec = replace(spec, norm=NormSpec(read.number("norm_eps")), tied_head=read.flag("tie_embedding", spec.tied_head))
+    return _with_convolutions(spec, [kind == CONV for kind in types], _width(read, "conv_L_cache"), read.flag("conv_bias", False))
+
+
+def _kinds_apart(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with the layers that convolve in a list of their own, and among "layer_types" as layers without a window."""
+    layers, types = config.get("num_hidden_layers", 24), config.get("layer_types")
+    if types is None and type(layers) is int and 0 < layers <= MAX_LAYERS:
+        types = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV for i in range(layers)]
+    ropes = config.get("rope_parameters") or {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    }
+    if isinstance(ropes, Mapping) and len(ropes) == 1:  # of layers of one kind alone
+        ropes = {**dict.fromkeys((SLIDING, FULL), next(iter(ropes.values()))), **ropes}
+    if not isinstance(types, list):
+        return {**config, "rope_parameters": ropes}
+    kinds = [FULL if kind == CONV else kind for kind in types]
+    return {**config, "rope_parameters": ropes, "layer_types": kinds, "mixers": types}
+
+
+def _lfm3_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    types = read.values.get("mixers")
+    if not isinstance(types, list) or all(kind == CONV for kind in types):
+        raise CheckpointError(f"{read.where}: no layer has attention", BROKEN)
+    gated = read.flag("use_attention_gate", True)
+    spec = replace(spec, norm=NormSpec(read.number("norm_eps"))).with_attention(gated=gated, gate_apart=gated, gate_by_head=gated)
+    spec = spec.in_order("sandwich" if read.flag("use_sandwich_norm", True) else "pre")
     return _with_convolutions(spec, [kind == CONV for kind in types], _width(read, "conv_L_cache"), read.flag("conv_bias", False))
 
 
@@ -144,4 +172,21 @@ LFM2_MOE = replace(
     hf_names=_MOE_NAMES,
     hf=_moe_from_hf,
     gguf=_moe_from_gguf,
+)  # fmt: skip
+LFM3 = replace(
+    LFM2,
+    name="lfm3",
+    gguf_like=no_file("LFM3"),
+    has_window=True,
+    config=_kinds_apart,
+    defaults={"norm_eps": 1e-5, "max_position_embeddings": 128000, "num_key_value_heads": 4, "num_attention_heads": 16,
+              "head_dim": 128, "conv_L_cache": 7, "vocab_size": 128000, "num_hidden_layers": 24, "hidden_size": 2048,
+              "intermediate_size": 7680, "sliding_window": 256},
+    hf_names={
+        **{ours: theirs for ours, theirs in _NAMES.items() if "self_attn" not in theirs},
+        "blocks.{i}.attention_gate.weight": f"{_LAYER}.self_attn.gate_proj.weight",
+        "blocks.{i}.after_attention_norm.weight": f"{_LAYER}.post_operator_norm.weight",
+        "blocks.{i}.after_mlp_norm.weight": f"{_LAYER}.post_ffn_norm.weight",
+    },
+    hf=_lfm3_from_hf,
 )  # fmt: skip

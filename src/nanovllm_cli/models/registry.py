@@ -54,7 +54,7 @@ from nanovllm_cli.models.granite import (
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
-from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
+from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
@@ -142,6 +142,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternVLForConditionalGeneration": QWEN2,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
+    "Lfm3ForCausalLM": LFM3,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Lfm2VlForConditionalGeneration": LFM2,
     "LightOnOCRForConditionalGeneration": QWEN3,

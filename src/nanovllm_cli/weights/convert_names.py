@@ -250,7 +250,7 @@ def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[
         return _latent_shapes(attention.num_heads, attention.latent, hidden)
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes = _linear("o", hidden, q, attention.out_bias)
-    apart = {"attention_gate": q, "q": q} if attention.gate_apart else {"q": q * (1 + attention.gated)}
+    apart = {"attention_gate": attention.num_gates, "q": q} if attention.gate_apart else {"q": q * (1 + attention.gated)}
     if attention.reads is None:
         apart |= {"k": kv} if attention.keys_are_values else {"k": kv, "v": kv}
     for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else apart).items():
