@@ -75,10 +75,11 @@ def test_a_state_that_is_not_there_gives_no_numbers() -> None:
 def test_gates_are_sigmoids_of_columns_or_of_a_number_for_several(rows: int, width: int, dtype: torch.dtype) -> None:
     wider = random(rows, 2 * width + 3, dtype=dtype, scale=30.0)
     for gate in (wider[:, 3 : 3 + width], random(rows, 1), *([wider[:, 3:19]] if width % 16 == 0 else [])):
-        x = random(rows, width, dtype=dtype)
-        expected = reference.sigmoid_gate(x.double(), gate.double())
-        assert gates.sigmoid_gate(x, gate) is x
-        close_to_rounding(x, expected)
+        for softplus in (False, True):
+            x = random(rows, width, dtype=dtype)
+            expected = reference.sigmoid_gate(x.double(), gate.double(), softplus=softplus)
+            assert gates.sigmoid_gate(x, gate, softplus=softplus) is x
+            close_to_rounding(x, expected)
 
 
 # ---- engines ----

@@ -46,6 +46,20 @@ def test_gates_may_be_columns_of_a_wider_tensor(first: int, width: int, whole: i
     assert torch.equal(gates, before)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("softplus", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "each", "stride"),
+    [(1, 1, 8, 1), (3, 4, 20, 4), (5, 3, 128, 11), (2, 6, 64, 6), (4, 17, 3, 20), (7, 2, 500, 2), (1, 16, 128, 16), (3, 5, 1, 9)],
+)
+def test_a_gate_may_be_for_several_numbers(tokens: int, columns: int, each: int, stride: int, softplus: bool, order: int) -> None:
+    x, gates = random(tokens, columns * each, dtype=BF16), random(tokens, stride, dtype=BF16, scale=8.0)
+    gate = gates[:, :columns]
+    factor = torch.nn.functional.softplus(gate.double()) if softplus else gate.double().sigmoid()
+    expected = x.double() * factor.repeat_interleave(each, dim=1)
+    close_to_rounding(sigmoid_gate(Emulator(order), x, gate, softplus=softplus), expected)
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_gates_far_from_zero(by_rows: bool) -> None:
     """The tail keeps its digits, an exponential that overflows gives zero, and NaN stays."""
@@ -101,11 +115,11 @@ def test_a_missing_mask_is_found() -> None:
     [
         (torch.ones(3, 8, dtype=BF16), torch.ones(3, 8, dtype=HALF)),
         (torch.ones(3, 8, dtype=BF16), torch.ones(8, 3, dtype=BF16).T),
-        (torch.ones(3, 8, dtype=BF16), torch.ones(3, 1, dtype=BF16)),
+        (torch.ones(3, 8, dtype=BF16), torch.ones(3, 3, dtype=BF16)),
         (torch.ones(3, 8, dtype=BF16), torch.ones(3, 8)),
         (torch.ones(3, 16, dtype=BF16)[:, :8], torch.ones(3, 1)),
     ],
-    ids=["type", "strides", "one bf16", "fp32", "x's strides"],
+    ids=["type", "strides", "columns that do not divide", "fp32", "x's strides"],
 )
 def test_what_would_be_misread_is_refused(bad: tuple[torch.Tensor, torch.Tensor]) -> None:
     with pytest.raises(AssertionError):

@@ -99,9 +99,10 @@ class AttentionSpec:
     square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives both.
     reads: the layer before whose keys and values it attends to, having none of its own. gated: what a head finds is multiplied
     with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which have a
-    projection of their own; gate_by_head: of one number a head then. found_norm: what all heads find is normed (BitNet).
-    temperature: by which queries grow. latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and
-    head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
+    projection of their own; gate_by_head: of one number a head then; gate_is: with what else of them (Laguna). found_norm: what
+    all heads find is normed (BitNet). temperature: by which queries grow. latent: keys and values are made of what all heads
+    share, so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of,
+    and rotates its first numbers.
     """
 
     num_heads: int
@@ -126,6 +127,7 @@ class AttentionSpec:
     gated: bool = False
     gate_apart: bool = False
     gate_by_head: bool = False
+    gate_is: Literal["sigmoid", "softplus"] = "sigmoid"
     temperature: TemperatureSpec | None = None
     found_norm: bool = False
     latent: LatentSpec | None = None

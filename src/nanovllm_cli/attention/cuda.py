@@ -35,7 +35,7 @@ from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
-from nanovllm_cli.kernels.kernel import Launcher, widest
+from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles, tiling
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.states import States
@@ -211,9 +211,6 @@ class CudaAttention:
         distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert distances is None, "models with these are refused"
-        vector = widest(spec.head_dim, qkv.dtype)
-        if qkv.storage_offset() % vector or qkv.stride(0) % vector:  # behind a few gates, one a head
-            qkv = qkv.clone(memory_format=torch.contiguous_format)  # a row by itself is contiguous wherever it is
         shape = _shape(spec)
         heads, kv_heads, dim, window, both_ways = shape
         scales = None if self._scales is None else self._scales[:kv_heads]

@@ -10,7 +10,17 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store, whole_lines
+from nanovllm_cli.kernels.cpu_numbers import (
+    FAST,
+    exp_not_positive,
+    floats_at,
+    keep,
+    load,
+    scratch,
+    softplus,
+    store,
+    whole_lines,
+)
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
@@ -116,11 +126,6 @@ def _finish_mamba(found, v, skip, z, first_z, line, first):
     """line[first …] = (found + skip * v) * silu(z)."""
     for i in range(found.size):
         store(line, first + i, (found[i] + skip * v[i]) * _silu(load(z, first_z + i)))
-
-
-@njit(inline="always")
-def _softplus(x):
-    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))
 
 
 @inner(fastmath=FAST)
@@ -288,11 +293,11 @@ def gated_delta(arguments, thread, team):
                     at = position + t + c
                     gate = guess_gates_of[index, place, at - stamp] if t + c < 0 else gate_of[begin + t + c]
                     if mamba:
-                        beta[c] = _softplus(gate[h] + bias_of[h])
+                        beta[c] = softplus(gate[h] + bias_of[h])
                         kept[c], taken[c] = np.exp(decay_of[h] * beta[c]), np.float32(0.0)
                     else:
                         beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate[h]))
-                        kept[c] = np.exp(decay_of[h] * _softplus(gate[num_values + h] + bias_of[h]))
+                        kept[c] = np.exp(decay_of[h] * softplus(gate[num_values + h] + bias_of[h]))
                         taken[c] = kept[c]
                     slot = at - first_guess
                     if is_passing and t + c >= 0 and slot < max_guesses:

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
-from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, softplus, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
@@ -191,19 +191,20 @@ def xielu(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def sigmoid_gate(arguments, thread, team):
-    """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width / each], whose rows lie gate_stride numbers apart: one for
-    `each` numbers."""
-    tag, gate_tag, x, gate, num_rows, width, gate_stride, each = fields(arguments)
+    """x [num_rows, width] *= sigmoid(gate), or with is_softplus that, of gate [num_rows, width / each], whose rows lie
+    gate_stride numbers apart: one for `each` numbers."""
+    tag, gate_tag, x, gate, num_rows, width, gate_stride, each, is_softplus = fields(arguments)
     lines = carray(typed_pointer(x, tag), (num_rows, width))
     gates = carray(typed_pointer(gate, gate_tag), (num_rows, gate_stride))
     for r in share(num_rows, thread, team):
         line, own = lines[r], gates[r]
-        if each == 1:
+        if each == 1 and is_softplus == 0:
             for i in range(width):
                 store(line, i, load(line, i) * _sigmoid(load(own, i)))
             continue
         for g in range(width // each):
-            factor = _sigmoid(load(own, g))
+            value = load(own, g)
+            factor = _sigmoid(value) if is_softplus == 0 else softplus(value)
             for i in range(g * each, (g + 1) * each):
                 store(line, i, load(line, i) * factor)
 

@@ -148,3 +148,8 @@ def paged16(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
     return lambda tag, rows, x, xs, table, page_bits, begin, step, steps, out, os: dot(
         rows, x, xs, table, page_bits, begin, step, steps, out, os
     )
+
+
+@njit(inline="always")
+def softplus(x):
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

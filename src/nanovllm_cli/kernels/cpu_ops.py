@@ -65,8 +65,8 @@ class CpuOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norms.add_rms_norm(x, None, weight, eps, offset)
 
-    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gates.sigmoid_gate(x, gate)
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
+        return gates.sigmoid_gate(x, gate, softplus=softplus)
 
     def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return gates.best_gate(x, logits)

@@ -75,10 +75,8 @@ class CudaOps:
     def norm_columns(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.norm_columns(self.launcher, x, weight, eps, offset)
 
-    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        if 1 < gate.shape[1] < x.shape[1]:  # one a head: its kernel knows one a number, or one a row
-            gate = gate.repeat_interleave(x.shape[1] // gate.shape[1], dim=1)
-        return sigmoid_gate.sigmoid_gate(self.launcher, x, gate)
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
+        return sigmoid_gate.sigmoid_gate(self.launcher, x, gate, softplus=softplus)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         return scale.add(self.launcher, x, y, factor)

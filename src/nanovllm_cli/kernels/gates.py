@@ -13,14 +13,14 @@ ACTIVATIONS = {
 WITHOUT_GATE = {"relu2": cpu_fused.SQUARED_RELU, "lone_gelu": cpu_fused.GELU, "lone_gelu_tanh": cpu_fused.GELU_TANH}
 
 
-def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
     """x [T, n] itself, times the sigmoids of gate [T, c], which may be columns of a wider tensor; c divides n. See
     `reference.sigmoid_gate`."""
     tokens, width = x.shape
     columns = gate.shape[1]
     assert width % columns == 0, gate.shape
     address, stride = cpu.rows_of(gate, gate.dtype, tokens, columns)
-    ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, width // columns)
+    ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, width // columns, int(softplus))
     cpu.launch(cpu_fused.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
     return x
 

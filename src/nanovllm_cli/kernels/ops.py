@@ -112,9 +112,9 @@ class Ops(Protocol):
     def xielu(self, x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
         """x itself, changed in place as `reference.xielu` has it."""
 
-    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x [T, n] itself, times the sigmoids of gate: [T, n] or [T, c], c dividing n, which may be columns of a wider tensor, or
-        [T, 1] fp32."""
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
+        """x [T, n] itself, times the sigmoids of gate, or its softplus: [T, c], c dividing n, which may be columns of a wider
+        tensor, or [T, 1] fp32."""
 
     def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         """x itself, changed in place to (x + y) * factor, rounded once."""

@@ -252,10 +252,10 @@ def state_space(
     return (out * F.silu(z)).flatten(1).to(projected.dtype), state
 
 
-def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, n] * sigmoid(gate), of gate [T, c], each for n / c numbers."""
-    each = torch.sigmoid(wide(gate)).repeat_interleave(x.shape[1] // gate.shape[1], dim=1)
-    return (wide(x) * each).to(x.dtype)
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
+    """x [T, n] * sigmoid(gate), or softplus(gate), of gate [T, c], each for n / c numbers."""
+    factor = F.softplus(wide(gate)) if softplus else torch.sigmoid(wide(gate))
+    return (wide(x) * factor.repeat_interleave(x.shape[1] // gate.shape[1], dim=1)).to(x.dtype)
 
 
 def in_groups(ranks: torch.Tensor, groups: Groups) -> torch.Tensor:

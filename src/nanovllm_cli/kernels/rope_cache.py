@@ -57,8 +57,7 @@ class Projected(NamedTuple):
         assert self.qkv.shape == (tokens, self.own_heads * self.dim), self.qkv.shape
         assert self.qkv.device == launcher.device
         assert self.qkv.stride(1) == 1
-        vector = widest(self.dim, self.qkv.dtype)
-        assert self.qkv.storage_offset() % vector == self.qkv.stride(0) % vector == 0, "loads begin on a boundary of theirs"
+        assert self.qkv.storage_offset() % self.dim == self.qkv.stride(0) % self.dim == 0, "loads begin on a boundary of theirs"
         for norm in (self.q_norm, self.k_norm, self.v_norm):
             if norm is not None:
                 check(norm, launcher, self.qkv.dtype, self.dim)

@@ -34,18 +34,21 @@ class Attention(Projected):
         assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
         parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
         assert spec.gate_apart or not spec.gate_by_head, "no model has these in its q"
-        parts = {"attention_gate": spec.num_gates} | parts if spec.gate_apart else parts
+        parts = {"attention_gate": q} | parts if spec.gate_apart and not spec.gate_by_head else parts
         if spec.reads is None and not spec.fused_qkv:
             parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
         cut, self._gather = None, None
         self._own_heads = slice(0, spec.num_heads)
         if (own := kit.own_units(spec)) is not None:
-            sections = (spec.num_gates,) * spec.gated + (q,) + (kv,) * (0 if spec.reads is not None else 2)
+            sections = (q,) * (1 + (spec.gated and not spec.gate_by_head)) + (kv,) * (0 if spec.reads is not None else 2)
             cut = Cut(sections, spec.num_kv_heads, "none")
             self._gather = kit.gathering(q, spec.num_kv_heads)
             self._own_heads = slice(own.start * spec.queries_a_key, own.stop * spec.queries_a_key)
-        self._gate_rows = self.spec.num_gates
+        self._gate_rows = 0 if spec.gate_by_head else self.spec.num_gates
         self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias, cut)
+        # So few rows in front of the others would leave those anywhere, and kernels load whole vectors.
+        few = None if cut is None else Cut((spec.num_heads,), spec.num_kv_heads, "none")
+        self.gates = Linear(hidden_size, {"attention_gate": spec.num_heads}, kit, cut=few) if spec.gate_by_head else None
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
@@ -75,14 +78,15 @@ class Attention(Projected):
         sinks = None if self.sinks is None else self.sinks[self._own_heads]
         distances = None if inputs.distances is None else inputs.distances[self._own_heads]
         found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step, distances)
-        found = self.ops.sigmoid_gate(found, projected[:, :width]) if width else found
+        gates = projected[:, :width] if width else None if self.gates is None else self.gates(x)
+        found = found if gates is None else self.ops.sigmoid_gate(found, gates, softplus=self.spec.gate_is == "softplus")
         found = found if self._gather is None else self._gather(found)
         if self.found_gains is not None:
             self.ops.norm_columns(found, self.found_gains, self.eps, self.offset)
         return found
 
     def slots(self) -> Slots:
-        slots = self.qkv.slots() | self.out.slots()
+        slots = self.qkv.slots() | self.out.slots() | ({} if self.gates is None else self.gates.slots())
         if self._whole.keys_are_values:
             rows, width = slots["k.weight"].shape
             slots["k.weight"] = WeightSlot((rows // 2, width), self._load_twice)
