@@ -15,6 +15,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
+    LagunaConfig,
     Lfm2MoeConfig,
     Llama4TextConfig,
     MixtralConfig,
@@ -72,6 +73,11 @@ FAMILIES: dict[str, Any] = {
     "afmoe": AfmoeConfig(
         **SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=1, sliding_window=10,
         global_attn_every_n_layers=2, mup_enabled=True,
+    ),
+    "laguna": LagunaConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=48,
+        moe_routed_scaling_factor=1.5,
+        num_attention_heads_per_layer=[4, 6], layer_types=["full_attention", "sliding_attention"], sliding_window=10,
     ),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }

@@ -54,6 +54,7 @@ from transformers import (
     GraniteSWAConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
@@ -61,6 +62,7 @@ from transformers import (
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
+    MellumConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
@@ -151,6 +153,10 @@ FALCON_H1 = SMALL | {
     "embedding_multiplier": 5.7, "lm_head_multiplier": 0.4, "key_multiplier": 0.6, "attention_in_multiplier": 1.3,
     "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.6],
     "ssm_multipliers": [0.7, 0.8, 1.1, 1.4, 0.6],
+}
+LAGUNA = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "moe_routed_scaling_factor": 1.7,
 }
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
@@ -258,6 +264,31 @@ CASES: dict[str, Any] = {
         block_ffn_dim_multiplier=1.3,
     ),
     "lfm2, all attention": Lfm2Config(**SMALL, block_auto_adjust_ff_dim=False),
+    "laguna, 2 of 5 and shared": LagunaConfig(
+        **SMALL | {"num_hidden_layers": 4}, **LAGUNA, num_attention_heads_per_layer=[4, 6, 6, 4], sliding_window=20,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0,
+                               "original_max_position_embeddings": ORIGINAL},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "laguna, a gate a number": LagunaConfig(**SMALL, **LAGUNA | {"gating": "per-element"}),
+    "mellum, 2 of 5": MellumConfig(
+        **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, sliding_window=20,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    ),
+    "mellum, of one base": MellumConfig(
+        **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, sliding_window=20,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "mellum, as its config has it": MellumConfig(**SMALL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24),
     "lfm3": Lfm3Config(
         **SMALL | {"num_hidden_layers": 5}, sliding_window=20,
         layer_types=["conv", "conv", "full_attention", "sliding_attention", "conv"],
@@ -1048,6 +1079,20 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "windows and nothing but convolutions": ("lfm3", {"layer_types": ["conv"] * 5}, CheckpointError, "no layer has attention"),
     "layers of another kind": (
         "lfm3", {"layer_types": ["conv", "conv", "mamba", "conv", "conv"]}, UnsupportedError, "layer type 'mamba'"
+    ),
+    "experts in layers of a third kind": (
+        "laguna, 2 of 5 and shared", {"mlp_layer_types": ["dense", "shared", "sparse", "sparse"]}, CheckpointError,
+        "'mlp_layer_types' must be a list of 4",
+    ),
+    "heads of too few layers": (
+        "laguna, 2 of 5 and shared", {"num_attention_heads_per_layer": [4, 6]}, CheckpointError, "must be a list of 4 layers'",
+    ),
+    "heads that do not share": (
+        "laguna, 2 of 5 and shared", {"num_attention_heads_per_layer": [4, 6, 5, 4]}, CheckpointError, "must be a list of 4",
+    ),
+    "gates of another kind": ("laguna, 2 of 5 and shared", {"gating": "per-layer"}, UnsupportedError, "gates 'per-layer'"),
+    "a router with a cap": (
+        "laguna, 2 of 5 and shared", {"moe_router_logit_softcapping": 5.0}, UnsupportedError, "a cap of the router's logits",
     ),
     "an MLP of a number below 1": ("lfm2", {"block_ff_dim": 1}, CheckpointError, "an MLP without a row"),
     "value heads that key heads can't share": (

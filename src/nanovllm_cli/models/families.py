@@ -239,7 +239,7 @@ def spec_from_gguf(
         return f"{arch}.{name}"
 
     if family.varied:
-        read = read.with_firsts(key("attention.head_count_kv"), key("feed_forward_length"))
+        read = read.with_firsts(key("attention.head_count"), key("attention.head_count_kv"), key("feed_forward_length"))
     heads = read.integer(key("attention.head_count"))
     kv_heads = _kv_heads(read, key("attention.head_count_kv"), heads, family)
     hidden = read.integer(key("embedding_length"))

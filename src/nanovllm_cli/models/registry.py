@@ -54,6 +54,7 @@ from nanovllm_cli.models.granite import (
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
+from nanovllm_cli.models.laguna import LAGUNA, MELLUM
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
@@ -140,6 +141,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
+    "LagunaForCausalLM": LAGUNA,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
@@ -147,6 +149,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2VlForConditionalGeneration": LFM2,
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
+    "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
@@ -274,8 +277,10 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
     "internlm2": INTERNLM2,
+    "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "mellum": MELLUM,
     "minicpm": MINICPM,
     "minicpm3": MINICPM3,
     "minimax-m2": MINIMAX_M2,
