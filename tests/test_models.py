@@ -23,6 +23,7 @@ from transformers import (
     BitNetConfig,
     Cohere2Config,
     CohereConfig,
+    CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -43,6 +44,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTNeoXConfig,
@@ -52,8 +54,11 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
+    HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
+    Jais2Config,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -66,11 +71,13 @@ from transformers import (
     MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
+    MinistralConfig,
     Mistral3Config,
     Mistral4Config,
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -264,6 +271,23 @@ CASES: dict[str, Any] = {
         block_ffn_dim_multiplier=1.3,
     ),
     "lfm2, all attention": Lfm2Config(**SMALL, block_auto_adjust_ff_dim=False),
+    "glm": GlmConfig(**SMALL | {"pad_token_id": 0}),
+    "glm, no biases, tied": GlmConfig(**SMALL | {"pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}),
+    "nemotron": NemotronConfig(**SMALL),
+    "nemotron, biases, another share": NemotronConfig(
+        **SMALL, mlp_bias=True, attention_bias=True, rope_parameters={"rope_type": "default", "rope_theta": 1e3,
+                                                                      "partial_rotary_factor": 0.25},
+    ),
+    "code world model": CwmConfig(**SMALL | {"num_hidden_layers": 5, "pad_token_id": 0}, sliding_window=20),
+    "helium": HeliumConfig(**SMALL | {"pad_token_id": 0, "head_dim": 8}),
+    "jais 2": Jais2Config(**SMALL | {"pad_token_id": 0}),
+    "ministral": MinistralConfig(
+        **SMALL, sliding_window=20, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
+    ),
+    "hyperclova x": HyperCLOVAXConfig(
+        **SMALL, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2, logits_scaling=0.4,
+    ),
+    "hyperclova x, without outer norms": HyperCLOVAXConfig(**SMALL, use_post_norm=False, residual_multiplier=0.3),
     "laguna, 2 of 5 and shared": LagunaConfig(
         **SMALL | {"num_hidden_layers": 4}, **LAGUNA, num_attention_heads_per_layer=[4, 6, 6, 4], sliding_window=20,
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
@@ -620,6 +644,46 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
         answer = list(output.outputs[0].token_ids)
         assert len(answer) == 64
         assert answer == chosen(reference, ids, answer)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+EXAONE_PARTS = {
+    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "mlp.gate_proj": "mlp.c_fc_0", "mlp.up_proj": "mlp.c_fc_1",
+    "mlp.down_proj": "mlp.c_proj", "self_attn.o_proj": "attn.attention.out_proj",
+    **{f"self_attn.{part}_proj": f"attn.attention.{part}_proj" for part in "qkv"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_exaone_is_a_llama_by_other_names(tied: bool, tmp_path: Path) -> None:
+    """As EXAONE 3.5 and EXAONE Deep are published, with code of their own."""
+    reference = random_model(LlamaConfig(**SMALL | {"tie_word_embeddings": tied}, rope_parameters=LLAMA3))
+    folder = save(reference, tmp_path)
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        outer = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "transformer.ln_f.weight"}
+        ours = outer.get(name, name) if inner is None else f"transformer.h.{inner[1]}.{EXAONE_PARTS[inner[2]]}.weight"
+        renamed[ours] = tensor
+    save_file(renamed, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"num_hidden_layers": "num_layers", "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"}
+    config = {own.get(key, key): value for key, value in config.items() if key not in ("rope_parameters", "head_dim")}
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    more = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "head_dim": SMALL["head_dim"],
+            "rope_theta": LLAMA3["rope_theta"], "rope_scaling": scaling}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | more))
+    tokens = prompts(SMALL["vocab_size"])
+    worker = worker_for(folder)
+    with torch.inference_mode():
+        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
+        actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
+        for ids, rows in zip(tokens, actual, strict=True):
+            expected = reference(torch.tensor([ids])).logits[0]
+            assert float((rows - expected).norm() / expected.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("case", ["gpt2", "pythia"])

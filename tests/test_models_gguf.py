@@ -150,6 +150,13 @@ def latent(writer: Writer, config: Any) -> None:
         writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
 
 
+def of_layer_norms(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_eps(config.norm_eps if config.model_type == "nemotron" else config.layer_norm_eps)
+    theta(writer, config)
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(config.head_dim * share))
+
+
 def half_rotated(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(config.head_dim // 2)
 
@@ -332,10 +339,12 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "exaone 4": (
         "exaone4", Exaone4Config(**SMALL | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}), hybrid,
     ),
+    "glm": ("chatglm", TEXTS["glm"], half_rotated),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
     "granite": ("granite", TEXTS["granite"], granite),
     "granite 4 h": ("granitehybrid", TEXTS["granite 4 h"], granite_h),
     "hunyuan": ("hunyuan-dense", HunYuanDenseV1Config(**SMALL | TIED), nothing),
+    "jais 2": ("jais2", TEXTS["jais 2"], of_layer_norms),
     "lfm2": ("lfm2", Lfm2Config(**SMALL | {"head_dim": 8}, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
     "lfm2, four taps": (
         "lfm2",
@@ -347,6 +356,8 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     ),
     "minicpm3": ("minicpm3", TEXTS["minicpm3, longrope, factors of its files"], latent),
     "mistral3": ("mistral3", TEXTS["ministral3, queries that grow"], ministral),
+    "nemotron": ("nemotron", TEXTS["nemotron"], of_layer_norms),
+    "nemotron, biases, another share": ("nemotron", TEXTS["nemotron, biases, another share"], of_layer_norms),
     "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
     "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),
     "olmo2": ("olmo2", Olmo2Config(**SMALL), nothing),
@@ -408,7 +419,7 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
         numbers = parameter.detach().numpy()
         if key in streams:
             continue
-        if arch.startswith("nemotron"):
+        if arch.startswith("nemotron_h"):
             key = key.replace("model.", "backbone.", 1).replace("_correction_bias", "_correction.bias")
         if "mixer.experts." in key:
             writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-1].removesuffix('_proj')}_exps.weight", numbers)
@@ -436,7 +447,7 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
         name = names.get_name(key, (".weight", ".bias"))
         if name is None:  # its files have experts, which is not what is looked at here
             name = f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-2].removesuffix('_proj')}.weight"
-        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             numbers = numbers + 1
         if "shortconv.conv." in name:
             numbers = numbers[:, 0]

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms of what attention and MLP add, none of what they read, as in OLMo 2. Where most layers have a window, only
-those have positions, in K-EXAONE, whose experts are DeepSeek-V3's, as well.
+"""EXAONE 3, 3.5 and Deep: Llama by other names. EXAONE 4: norms of what attention and MLP add, none of what they read, as in
+OLMo 2. Where most layers have a window, only those have positions, in K-EXAONE, whose experts are DeepSeek-V3's, as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, only_behind_the_first, scored_by_sigmoids
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import Family, GGUFField, usual_keys
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
@@ -45,6 +45,22 @@ def _keys_of_experts(spec: ModelSpec) -> dict[str, GGUFField]:
     }  # fmt: skip
 
 
+_KEYS = {"num_layers": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"}
+_NAMES = {
+    "attention_norm": "ln_1", "mlp_norm": "ln_2", "gate": "mlp.c_fc_0", "up": "mlp.c_fc_1", "down": "mlp.c_proj",
+    "o": "attn.attention.out_proj", **{part: f"attn.attention.{part}_proj" for part in "qkv"},
+}  # fmt: skip
+EXAONE = Family(
+    "exaone",
+    qkv_bias=False,
+    outer="transformer.",
+    config=lambda config: {**config, **usual_keys(config, _KEYS)},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    hf_names={
+        "embedding.weight": "transformer.wte.weight", "norm.weight": "transformer.ln_f.weight",
+        **{f"blocks.{{i}}.{ours}.weight": f"transformer.h.{{i}}.{theirs}.weight" for ours, theirs in _NAMES.items()},
+    },
+)  # fmt: skip
 EXAONE4 = Family(
     "exaone4",
     qk_norm=True,

@@ -15,7 +15,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, no_file
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, stretched, woven
 
 MAX_LAYERS = 1024
@@ -42,6 +42,22 @@ ARCEE = Family(
     "arcee", interleaved_gguf=True, ungated=SQUARED, gguf_activation="relu2",
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
 )  # fmt: skip
+CWM = replace(
+    LLAMA, name="cwm", has_window=True, full_every=4, full_first=True, gguf_like=no_file("Code World Model"),
+    defaults={"sliding_window": 8192, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+              "max_position_embeddings": 131072},
+)  # fmt: skip
+HELIUM = replace(
+    LLAMA, name="helium", interleaved=True, gguf_like=no_file("Helium"),
+    defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128, "max_position_embeddings": 4096},
+)  # fmt: skip
+JAIS2 = Family(
+    "jais2", layer_norm=True, ungated=SQUARED, gguf_activation="relu2",
+    hf=lambda spec, read: spec.with_shifted_norms(), gguf=lambda spec, read, key: spec.with_shifted_norms(),
+    defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True,
+              "max_position_embeddings": 8192},
+)  # fmt: skip
+MINISTRAL = replace(MISTRAL, name="ministral", gguf_like=no_file("Ministral with windows"))
 MIXTRAL = replace(
     MISTRAL,
     name="mixtral",

@@ -1,6 +1,6 @@
-"""GLM-4 (0414, dense): half of each head is rotated, in pairs side by side; norms on either side of attention and MLP. GLM-4.5 to
-4.7 with experts: as Llama has it, but for half of each head, a shared expert and a router of sigmoids. Solar Open is such a one
-with experts in all layers, whose heads are rotated whole."""
+"""GLM-4 before 0414, GLM-Edge: half of each head is rotated, in pairs side by side. GLM-4 (0414, dense): norms on either side of
+attention and MLP as well. GLM-4.5 to 4.7 with experts: as Llama has it, but for half of each head, a shared expert and a router
+of sigmoids. Solar Open is such a one with experts in all layers, whose heads are rotated whole."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ _EXPERTS = ExpertKeys(
     ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
     shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
     scoring="sigmoid", selection_bias=True,
+)  # fmt: skip
+GLM = Family(
+    "glm",
+    gguf_name="chatglm",
+    interleaved=True,
+    interleaved_gguf=True,
+    fused_mlp=True,
+    defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+              "num_key_value_heads": 2, "max_position_embeddings": 131072},
+    hf=lambda spec, read: spec.with_attention(out_bias=False),
 )  # fmt: skip
 GLM4 = Family(
     "glm4",

@@ -9,10 +9,10 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, usual_keys
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
     check_limits,
@@ -163,3 +163,21 @@ NEMOTRON_H = Family(
 )  # fmt: skip
 NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf_name="nemotron_h_moe", gguf_like=None)
 """Files of those that have experts."""
+
+
+def _classic(spec: ModelSpec, stored_offset: float) -> ModelSpec:
+    """Its layer norms multiply by 1 more than the checkpoint's numbers; those of files have it already."""
+    return replace(spec, norm=NormSpec(spec.norm.eps, 1.0, stored_offset, centered=True, shifted=True))
+
+
+NEMOTRON = Family(
+    "nemotron",
+    layer_norm=True,
+    ungated=SQUARED,
+    config=lambda config: {**config, **usual_keys(config, {"norm_eps": "layer_norm_eps"})},
+    defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
+    hf=lambda spec, read: _classic(spec, 0.0),
+    gguf=lambda spec, read, key: _classic(spec, 1.0),
+    gguf_activation="relu2",
+)
+"""Nemotron-4, Nemotron Mini and Minitron: attention in all layers."""

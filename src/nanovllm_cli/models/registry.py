@@ -17,13 +17,17 @@ from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
-from nanovllm_cli.models.exaone import EXAONE4, EXAONE_MOE
+from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon_h1 import FALCON_H1
 from nanovllm_cli.models.families import (
     ARCEE,
+    CWM,
     EUROBERT,
+    HELIUM,
+    JAIS2,
     LLAMA,
     LLAMA_BOTH_WAYS,
+    MINISTRAL,
     MISTRAL,
     MIXTRAL,
     QWEN2,
@@ -40,7 +44,7 @@ from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from nanovllm_cli.models.glm import GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
+from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
 from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
 from nanovllm_cli.models.gpt_oss import GPT_OSS
@@ -53,6 +57,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_SWA,
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
@@ -61,7 +66,7 @@ from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
-from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
+from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI, PHI3
@@ -105,6 +110,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ernie4_5ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "Dots1ForCausalLM": DOTS1,
+    "CwmForCausalLM": CWM,
+    "ExaoneForCausalLM": EXAONE,
     "Exaone4ForCausalLM": EXAONE4,
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
@@ -119,6 +126,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED,
+    "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
@@ -135,8 +143,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "HeliumForCausalLM": HELIUM,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
@@ -146,6 +156,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
     "Idefics3ForConditionalGeneration": LLAMA,
+    "Jais2ForCausalLM": JAIS2,
     "Lfm2VlForConditionalGeneration": LFM2,
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
@@ -153,9 +164,11 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "MinistralForCausalLM": MINISTRAL,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,
+    "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -265,6 +278,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "jina-bert-v2": JINA_BERT,
     "modern-bert": MODERNBERT,
     "nomic-bert": NOMIC_BERT,
+    "chatglm": GLM,
+    "exaone": EXAONE,
     "glm4": GLM4,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
@@ -286,6 +301,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "minimax-m2": MINIMAX_M2,
     "mistral3": MINISTRAL3,
     "mistral4": MISTRAL4,
+    "jais2": JAIS2,
+    "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": OLMO2,
