@@ -103,6 +103,7 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
     YoutuConfig,
 )
 
@@ -240,6 +241,9 @@ CASES: dict[str, Any] = {
     ),
     "qwen3": Qwen3Config(**SMALL),
     "gemma": GemmaConfig(**SMALL | {"tie_word_embeddings": True}),
+    "vaultgemma": VaultGemmaConfig(
+        **SMALL | {"query_pre_attn_scalar": 40, "sliding_window": 20, "tie_word_embeddings": True},
+    ),
     "gemma2, caps, window in every other layer": Gemma2Config(
         **SMALL | {"tie_word_embeddings": True, "sliding_window": 20, "query_pre_attn_scalar": 40}
     ),
@@ -924,6 +928,9 @@ DEFAULTS = {
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
+    "GlmForCausalLM": GlmConfig, "CwmForCausalLM": CwmConfig, "HeliumForCausalLM": HeliumConfig, "Jais2ForCausalLM": Jais2Config,
+    "NemotronForCausalLM": NemotronConfig, "MinistralForCausalLM": MinistralConfig, "VaultGemmaForCausalLM": VaultGemmaConfig,
+    "HyperCLOVAXForCausalLM": HyperCLOVAXConfig,
     "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),

@@ -45,7 +45,9 @@ ARCEE = Family(
 CWM = replace(
     LLAMA, name="cwm", has_window=True, full_every=4, full_first=True, gguf_like=no_file("Code World Model"),
     defaults={"sliding_window": 8192, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-              "max_position_embeddings": 131072},
+              "max_position_embeddings": 131072, "rope_theta": 1e6,
+              "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                               "original_max_position_embeddings": 8192}},
 )  # fmt: skip
 HELIUM = replace(
     LLAMA, name="helium", interleaved=True, gguf_like=no_file("Helium"),

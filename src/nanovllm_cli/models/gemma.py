@@ -12,7 +12,7 @@ from dataclasses import replace
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import Family, GGUFField, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 SANDWICH_HF_NAMES = POST_HF_NAMES | {
@@ -56,6 +56,10 @@ def _sandwich_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     caps = (_cap(read, key) for key in ("attn_logit_softcapping", "final_logit_softcapping"))
     spec = replace(spec, max_position=read.integer("max_position_embeddings"))  # whatever its ropes are stretched by
     return _sandwich(_from_hf(spec, read), scale, *caps)
+
+
+def _vault_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return _sandwich_from_hf(spec, read).in_order("pre")
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -134,6 +138,14 @@ GEMMA2 = Family(
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(2),
 )  # fmt: skip
+VAULT_GEMMA = replace(
+    GEMMA2,
+    name="vaultgemma",
+    hf=_vault_from_hf,
+    hf_names={"blocks.{i}.mlp_norm.weight": SANDWICH_HF_NAMES["blocks.{i}.mlp_norm.weight"]},
+    gguf_like=no_file("VaultGemma"),
+)
+"""Without norms of what attention and MLP add."""
 GEMMA3 = Family(
     "gemma3",
     halves_window=True,

@@ -31,7 +31,7 @@ def _without(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    scale = read.number("attention_multiplier") if read.has("attention_multiplier") else None
+    scale = read.number("attention_multiplier", spec.attention.score_scale)
     has_norms = _has_norms(read)
     spec = spec.with_attention(scale=scale).in_order("sandwich" if has_norms else "pre")
     return replace(

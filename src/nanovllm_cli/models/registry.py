@@ -41,7 +41,7 @@ from nanovllm_cli.models.families import (
     VOXTRAL,
 )
 from nanovllm_cli.models.family import Family
-from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
+from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
@@ -193,6 +193,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "StableLmForCausalLM": STABLELM,
     "Starcoder2ForCausalLM": STARCODER2,
     "VoxtralForConditionalGeneration": VOXTRAL,
+    "VaultGemmaForCausalLM": VAULT_GEMMA,
     "YoutuForCausalLM": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {

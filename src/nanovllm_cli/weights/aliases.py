@@ -133,6 +133,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "27b": "google/gemma-3-27b-it",
     },
     "gemma2": {"2b": "google/gemma-2-2b-it", "9b": "google/gemma-2-9b-it", "27b": "google/gemma-2-27b-it"},
+    "vaultgemma": {"1b": "google/vaultgemma-1b"},
     "phi4": {"14b": "microsoft/phi-4"},
     "phi4-mini": {"3.8b": "microsoft/Phi-4-mini-instruct"},
     "phi2": {"2.7b": "microsoft/phi-2"},
