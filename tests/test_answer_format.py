@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.answer_format import answer_format, model_format, special_tokens
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.reasoning import split
-from tool_answers import TOOLS, answer, form, read
+from tool_answers import ONE, TOOLS, answer, form, read
 
 FORMATS: Mapping[str, tuple[str, str | None]] = {
     "{{ '<tool_call>' }}": ("hermes", None),
@@ -46,6 +47,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<|START_THINKING|> <|START_ACTION|>[ <|START_TEXT|>": ("cohere", "cohere_text"),
     "<|think|> <|content|> <|tool_calls|><|tool_call:begin|>": ("solar", "solar"),
     "<|role_sep|> <|message_sep|> '<|function_call|>' + call": ("gigachat", None),
+    "'role': 'function call' role_sep=\"<|role_sep|>\\n\" message_sep=\"<|message_sep|>\"": ("gigachat_role", None),
     "<function_calls>": ("olmo", None),
     "List of tools: [ keep_past_thinking </think>": ("lfm2", "think"),
     "write your thoughts between <think></think>, your response between <response></response>": ("json", "granite"),
@@ -166,6 +168,19 @@ def test_calls_stand_behind_such_content_or_in_its_place() -> None:
         assert answer(solar, before + call) == ("hm" if before else "", "", [("now", {})])
 
 
+@pytest.mark.parametrize("reasoning", ["none", "think", "gemma", "hunyuan"])
+def test_how_much_is_held_is_known_at_once(reasoning: str) -> None:
+    """It is asked at each token, and a model may write nothing but blanks."""
+    for before in ("", "x", "<think>x</think>"):
+        parser = form("hermes", reasoning).parser("", TOOLS)
+        parser.push(before)
+        begun = time.thread_time()
+        for _ in range(40_000):
+            parser.push(" ")
+            assert parser.num_held >= 0
+        assert time.thread_time() - begun < 2
+
+
 def test_plain_answers_stay_as_they_are() -> None:
     for text in ("", " ", "\n\n", " a \n b \n", "a { b [ c <", "<tool_cal", "x" * 300):
         for name in ("hermes", "json", "llama", "glm"):
@@ -184,6 +199,17 @@ def test_reasoning_may_stay_in_the_content() -> None:
         kept[2],
     )
     assert answer(form("hermes", "think"), text, splits_reasoning=False, tools=()) == ("", text, [])
+
+
+def test_a_tag_of_reasoning_in_an_argument_is_part_of_it() -> None:
+    """Also where no reasoning was before."""
+    arguments = {"city": "a </think> b", "note": "</think>"}
+    for name in ("hermes", "tool_calls", "mistral"):
+        call = ONE[name].replace(json.dumps({"city": "Köln", "days": 3}, ensure_ascii=False), json.dumps(arguments))
+        for before in ("", "Let me look.\n", "<think>hm</think>"):
+            said = "Let me look." if before.startswith("L") else ""
+            reasoning = "hm" if before.startswith("<") else ""
+            assert answer(form(name, "think"), before + call) == (reasoning, said, [("weather", arguments)])
 
 
 def test_orphan_tags_of_reasoning() -> None:

@@ -147,6 +147,8 @@ CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
         ("<|channel|>final<|message|>a < b <| c<|return", ("", "a < b <| c<|return")),
         ("no format at all", ("", "no format at all")),
         ("<|channel|>analysis", ("", "")),
+        ("<|channel|>commentary to=assistant<|channel|>analysis<|message|>a<|end|>", ("a", "")),
+        ("<|start|>assistant to=assistant<|channel|>final<|message|>b", ("", "b")),
         ("x" * 5000, ("", "x" * 5000)),
         ("<|channel|>" + "x" * 5000, ("", "<|channel|>" + "x" * 5000)),
         ("<|channel|>final<|message|>a<|channel|>" + "x" * 5000, ("", "a<|channel|>" + "x" * 5000)),
@@ -245,5 +247,6 @@ def test_any_stream_is_read_in_linear_time(piece: str, inside: bool) -> None:
         began = time.thread_time()
         for _ in range(20_000):
             parser.push(piece)
+            assert parser.num_held >= 0
         parser.finish()
         assert time.thread_time() - began < 2

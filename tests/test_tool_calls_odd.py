@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_calls import MAX_TOOLS, Tool, tools_of
-from tool_answers import ONE, TOOLS, answer, form, raw_answer, read
+from tool_answers import ONE, PROPERTIES, SCHEMA, TOOLS, answer, form, raw_answer, read
 
 NOW = ("now", {})
 
@@ -178,13 +178,21 @@ def test_without_a_tag_only_a_tools_name_makes_a_call(text: str) -> None:
         ("unit", "C", "C"),
         ("level", "2", 2),
         ("level", "high", "high"),
+        ("either", "[1, 'a']", [1, "a"]),
+        ("either", "7", 7),
+        ("either", "7.5", "7.5"),
+        ("either", "true", "true"),
+        ("either", "[1", "[1"),
+        ("either", '"seven"', '"seven"'),
     ],
 )
 def test_values_between_tags_mean_what_the_schema_says(key: str, text: str, value: Any) -> None:
     qwen = f"<tool_call>\n<function=weather>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    assert answer(form("qwen3_coder"), qwen) == ("", "", [("weather", {key: value})])
+    either = {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "integer"}]}
+    tools = [Tool("weather", {**SCHEMA, "properties": {**PROPERTIES, "either": either}})]
+    assert answer(form("qwen3_coder"), qwen, tools=tools) == ("", "", [("weather", {key: value})])
     glm = f"<tool_call>weather\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
-    assert answer(form("glm"), glm) == ("", "", [("weather", {key: value})])
+    assert answer(form("glm"), glm, tools=tools) == ("", "", [("weather", {key: value})])
 
 
 @pytest.mark.parametrize(
@@ -246,6 +254,12 @@ def test_what_only_looks_like_a_call_is_content(name: str, text: str) -> None:
         assert answer(form(name), text, whole_calls=whole_calls) == ("", text, [])
 
 
+def test_a_call_behind_a_tag_that_begins_none() -> None:
+    assert answer(form("glm"), f"Write <tool_call>, as in {ONE['glm']}") == (
+        "", "Write <tool_call>, as in", [("weather", {"city": "Köln", "days": 3})]
+    )  # fmt: skip
+
+
 def test_words_that_begin_like_a_tag_are_content() -> None:
     assert answer(form("phi"), "functools.partial") == ("", "functools.partial", [])
 
@@ -277,6 +291,13 @@ def test_literals(literal: str, value: Any) -> None:
         "",
         [("weather", {"city": value, "days": 1})],
     )
+
+
+@pytest.mark.parametrize("key", ["user-id", "a.b", "two words", "größe", "$x", "_"])
+def test_an_argument_may_have_a_name_that_is_none_of_pythons(key: str) -> None:
+    assert answer(form("pythonic"), f"[weather({key}=1,\n  {key}2 = [2])]")[2] == [("weather", {key: 1, f"{key}2": [2]})]
+    for text in ("[weather(=1)]", "[weather( =1)]", "[weather('a'=1)]", "[weather(f(x)=1)]", "[weather(" + "k" * 300 + "=1)]"):
+        assert answer(form("pythonic"), text) == ("", text, [])
 
 
 def test_half_of_a_surrogate_pair_stays_an_escape() -> None:

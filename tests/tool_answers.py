@@ -64,6 +64,9 @@ ONE: dict[str, str] = {
         '{"city": "Köln", "days": 3}<|tool_call:end|>'
     ),
     "gigachat": '<|function_call|>{"name": "weather", "arguments": {"city": "Köln", "days": 3}}',
+    "gigachat_role": (
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}'
+    ),
     "olmo": '<function_calls>weather(city="Köln", days=3)</function_calls>',
     "internlm": (
         '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "Köln", "days": 3}}<|action_end|>'

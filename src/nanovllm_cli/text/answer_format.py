@@ -116,7 +116,7 @@ class AnswerFormat:
         else:
             read = read_plain(hidden)
         return SplittingParser(
-            known.parser(prompt_tail) if known is not None and splits_reasoning else None,
+            known.parser(prompt_tail, calls=self.tools.openers if tools else ()) if known and splits_reasoning else None,
             CallStream(read, whole=whole_calls, single=not parallel, hidden=hidden, id_chars=self.tools.id_chars),
         )
 

@@ -45,15 +45,16 @@ class ReasoningFormat:
     signs: tuple[tuple[str, ...], ...] = ()
     begins: str = ""
 
-    def parser(self, prompt: str = "", *, is_inside: bool = False) -> ReasoningSplitter:
-        """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning."""
+    def parser(self, prompt: str = "", *, is_inside: bool = False, calls: tuple[str, ...] = ()) -> ReasoningSplitter:
+        """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning. calls: what
+        begins a tool call in it."""
         if self.name == "harmony":
             return harmony_parser(prompt)
         inside = is_inside or prompt_opens_reasoning(prompt, self)
         if self.anywhere:
             return BlockParser(self.open, self.close, marker=self.visible[0], starts_inside=inside)
         after = not inside and prompt.rstrip().endswith(self.close)
-        parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after)
+        parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after, calls=calls)
         return parser if self.wrap is None else WrappedParser(parser, self.wrap)
 
     def is_of(self, template_source: str) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, Protocol
 
+from nanovllm_cli.text.tool_stream import Pieces
+
 
 class ReasoningDelta(NamedTuple):
     """What one piece of text decided."""
@@ -39,21 +41,28 @@ class ReasoningParser:
     """
 
     def __init__(
-        self, open: str = "<think>", close: str = "</think>", *, starts_inside: bool = False, starts_after: bool = False
+        self,
+        open: str = "<think>",
+        close: str = "</think>",
+        *,
+        starts_inside: bool = False,
+        starts_after: bool = False,
+        calls: tuple[str, ...] = (),
     ) -> None:
-        """`starts_inside`: the prompt opened the block. `starts_after`: the prompt also closed it."""
-        self._open, self._close = open, close
+        """starts_inside: the prompt opened the block. starts_after: it closed it, too. calls: what begins a tool call, which a
+        closing tag behind it is part of."""
+        self._open, self._close, self._calls = open, close, calls
         self._state = "inside" if starts_inside else "content" if starts_after else "before"
         self._seen_block = starts_after
         self._may_repeat = starts_inside  # a model may write the tag that the prompt wrote once more
         self._trim = True  # white space at the beginning of a part is the tag's, not the part's
         self._held = ""  # perhaps the beginning of a tag
-        self._space: list[str] = []  # white space whose side is not known yet
+        self._space = Pieces()  # white space whose side is not known yet
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the text that are not decided."""
-        return len(self._held) + sum(map(len, self._space))
+        return len(self._held) + self._space.size
 
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
@@ -73,21 +82,21 @@ class ReasoningParser:
         if self._state == "inside":
             return ReasoningDelta(self._reason(held), "")
         if self._state == "before":
-            held = "".join(self._space) + held
+            held = str(self._space) + held
         return ReasoningDelta("", self._trimmed(held) if self._state == "content" else held)
 
     def _before(self, text: str) -> str:
         """Only white space so far: decides whether a block begins, and returns what is left to read."""
         start = text.lstrip()
-        self._space.append(text[: len(text) - len(start)])
+        self._space.add(text[: len(text) - len(start)])
         if start.startswith(self._open):
-            self._state, self._space = "inside", []
+            self._state, self._space = "inside", Pieces()
             return start[len(self._open) :]
         if self._open.startswith(start):
             self._held = start
             return ""
         self._state, self._trim = "content", False
-        space, self._space = "".join(self._space), []
+        space, self._space = str(self._space), Pieces()
         return space + start
 
     def _inside(self, text: str) -> tuple[str, str]:
@@ -104,19 +113,20 @@ class ReasoningParser:
             self._held = text[cut:]
             return self._reason(text[:cut]), ""
         reasoning = self._reason(text[:at])
-        self._state, self._seen_block, self._trim, self._space = "content", True, True, []
+        self._state, self._seen_block, self._trim, self._space = "content", True, True, Pieces()
         return reasoning, text[at + len(self._close) :]
 
     def _content(self, text: str) -> str:
         if self._seen_block:
             return self._trimmed(text)
-        at = text.find(self._close)
-        if at >= 0:
+        before, close, behind = text.partition(self._close)
+        if any(tag in before for tag in self._calls):
             self._seen_block = True
-            before = self._trimmed(text[:at])
-            self._trim = True
-            return before + self._trimmed(text[at + len(self._close) :])
-        cut = len(text) - overlap(text, self._close)
+            return self._trimmed(text)
+        if close:
+            before, self._seen_block, self._trim = self._trimmed(before), True, True
+            return before + self._trimmed(behind)
+        cut = len(text) - max(overlap(text, tag) for tag in (self._close, *self._calls))
         self._held = text[cut:]
         return self._trimmed(text[:cut])
 
@@ -132,10 +142,10 @@ class ReasoningParser:
         kept = text.rstrip()
         if not kept:
             if text:
-                self._space.append(text)
+                self._space.add(text)
             return ""
-        out = "".join(self._space) + kept
-        self._space = [text[len(kept) :]]
+        out = str(self._space) + kept
+        self._space = Pieces(text[len(kept) :])
         return out
 
 
@@ -155,12 +165,12 @@ class BlockParser:
         self._trim = starts_inside  # white space at the beginning of a part is the tag's, not the part's
         self._has_given = {True: False, False: False}
         self._held = ""  # perhaps the beginning of a tag
-        self._space: list[str] = []  # white space that is dropped if a tag follows
+        self._space = Pieces()  # white space that is dropped if a tag follows
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the text that are not decided."""
-        return len(self._held) + sum(map(len, self._space))
+        return len(self._held) + self._space.size
 
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
@@ -184,26 +194,26 @@ class BlockParser:
         given: dict[bool, list[str]] = {True: [], False: []}
         self._give("" if held.startswith(self._marker) else held, given)
         if not self._inside:
-            given[False] += self._space
+            given[False].append(str(self._space))
         return ReasoningDelta("".join(given[True]), "".join(given[False]))
 
     def _turn(self, tag: str) -> None:
         """A tag that changes nothing is taken out, and that is all."""
         inside = tag == self._open
         if tag != self._marker and inside != self._inside:
-            self._inside, self._trim, self._space = inside, True, []
+            self._inside, self._trim, self._space = inside, True, Pieces()
 
     def _give(self, text: str, given: dict[bool, list[str]]) -> None:
         if self._trim:
             text = text.lstrip()
             if not text:
                 return
-            self._trim, self._space = False, ["\n\n"] if self._has_given[self._inside] else []
+            self._trim, self._space = False, Pieces("\n\n" if self._has_given[self._inside] else "")
         kept = text.rstrip()
         if kept:
-            given[self._inside] += (*self._space, kept)
-            self._has_given[self._inside], self._space = True, []
-        self._space.append(text[len(kept) :])
+            given[self._inside] += (str(self._space), kept)
+            self._has_given[self._inside], self._space = True, Pieces()
+        self._space.add(text[len(kept) :])
 
 
 class HarmonyPiece(NamedTuple):
@@ -302,12 +312,12 @@ class Unwrapper:
         self._state = "before" if wrap.opens else "inside"
         self._trim = False  # white space at the beginning is a tag's
         self._held = ""  # perhaps the beginning of a tag
-        self._space: list[str] = []  # white space that is dropped if a tag follows
+        self._space = Pieces()  # white space that is dropped if a tag follows
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the text that are not decided."""
-        return len(self._held) + sum(map(len, self._space))
+        return len(self._held) + self._space.size
 
     def push(self, text: str) -> str:
         """What this piece of text decided."""
@@ -325,18 +335,18 @@ class Unwrapper:
 
     def finish(self) -> str:
         """What was held back, once no more text comes. An unfinished tag is text."""
-        space = [] if self._trim and not self._held else self._space
-        held, self._held, self._space = "".join((*space, self._held)), "", []
+        space = "" if self._trim and not self._held else str(self._space)
+        held, self._held, self._space = space + self._held, "", Pieces()
         return held
 
     def _open(self, text: str) -> str:
         """What is left behind the tag that begins here; all of it where none does."""
         start = text.lstrip()
-        self._space.append(text[: len(text) - len(start)])
+        self._space.add(text[: len(text) - len(start)])
         if any(tag.startswith(start) and tag != start for tag in self._opens):
             self._held = start
             return ""
-        space, self._space = "".join(self._space), []
+        space, self._space = str(self._space), Pieces()
         for tag in self._opens:
             if start.startswith(tag):
                 self._state, self._trim = "inside", True
@@ -347,10 +357,10 @@ class Unwrapper:
     def _rest(self, text: str, given: list[str]) -> None:
         """What stands in no tags. White space behind the last one counts where something follows it."""
         if self._trim:
-            self._space.append(text)
+            self._space.add(text)
             if text.isspace():
                 return
-            text, self._space, self._trim = "".join(self._space), [], False
+            text, self._space, self._trim = str(self._space), Pieces(), False
         given.append(text)
 
     def _to_close(self, text: str, given: list[str]) -> str:
@@ -362,13 +372,13 @@ class Unwrapper:
         end = at if at >= 0 else len(text) - overlap(text, self._close)
         kept = text[:end].rstrip()
         if kept:
-            given += (*self._space, kept)
-            self._space = []
+            given += (str(self._space), kept)
+            self._space = Pieces()
         if at >= 0:
-            self._space, self._trim = [], True
+            self._space, self._trim = Pieces(), True
             self._state = "before" if self._opens else "plain"
             return text[at + len(self._close) :]
-        self._space.append(text[len(kept) : end])
+        self._space.add(text[len(kept) : end])
         self._held = text[end:]
         return ""
 
@@ -426,8 +436,8 @@ def _longest_overlap(text: str, position: int) -> int:
 
 def _channel_of(header: str) -> str:
     """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
-    name = header.partition("<|channel|>")[2].partition("<|message|>")[0].split()
-    if " to=" in header:
+    name = header.rpartition("<|channel|>")[2].partition("<|message|>")[0].split() if "<|channel|>" in header else []
+    if " to=" in header.replace(" to=assistant", ""):  # a model's slip, and no tool
         return "tool"
     return name[0] if name else "final"
 

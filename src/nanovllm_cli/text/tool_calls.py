@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from nanovllm_cli.errors import UsageError
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-_MAX_REFERENCES = 16
+_BRANCHES = ("anyOf", "oneOf", "allOf")
 
 ToolChoice = str
 """none, auto, required, or the name of the one tool that must be called."""
@@ -42,7 +43,7 @@ class Tool:
         """The JSON types that an argument may have; empty where the schema doesn't say."""
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return _types(schema, self.parameters, _MAX_REFERENCES)
+        return types_of(schema, self.parameters)
 
 
 def tools_of(values: Sequence[Any]) -> tuple[Tool, ...]:
@@ -96,11 +97,51 @@ def _tool(value: Any) -> Tool:
     return Tool(name, parameters or {}, function.get("strict") is True)
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    if isinstance(schema.get("$ref"), str) and references:
-        return _types(resolved(schema["$ref"], root), root, references - 1)
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema lets through; empty where it doesn't say. root: what its references are into."""
+    return frozenset[str]().union(*map(_types, alternatives(schema, root)))
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schemas of which a value matches one: references are followed, and branches taken apart, each once. Branches that all
+    count are one schema, where they say different things."""
+    found: list[Mapping[str, Any]] = []
+    waiting, seen = deque([schema]), set[int]()
+    while waiting:
+        each = waiting.popleft()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        kind = next((key for key in _BRANCHES if key in each), "")
+        branches = each.get(kind)
+        if isinstance(each.get("$ref"), str):
+            waiting.appendleft(resolved(each["$ref"], root))
+        elif _says_types(each) or not isinstance(branches, Sequence):
+            found.append(each)
+        elif kind == "allOf" and (whole := _together(branches, root)) is not None:
+            found.append(whole)
+        else:
+            waiting.extendleft(reversed(branches))
+    return found
+
+
+def _says_types(schema: Mapping[str, Any]) -> bool:
+    return "type" in schema or "const" in schema or isinstance(schema.get("enum"), Sequence)
+
+
+def _together(branches: Sequence[Any], root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """One schema for all of these; None where that would take more than putting them together."""
+    said: list[tuple[str, Any]] = []
+    for branch in branches:
+        if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
+            branch = resolved(branch["$ref"], root)
+        if not isinstance(branch, Mapping) or not branch.keys().isdisjoint(("$ref", *_BRANCHES)):
+            return None
+        said += ((key, value) for key, value in branch.items() if key not in ("title", "description"))
+    return dict(said) if len(dict(said)) == len(said) else None
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     declared = schema.get("type")
     if isinstance(declared, str):
         return frozenset((declared,))
@@ -108,10 +149,7 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
         return frozenset(name for name in declared if isinstance(name, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, Sequence):
-        return frozenset(_type_of(value) for value in values)
-    branches = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
-    if isinstance(branches, Sequence) and references:
-        return frozenset[str]().union(*(_types(branch, root, references // 2) for branch in branches[:64]))
+        return frozenset(type_of(value) for value in values)
     return frozenset()
 
 
@@ -123,6 +161,7 @@ def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     return place
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """The JSON type of a value."""
     names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
     return names.get(type(value), "object")

@@ -9,12 +9,14 @@ from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
+    LINE,
     CallGrammar,
     HarmonyGrammar,
     SolarGrammar,
     cohere_call,
     json_call,
     kimi_call,
+    mistral_call,
     named_call,
     python_call,
     solar_call,
@@ -176,13 +178,13 @@ FORMATS: tuple[ToolFormat, ...] = (
         read_glm_call,
         CallGrammar(
             tagged_call(
-                ("", "\n"),
-                ("<arg_key>", "</arg_key>", "\n", "<arg_value>"),
-                ("</arg_value>", "\n"),
+                ("", LINE),
+                ("<arg_key>", "</arg_key>", LINE, "<arg_value>"),
+                ("</arg_value>", LINE),
                 ("</tool_call>",),
             ),
             "<tool_call>",
-            between=("\n", "<tool_call>"),
+            between=(LINE, "<tool_call>"),
         ),
     ),
     ToolFormat(
@@ -216,7 +218,7 @@ FORMATS: tuple[ToolFormat, ...] = (
                 ("</function>\n", "</tool_call>"),
             ),
             "<tool_call>",
-            between=("\n", "<tool_call>"),
+            between=(LINE, "<tool_call>"),
         ),
     ),
     ToolFormat(
@@ -299,7 +301,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ("[TOOL_CALLS]",),
         ("[ARGS]", "[CALL_ID]"),
         read_mistral,
-        CallGrammar(named_call((), ("[ARGS]",)), "[TOOL_CALLS]", between=("[TOOL_CALLS]",)),
+        CallGrammar(mistral_call, "[TOOL_CALLS]", between=("[TOOL_CALLS]",)),
         id_chars=9,
     ),
     ToolFormat(
@@ -337,6 +339,14 @@ FORMATS: tuple[ToolFormat, ...] = (
         read_json(),
         CallGrammar(json_call(), "<|function_call|>"),
     ),
+    ToolFormat(  # GigaChat 3.0: a message of a role of its own
+        "gigachat_role",
+        (("'function call'", "<|role_sep|>", "<|message_sep|>"),),
+        ("<|message_sep|>\n\nfunction call<|role_sep|>\n",),
+        ("<|message_sep|>", "<|role_sep|>"),
+        read_json(),
+        CallGrammar(json_call(), "<|message_sep|>", ("\n\nfunction call", "<|role_sep|>", "\n")),
+    ),
     ToolFormat(
         "olmo",
         ((OLMO_BEGIN,),),
@@ -351,7 +361,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ("<tool_call>",),
         ("</tool_call>",),
         read_json("</tool_call>"),
-        CallGrammar(json_call(open="\n", close=("\n", "</tool_call>")), "<tool_call>", between=("\n", "<tool_call>")),
+        CallGrammar(json_call(open="\n", close=("\n", "</tool_call>")), "<tool_call>", between=(LINE, "<tool_call>")),
     ),
     ToolFormat(
         "lfm2",

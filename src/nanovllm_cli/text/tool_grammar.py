@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
-from nanovllm_cli.text.tool_calls import Tool, ToolChoice
+from nanovllm_cli.text.tool_calls import Tool, ToolChoice, alternatives
 
+LINE = "\n?"
+"""A part of a grammar: a line break, or none."""
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _ANYTHING = "(?s:.*)"
 ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
-_PYTHON_ONLY = r"/True|False|None|'([^'\\\n]|\\.)*'/"
+_PYTHON_ONLY = r"/True|False|None|'([^'\\\n]|\\[^xuU\n])*'/"
 _COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
 TEXT_KEYWORDS = frozenset(
     ("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength")
@@ -75,6 +77,8 @@ class Writer:
         return name
 
     def _part(self, part: str) -> str:
+        if part == LINE:
+            return f"{quoted(LINE[0])}?"
         return f"<[{self._special[part]}]>" if part in self._special else quoted(part)
 
 
@@ -252,6 +256,12 @@ def named_call(before: Sequence[str], between: Sequence[str], after: Sequence[st
     return write
 
 
+def mistral_call(writer: Writer, tool: Bound) -> str:
+    """A name, which an id may follow, and JSON."""
+    call_id = f"({writer.sequence('[CALL_ID]')} {writer.terminal('/[a-zA-Z0-9]{9}/')})?"
+    return f"{quoted(tool.name)} {call_id} {writer.sequence('[ARGS]')} {tool.arguments(writer)}"
+
+
 def kimi_call(writer: Writer, tool: Bound) -> str:
     """functions.NAME:NUMBER and JSON."""
     number = writer.terminal("/[0-9]{1,4}/")
@@ -316,26 +326,33 @@ def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, .
             any_key = writer.terminal(ANY_KEY)
             opening = f"{writer.sequence(key[0])} {any_key} {writer.sequence(*key[1:])}"
             body = [f"({opening} {_value(writer, tool, {'type': 'string'}, close)})*"]
-        return f"{writer.sequence(head[0] + tool.name + head[1])} {' '.join(body)} {writer.sequence(*end)}"
+        return f"{writer.sequence(head[0] + tool.name, head[1])} {' '.join(body)} {writer.sequence(*end)}"
 
     return write
 
 
 def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[str, ...]) -> str:
-    """An argument between tags, with what closes it: text as it is, anything else as JSON."""
-    if not _is_text(schema):
+    """An argument between tags, with what closes it: text as it is, anything else as JSON. Where text may be, so may anything."""
+    known = alternatives(schema, tool.schema)
+    texts = [each for each in known if _is_text(each)]
+    if not texts:
         return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
-    if "const" in schema or schema.get("enum") is not None:
-        choices = [schema["const"]] if "const" in schema else listed(schema, "enum", tool)
-        shown = " | ".join(quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
-        return f"({shown}) {writer.sequence(*close)}"
-    open_ended = sorted(set(schema) - TEXT_KEYWORDS)
+    if all("const" in each or each.get("enum") is not None for each in texts):
+        choices = [choice for each in texts for choice in _choices(each, tool)]
+        shown = [quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices]
+        shown += [tool.argument(writer, each) for each in known if each not in texts]
+        return f"({' | '.join(shown)}) {writer.sequence(*close)}"
+    open_ended = sorted(frozenset[str]().union(*known) - TEXT_KEYWORDS)
     if open_ended and tool.strict:
         raise UnsupportedError(
             f"the strict tool {tool.name!r} limits text by {open_ended[0]!r}, which this model's calls can't be held to",
             "leave that keyword out, or leave strict out",
         )
-    return f"{any_text(writer, schema, close[0])} {writer.sequence(*close[1:])}"
+    return f"{any_text(writer, known[0] if len(known) == 1 else {}, close[0])} {writer.sequence(*close[1:])}"
+
+
+def _choices(schema: Mapping[str, Any], tool: Bound) -> Sequence[Any]:
+    return [schema["const"]] if "const" in schema else listed(schema, "enum", tool)
 
 
 def any_text(writer: Writer, schema: Mapping[str, Any], tag: str) -> str:
@@ -375,9 +392,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return kinds == "string"
-    if isinstance(kinds, Sequence):
-        return "string" in kinds
-    return not _COMBINATIONS.intersection(schema)
+    return "string" in kinds if isinstance(kinds, Sequence) else not _COMBINATIONS.intersection(schema)
 
 
 def quoted(text: str) -> str:

@@ -12,6 +12,7 @@ from nanovllm_cli.text.tool_stream import MAX_HEADER_CHARS, Broken, CallStream, 
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_NO_KEY = ("=", ",", "(", ")", "[", "]", "{", "}", "'", '"', "\n")
 
 
 def read_python_calls(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
@@ -37,8 +38,7 @@ def read_python_call(stream: CallStream, known: Collection[str] | None = None) -
     while True:
         if (yield from stream.skip_space()) == ")":
             break
-        key = yield from _identifier(stream)
-        yield from stream.expect("=")
+        key = yield from _key(stream)
         if separator == "{":
             stream.begin(name.removesuffix(".call"))
         stream.arguments(f"{separator}{json.dumps(key)}: ")
@@ -159,6 +159,14 @@ def _identifier(stream: CallStream, further: str = "") -> Reading[str]:
     if not name:
         raise Broken
     return name
+
+
+def _key(stream: CallStream) -> Reading[str]:
+    """A keyword and the sign behind it. A tool's argument may have a name that is none of Python's."""
+    key, mark = yield from stream.until(*_NO_KEY)
+    if mark != "=" or not key.strip():
+        raise Broken
+    return key.strip()
 
 
 def in_json_string(text: str) -> str:

@@ -36,6 +36,21 @@ class Found(NamedTuple):
     calls: tuple[ToolCallDelta, ...]
 
 
+class Pieces:
+    """Text that waits in pieces. How long it is is asked at each new one, so it is known."""
+
+    def __init__(self, text: str = "") -> None:
+        self._pieces, self.size = [text], len(text)
+
+    def __str__(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self.size += len(text)
+
+
 class CallStream:
     """One answer's text behind its reasoning. `push` and `finish` are its outside; the rest is for readers.
 
@@ -65,7 +80,7 @@ class CallStream:
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._held: list[ToolCallDelta] = []  # of a call that is not complete, where calls are given out whole
-        self._space: list[str] = []  # white space at the end of the content: a call's, if one follows
+        self._space = Pieces()  # white space at the end of the content: a call's, if one follows
         self._behind_call = False
         self._reading = self._to_the_end(read)
 
@@ -84,7 +99,7 @@ class CallStream:
         """What was held back, once no more text comes. A call that was cut off stays as far as it came."""
         self.ended = True
         next(self._reading, None)
-        self._content += self._space
+        self._content.append(str(self._space))
         return self._found()
 
     @property
@@ -95,7 +110,7 @@ class CallStream:
     @property
     def num_held(self) -> int:
         """Characters at the end of what was pushed that are neither content nor a call's so far."""
-        return len(self.text) - self.position + sum(map(len, self._space))
+        return len(self.text) - self.position + self._space.size
 
     # ---- reading ----
 
@@ -220,10 +235,10 @@ class CallStream:
             self._behind_call = False
         kept = text.rstrip()
         if not kept:
-            self._space.append(text)
+            self._space.add(text)
             return
-        self._content += (*self._space, kept)
-        self._space = [text[len(kept) :]]
+        self._content += (str(self._space), kept)
+        self._space = Pieces(text[len(kept) :])
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         """A call begins: its name is known. call_id: the model's, which counts if it is the first of that name."""
@@ -243,7 +258,7 @@ class CallStream:
         """The call is complete."""
         if not (self._single and self.num_calls):
             self._calls += self._held
-        self._held, self._marked, self._in_call, self._space = [], None, False, []
+        self._held, self._marked, self._in_call, self._space = [], None, False, Pieces()
         self.num_calls += 1
         self._behind_call = True
 
@@ -266,7 +281,7 @@ class CallStream:
         else:
             if not (self._single and self.num_calls):
                 self._calls.append(delta)
-            self._space = []
+            self._space = Pieces()
             self.mark()
 
     def _found(self) -> Found:

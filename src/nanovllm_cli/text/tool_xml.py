@@ -1,16 +1,17 @@
 """Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder, Seed, MiniMax, MiniCPM and GLM write them.
 
 Values are text without quotes. What they mean follows from the tool's schema: text stays text, to the letter; where something
-else is wanted, the value is read as JSON, or as the Python that these models fall into (True, None, single quotes).
+else is wanted, the value is read as JSON, or as the Python that these models fall into (True, None, single quotes). Where either
+may be, what is JSON of one of the other types is that.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nanovllm_cli.text.tool_calls import Tool
+from nanovllm_cli.text.tool_calls import Tool, type_of
 from nanovllm_cli.text.tool_json import is_json
 from nanovllm_cli.text.tool_python import in_json_string, read_literal
 from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reading
@@ -52,6 +53,7 @@ def read_glm_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Readin
     """NAME (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* </tool_call>, of GLM."""
     name, mark = yield from stream.until("\n", "<arg_key>", "</tool_call>", "<")
     if mark == "<":
+        stream.position -= 1  # it may begin another call
         raise Broken
     arguments = _Arguments(stream, name, tools)
     while True:
@@ -100,12 +102,16 @@ class _Arguments:
 def _converted(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value that may be something else than text."""
     value = text.strip()
-    if "string" in types:
-        return "null" if value in ("null", "None") and "null" in types else json.dumps(text, ensure_ascii=False)
-    if is_json(value):
-        return value
-    loose = _as_literal(value)
-    return json.dumps(text, ensure_ascii=False) if loose is None else loose
+    found = value if is_json(value) else _as_literal(value)
+    if found is None or ("string" in types and not _is_of(json.loads(found), types)):
+        return json.dumps(text, ensure_ascii=False)
+    return found
+
+
+def _is_of(value: Any, types: frozenset[str]) -> bool:
+    """Whether a value is of one of these types, and no string."""
+    known = type_of(value)
+    return known != "string" and (known in types or (known == "integer" and "number" in types))
 
 
 def _as_literal(text: str) -> str | None:
