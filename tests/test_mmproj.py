@@ -33,14 +33,18 @@ from nanovllm_cli.weights.mmproj import check_mmproj, checked_mmproj, load_mmpro
 from nanovllm_cli.weights.source import RemoteModel, files_for, locate, resolve
 from seeing import WORDS, png, seeing_model
 from test_convert import TINY
+from test_llm import write_byte_tokenizer
 from test_models_gguf import CASES, delta, gemma3, nothing, taps, window
 from test_models_gguf import write as write_text
 from test_towers import FREE_SIZES, MADE, SIZES, Made, all_rows, draw, image, make, open_tower
 from test_vision import MODELS, logprobs_of, parts_of, prompt_with
 from towers_gguf import Tensors, write_mmproj
 
-FAMILIES = ["qwen2", "qwen2_5", "qwen3", "qwen3_5", "gemma3", "mistral3", "smolvlm", "lfm2", "glm4v", "glm4v_moe", "glm_ocr",
-            "paddleocr", "lighton_ocr", "internvl", "internvl, rms"]  # fmt: skip
+FAMILIES = ["qwen2", "qwen2_5", "qwen3", "qwen3_5", "gemma3", "mistral3", "pixtral", "smolvlm", "lfm2", "glm4v", "glm4v_moe",
+            "glm_ocr", "paddleocr", "lighton_ocr", "internvl", "internvl, rms"]  # fmt: skip
+
+
+PIXTRALS = "mistral3", "pixtral"
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +55,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     def get(name: str) -> Made:
         if name not in kept:
             with pytest.MonkeyPatch.context() as patch:
+                for each in PIXTRALS:
+                    patch.setitem(MADE[each][1]["text_config"], "vocab_size", 300)
                 patch.setitem(MADE["mistral3"][1]["text_config"], "rms_norm_eps", 1e-5)
                 patch.setitem(MADE["lighton_ocr"][1]["text_config"], "rms_norm_eps", 1e-6)
                 patch.setitem(MADE["lighton_ocr"][1]["vision_config"], "num_hidden_layers", 3)  # gguf counts a projector by them
                 kept[name] = make(name, tmp_path_factory.mktemp(name))
+            if name in PIXTRALS:
+                write_byte_tokenizer(kept[name].folder, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
         return kept[name]
 
     return get
@@ -245,9 +253,17 @@ def test_what_no_tower_here_can_be_is_told(
     assert caught.value.hint
 
 
-def test_a_pixtral_of_a_token_for_each_patch_is_told(made: Callable[[str], Made], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="each patch is a token"):
+def test_a_mistral_without_what_joins_its_patches_is_no_pixtral(made: Callable[[str], Made], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"1 not part of it: mm\.input_norm\.weight"):
         opened(write_mmproj(made("mistral3").folder, tmp_path / "mmproj.gguf", change=lambda t: t.pop("mm.patch_merger.weight")))
+
+
+def test_a_line_of_a_pixtral_ends_by_a_token_that_its_tokenizer_has(made: Callable[[str], Made], tmp_path: Path) -> None:
+    for file in made("pixtral").folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write_byte_tokenizer(tmp_path, ("[IMG]", "[IMG_END]"))
+    with pytest.raises(CheckpointError, match=r"has no \[IMG_BREAK\]"):
+        written(tmp_path, tmp_path / "m.gguf")
 
 
 QKV = "v.blk.1.attn_qkv.weight"
@@ -317,6 +333,7 @@ class TextPart:
 TEXTS: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
     "qwen2-vl": ("qwen2vl", nothing), "qwen2.5-vl": ("qwen2vl", nothing), "qwen3-vl": ("qwen3vl", nothing),
     "qwen3.5": ("qwen35", delta), "gemma3": ("gemma3", gemma3), "mistral3": ("llama", window),
+    "pixtral": ("llama", window),
     "smolvlm": ("llama", nothing), "lfm2-vl": ("lfm2", taps),
 }  # fmt: skip
 

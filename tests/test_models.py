@@ -67,6 +67,7 @@ from transformers import (
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
+    LlavaConfig,
     MellumConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
@@ -795,6 +796,10 @@ SEEING: dict[str, Any] = {
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
         image_token_index=512,
+    ),
+    "pixtral": LlavaConfig(
+        text_config=CASES["mistral, window"].to_dict(), vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
+        image_token_index=512, vision_feature_layer=-1, vision_feature_select_strategy="full",
     ),
     "mistral4": Mistral3Config(
         text_config=CASES["mistral4, 3 of 5 and shared"].to_dict(), image_token_index=512,

@@ -66,6 +66,10 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("Mistral3", {
         "text_config": TEXT | {"model_type": "mistral", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
     }),
+    "pixtral": ("Llava", {
+        "text_config": TEXT | {"model_type": "mistral"}, "vision_config": PIXTRAL | {"patch_size": 8},
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+    }),
     "lighton_ocr": ("LightOnOcr", {
         "text_config": TEXT | {"model_type": "qwen3", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
     }),
@@ -149,8 +153,9 @@ def make(name: str, folder: Path) -> Made:
         with torch.no_grad():
             if name == "gemma3":
                 return model.model.get_image_features(given["pixel_values"]).pooler_output[0], []
-            if name in ("mistral3", "lighton_ocr"):
-                return model.model.get_image_features(given["pixel_values"], given["image_sizes"]).pooler_output[0], []
+            if name in ("mistral3", "lighton_ocr", "pixtral"):
+                seen = {key: given[key] for key in ("pixel_values", "image_sizes")}
+                return model.model.get_image_features(**seen).pooler_output[0], []
             if name == "paddleocr":
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
@@ -169,7 +174,7 @@ def image_processor(name: str) -> Any:
         from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 
         return PaddleOCRVLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
-    if name in ("mistral3", "lighton_ocr"):
+    if name in ("mistral3", "lighton_ocr", "pixtral"):
         from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
         return PixtralImageProcessorPil(patch_size={"height": CELL, "width": CELL}, size={"longest_edge": 64})
@@ -273,6 +278,7 @@ PREFIXES = {
         ("vision_tower.", "model.vision_tower.vision_model."),
     ],
     "mistral3": [("vision_tower.", "model.vision_tower.")],
+    "pixtral": [("vision_tower.", "model.vision_tower.")],
     "glm4v": [("model.visual.", "visual.")],
     "glm_ocr": [("model.visual.", "visual.")],
     "paddleocr": [("visual.", "model.visual."), ("mlp_AR.", "model.projector.")],

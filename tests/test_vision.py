@@ -23,6 +23,7 @@ from transformers import (
     Lfm2VlConfig,
     LightOnOcrConfig,
     LlamaConfig,
+    LlavaConfig,
     Mistral3Config,
     PaddleOCRVLConfig,
     Qwen2_5_VLConfig,
@@ -89,6 +90,11 @@ MODELS: dict[str, Any] = {
     ),
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
+        vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 4, "image_size": 64},
+    ),
+    "pixtral": LlavaConfig(
+        text_config=CASES["mistral, window"].to_dict(), image_token_index=512, vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
         vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 4, "image_size": 64},
     ),
     "glm4v": Glm4vConfig(
@@ -159,7 +165,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
     is_image = (ids == token).int()
     if model.config.model_type == "gemma3":
         return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_image}
-    if model.config.model_type in ("mistral3", "lighton_ocr"):
+    if model.config.model_type in ("mistral3", "lighton_ocr", "llava"):
         sizes = torch.tensor([[each.image.height, each.image.width] for each in prompt.images])
         whole = torch.zeros(len(values), 3, *sizes.max(0).values.tolist())
         for each, value in zip(whole, values, strict=True):

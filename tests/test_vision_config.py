@@ -101,6 +101,14 @@ MISTRAL_IMAGES = {
     **CLIP, "do_resize": True, "patch_size": 14, "image_processor_type": "PixtralImageProcessor", "resample": 3,
     "rescale_factor": 0.00392156862745098, "size": {"longest_edge": 1540},
 }  # fmt: skip
+PIXTRAL = {
+    "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 10, "model_type": "llava",
+    "projector_hidden_act": "gelu", "text_config": {"hidden_size": 5120, "model_type": "mistral", "rms_norm_eps": 1e-05},
+    "vision_config": {"head_dim": 64, "hidden_act": "silu", "image_size": 1024, "model_type": "pixtral", "patch_size": 16,
+                      "rope_theta": 10000.0},
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+}  # fmt: skip
+"""Of mistral-community/pixtral-12b."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3_VL_4B,
     "qwen3_5": QWEN3_5_27B,
@@ -108,10 +116,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2_VL_2B,
     "gemma3": GEMMA3_4B,
     "mistral3": MISTRAL_SMALL,
+    "pixtral": PIXTRAL,
 }
 IMAGES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3_IMAGES, "qwen3_5": QWEN3_IMAGES, "qwen2_5": QWEN2_IMAGES, "qwen2": QWEN2_IMAGES, "gemma3": GEMMA3_IMAGES,
-    "mistral3": MISTRAL_IMAGES,
+    "mistral3": MISTRAL_IMAGES, "pixtral": MISTRAL_IMAGES | {"patch_size": 16, "size": {"longest_edge": 1024}},
 }  # fmt: skip
 
 MERGER: dict[str, Any] = {"merge": 2, "num_heads": 16, "eps": 1e-6, "projector": "merger", "projector_eps": 1e-6,
@@ -164,6 +173,16 @@ SPECS = {
             theta=1e4, dealt=True, pre_norm=True,
         ),
         SizeRule("longest", 28, longest_side=1540),
+        ImageTokens("[IMG]", "[IMG]", line_end="[IMG_BREAK]", last_end="[IMG_END]"),
+        *CLIP_COLOURS,
+    ),
+    "pixtral": VisionSpec(
+        TowerSpec(
+            patch_size=16, merge=1, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096, out_size=5120,
+            activation="silu", norm="rms", eps=1e-5, projector="joined", projector_eps=0.0, projector_size=5120,
+            projector_bias=True, gated=True, bias=False, theta=1e4, dealt=True, pre_norm=True,
+        ),
+        SizeRule("longest", 16, longest_side=1024),
         ImageTokens("[IMG]", "[IMG]", line_end="[IMG_BREAK]", last_end="[IMG_END]"),
         *CLIP_COLOURS,
     ),
@@ -375,6 +394,11 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     ("mistral3", {"vision_feature_layer": [-1, -2]}, {}),
     ("mistral3", {"projector_hidden_act": "silu"}, {}),
     ("mistral3", {"multimodal_projector_bias": True}, {}),
+    ("pixtral", {"vision_config": {"model_type": "clip_vision_model"}}, {}),
+    ("pixtral", {"vision_feature_layer": -2}, {}),
+    ("pixtral", {"vision_feature_layer": None}, {}),
+    ("pixtral", {"vision_feature_select_strategy": "default"}, {}),
+    ("pixtral", {"projector_hidden_act": "silu"}, {}),
 ])  # fmt: skip
 def test_what_no_tower_here_can_be_is_told(name: str, change: dict[str, Any], images: Any, tmp_path: Path) -> None:
     config = CONFIGS[name] | change

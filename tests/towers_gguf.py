@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
     "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
-    "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
+    "Llava": "pixtral", "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
@@ -116,8 +116,8 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
                      "clip.vision.image_min_pixels": size["shortest_edge"],
                      "clip.vision.image_max_pixels": size["longest_edge"],
                      "clip.vision.image_size": int(size["longest_edge"] ** 0.5)}  # fmt: skip
-        case "Mistral3" | "LightOnOcr":
-            keys |= {f"clip.use_{vision['hidden_act']}": True, "clip.vision.spatial_merge_size": config["spatial_merge_size"],
+        case "Mistral3" | "LightOnOcr" | "Llava":
+            keys |= {f"clip.use_{vision['hidden_act']}": True, "clip.vision.spatial_merge_size": config.get("spatial_merge_size"),
                      "clip.vision.attention.layer_norm_epsilon": 1e-5}  # fmt: skip
     return keys
 
@@ -128,6 +128,9 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
     for theirs, numbers in load_file(folder / "model.safetensors").items():
         key = theirs.removeprefix("model.")
         key = key.replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
+        if MERGERS[name] == "pixtral" and key.endswith("embed_tokens.weight") and (folder / "tokenizer.json").exists():
+            words = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+            yield "v.token_embd.img_break", numbers[next(word["id"] for word in words if word["content"] == "[IMG_BREAK]")]
         if not key.startswith(SEEING) or ".head." in key:
             continue
         if name == "Gemma3":
@@ -163,7 +166,7 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
             for part, rows in zip("qkv", np.split(numbers, 3), strict=True):
                 yield names.get_name(key.replace("qkv", part), (".weight", ".bias")), rows
         else:
-            if name in ("Mistral3", "LightOnOcr") and ("q_proj" in key or "k_proj" in key):
+            if name in ("Mistral3", "LightOnOcr", "Llava") and ("q_proj" in key or "k_proj" in key):
                 heads = vision["num_attention_heads"]
                 numbers = numbers.reshape(heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
             yield names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(numbers)

@@ -209,7 +209,8 @@ class TowerSpec:
     Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of
     out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP,
     down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, if
-    qkv_bias of queries, keys and values, too; patch_bias of the patches'. positions: a learned table of so many rows, a
+    qkv_bias of queries, keys and values, too; patch_bias of the patches'; projector_bias of the two layers of "joined".
+    positions: a learned table of so many rows, a
     square that is stretched to an image's grid; 0: none. lead: in front of all patches is a row, the same for all images,
     with a position in front of theirs; it is left out in the end (ViT's class token). stretch: how; see `Stretch`. by_axis:
     two tables of so many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in
@@ -247,6 +248,7 @@ class TowerSpec:
     bias: bool = True
     qkv_bias: bool = True
     patch_bias: bool = False
+    projector_bias: bool = False
     positions: int = 0
     lead: bool = False
     stretch: Stretch = "corners"

@@ -37,10 +37,10 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return keys if own is None else {**keys, "attention.temperature_scale": own.scale}
 
 
-def _mistral_text(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    kind = read.text("model_type", "mistral")
+def _mistral_text(spec: ModelSpec, read: ConfigReader, name: str = "Mistral 3", usual: str = "mistral") -> ModelSpec:
+    kind = read.text("model_type", usual)
     if kind != "mistral":
-        raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a Mistral 3", ANOTHER)
+        raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a {name}", ANOTHER)
     return spec
 
 
@@ -63,7 +63,9 @@ def _latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {**latent_keys(spec), **grown}
 
 
-MISTRAL3 = Family("mistral3", has_window=True, interleaved_gguf=True, hf=_mistral_text, gguf_keys=None)
+MISTRAL3 = Family("mistral3", gguf_name="llama", has_window=True, interleaved_gguf=True, hf=_mistral_text)
+LLAVA = replace(MISTRAL3, name="llava", hf=lambda spec, read: _mistral_text(spec, read, "LLaVA", "llama"))
+"""Of these it is Pixtral 12B that is known."""
 MINISTRAL3 = Family(
     "mistral3",
     has_window=True,

@@ -64,7 +64,7 @@ from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
-from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3, MISTRAL4
+from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import NOMIC_BERT
@@ -160,6 +160,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2VlForConditionalGeneration": LFM2,
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
+    "LlavaForConditionalGeneration": LLAVA,
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,

@@ -236,8 +236,9 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
             return shapes
         if spec.projector_eps:
             norm("projector.norm", joined, kind="layer")
-        matrix("projector.up", spec.projector_size, joined)
-        matrix("projector.down", spec.out_size, spec.projector_size)
+        bias = spec.bias or spec.projector_bias
+        matrix("projector.up", spec.projector_size, joined, bias)
+        matrix("projector.down", spec.out_size, spec.projector_size, bias)
         return shapes
     if spec.projector == "gated":
         matrix("projector.join", spec.out_size, joined, bias=True)

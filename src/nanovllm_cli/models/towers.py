@@ -111,15 +111,34 @@ def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     return _pixtral(config, images, _MISTRAL_TOKENS, "gelu")
 
 
-def _pixtral(config: ConfigReader, images: ConfigReader, tokens: ImageTokens, activation: str) -> VisionSpec:
-    """activation: of a config that says nothing."""
+def _llava(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """A Pixtral: each patch is a token."""
+    vision_section(config, "pixtral")
+    usual = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+    config = ConfigReader({**usual, **config.values}, config.where)
+    check_only(config, vision_feature_select_strategy="full")
+    return _pixtral(config, images, _MISTRAL_TOKENS, "gelu", joins=False)
+
+
+def _pixtral(
+    config: ConfigReader, images: ConfigReader, tokens: ImageTokens, activation: str, *, joins: bool = True
+) -> VisionSpec:
+    """activation: of a config that says nothing. joins: cells of patches, into tokens."""
     vision = vision_section(config, "pixtral")
     hidden = vision.integer("hidden_size", 1024)
-    check_only(config, projector_hidden_act="gelu", multimodal_projector_bias=False, vision_feature_layer=-1)
+    check_only(config, projector_hidden_act="gelu", vision_feature_layer=-1)
     text = ConfigReader(text_config(config.values), config.where)
+    projector: dict[str, Any]
+    if joins:
+        check_only(config, multimodal_projector_bias=False)
+        projector = {"merge": config.integer("spatial_merge_size", 2), "projector": "patch_merger",
+                     "projector_eps": text.number("rms_norm_eps", 1e-5)}  # fmt: skip
+    else:
+        projector = {"merge": 1, "projector": "joined", "projector_eps": 0.0, "projector_size": text_width(config),
+                     "projector_bias": config.flag("multimodal_projector_bias", True)}  # fmt: skip
     tower = TowerSpec(
+        **projector,
         patch_size=vision.integer("patch_size", 14),
-        merge=config.integer("spatial_merge_size", 2),
         hidden_size=hidden,
         num_layers=depth_of(vision, "num_hidden_layers", 24),
         num_heads=heads_of(vision, "num_attention_heads", hidden, parts=4),
@@ -128,8 +147,6 @@ def _pixtral(config: ConfigReader, images: ConfigReader, tokens: ImageTokens, ac
         activation=activation_of(vision, activation),
         norm="rms",
         eps=1e-5,
-        projector="patch_merger",
-        projector_eps=text.number("rms_norm_eps", 1e-5),
         frames=0,
         gated=True,
         bias=False,
@@ -179,6 +196,7 @@ TOWERS: dict[str, TowerFamily] = {
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,
+    "LlavaForConditionalGeneration": TowerFamily(_llava, MISTRAL3_NAMES),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
     "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
-from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower import tower_shapes
 from nanovllm_cli.models.tower_configs import RESAMPLES, square
 from nanovllm_cli.models.towers import TOWERS
@@ -182,14 +181,16 @@ def _gemma4(given: Given) -> tuple[Config, Config]:
 
 
 def _pixtral(given: Given) -> tuple[Config, Config]:
-    if "mm.patch_merger.weight" not in given.shapes:
-        raise UnsupportedError(f"{given.read.where}: images of which each patch is a token are not supported", ANOTHER)
     act = given.vision["hidden_act"]
     vision = {**given.vision, "image_size": given.integer("image_size"), "model_type": "pixtral",
               "hidden_act": "gelu" if act == "gelu_pytorch_tanh" else act}  # fmt: skip
     out, _ = given.matrix("mm.2.weight")
-    text = {"hidden_size": out, "rms_norm_eps": _eps(given)}
-    return {"vision_config": vision, "text_config": text, "spatial_merge_size": given.integer("spatial_merge_size")}, {}
+    config: Config = {"vision_config": vision, "text_config": {"hidden_size": out, "rms_norm_eps": _eps(given)}}
+    if "mm.patch_merger.weight" in given.shapes:
+        return {**config, "spatial_merge_size": given.integer("spatial_merge_size")}, {}
+    own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+           "multimodal_projector_bias": "mm.1.bias" in given.shapes}  # fmt: skip
+    return {**config, **own, "architectures": ["LlavaForConditionalGeneration"]}, {}
 
 
 def _lighton(given: Given) -> tuple[Config, Config]:
@@ -283,7 +284,9 @@ PROJECTORS = {
     ),
     "gemma3": Projector("Gemma3ForConditionalGeneration", ("gemma3",), _gemma3, instead="<pad>"),  # as transformers does
     "gemma4v": Projector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4),
-    "pixtral": Projector("Mistral3ForConditionalGeneration", ("mistral3", "llama"), _pixtral),
+    "pixtral": Projector(
+        "Mistral3ForConditionalGeneration", ("mistral3", "llama"), _pixtral, also=("LlavaForConditionalGeneration",)
+    ),
     "lightonocr": Projector(
         "LightOnOCRForConditionalGeneration", ("qwen3",), _lighton, also=("LightOnOcrForConditionalGeneration",)
     ),

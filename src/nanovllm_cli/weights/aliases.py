@@ -257,6 +257,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "cwm": {"32b": "facebook/cwm"},
     "nemotron-mini": {"4b": "nvidia/Nemotron-Mini-4B-Instruct"},
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
+    "pixtral": {"12b": "mistral-community/pixtral-12b"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},
     "mistral-small4": {"119b": "mistralai/Mistral-Small-4-119B-2603"},

@@ -27,6 +27,8 @@ from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, g
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
 from nanovllm_cli.weights.gguf_writer import Header
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.tensor_names import names_of
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_whole, tower_parts
 
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
@@ -63,6 +65,8 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
+    if label == "pixtral":
+        steps.append(_line_end(source, spec))
     header = _header(spec, label, name, file_type(plain_type_of(steps)))
     _check(header, {info.name: info.shape for info in infos}, spec)
     return TowerFile(view, steps, header, frozenset(each for names in parts.values() for each in names), len(spec.tower.deep))
@@ -121,6 +125,16 @@ class _TowerView(CheckpointView):
         return ours == "projector.norm.weight" and self._spec.projector == "pooled"
 
 
+def _line_end(source: Checkpoint, spec: VisionSpec) -> Step:
+    """The row of the token behind an image's lines, which llama.cpp puts there itself."""
+    token = load_tokenizer(source).token_to_id(spec.tokens.line_end)
+    name = names_of(source)["embedding.weight"]
+    if token is None or not 0 <= token < source.info(name).shape[0]:
+        raise CheckpointError(f"{source.path}: its tokenizer has no {spec.tokens.line_end}", "take the publisher's own folder")
+    row = source.tensor(name, (token, token + 1))[0].to(torch.float32)
+    return Step("v.token_embd.img_break", None, tuple(row.shape), "-", 0, "F32", row.nbytes, value=row)
+
+
 def _projector(source: Checkpoint) -> tuple[str, Projector]:
     family = tower_family(source.config)
     for label, projector in PROJECTORS.items():
@@ -134,7 +148,7 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
     side = {"tiles": size.tile, "canvas": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
-    eps = tower.projector_eps if label == "pixtral" else tower.eps
+    eps = tower.projector_eps if label == "pixtral" and tower.projector_eps else tower.eps
     mean, std, where = list(spec.mean), list(spec.std), "clip.projector_type"
     if tower.projector == "scaled":  # which takes off a half and divides by one itself
         mean, std = [one - other for one, other in zip(mean, std, strict=True)], [2 * each for each in std]
@@ -150,7 +164,8 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
     if tower.activation != "quick_gelu":
         keys["clip.use_silu" if tower.activation == "silu" else "clip.use_gelu"] = True
     is_scale = tower.projector in ("pooled", "joined", "scaled")
-    keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
+    if label != "pixtral" or not is_scale:
+        keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
     if size.kind == "area":
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
     if size.kind == "tiles":
