@@ -15,7 +15,8 @@ from nanovllm_cli.text.reasoning import (
     reasoning_format,
     split,
 )
-from nanovllm_cli.text.reasoning_parsers import BlockParser, HarmonyParser, ReasoningParser, ReasoningSplitter
+from nanovllm_cli.text.reasoning_harmony import HarmonyParser
+from nanovllm_cli.text.reasoning_parsers import BlockParser, ReasoningParser, ReasoningSplitter
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 

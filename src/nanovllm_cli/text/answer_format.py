@@ -20,7 +20,8 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import ASR, FORMATS, ReasoningFormat, prompt_opens_reasoning, reasoning_format
-from nanovllm_cli.text.reasoning_parsers import HarmonyParser, HarmonyPiece, ReasoningSplitter, harmony_parser
+from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, harmony_parser
+from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
 from nanovllm_cli.text.tool_formats import ToolFormat, read_plain, tool_format, tool_format_named
@@ -115,8 +116,9 @@ class AnswerFormat:
             read = self.tools.reader(tools, hidden, kept, starts_kept=inside)
         else:
             read = read_plain(hidden)
+        openers, within = (self.tools.openers, self.tools.in_reasoning) if tools else ((), "")
         return SplittingParser(
-            known.parser(prompt_tail, calls=self.tools.openers if tools else ()) if known and splits_reasoning else None,
+            known.parser(prompt_tail, calls=openers, ends=within) if known is not None and splits_reasoning else None,
             CallStream(read, whole=whole_calls, single=not parallel, hidden=hidden, id_chars=self.tools.id_chars),
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.constraint import ReasoningPhase
+from nanovllm_cli.text.reasoning_harmony import harmony_channel, harmony_parser
 from nanovllm_cli.text.reasoning_parsers import (
     BlockParser,
     ReasoningDelta,
@@ -18,8 +19,6 @@ from nanovllm_cli.text.reasoning_parsers import (
     ReasoningSplitter,
     Wrap,
     WrappedParser,
-    harmony_channel,
-    harmony_parser,
 )
 
 if TYPE_CHECKING:
@@ -45,16 +44,18 @@ class ReasoningFormat:
     signs: tuple[tuple[str, ...], ...] = ()
     begins: str = ""
 
-    def parser(self, prompt: str = "", *, is_inside: bool = False, calls: tuple[str, ...] = ()) -> ReasoningSplitter:
-        """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning. calls: what
-        begins a tool call in it."""
+    def parser(
+        self, prompt: str = "", *, is_inside: bool = False, calls: tuple[str, ...] = (), ends: str = ""
+    ) -> ReasoningSplitter:
+        """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning. calls, ends: see
+        `ReasoningParser`."""
         if self.name == "harmony":
             return harmony_parser(prompt)
         inside = is_inside or prompt_opens_reasoning(prompt, self)
         if self.anywhere:
             return BlockParser(self.open, self.close, marker=self.visible[0], starts_inside=inside)
         after = not inside and prompt.rstrip().endswith(self.close)
-        parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after, calls=calls)
+        parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after, calls=calls, ends=ends)
         return parser if self.wrap is None else WrappedParser(parser, self.wrap)
 
     def is_of(self, template_source: str) -> bool:

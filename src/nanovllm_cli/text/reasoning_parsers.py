@@ -48,21 +48,24 @@ class ReasoningParser:
         starts_inside: bool = False,
         starts_after: bool = False,
         calls: tuple[str, ...] = (),
+        ends: str = "",
     ) -> None:
         """starts_inside: the prompt opened the block. starts_after: it closed it, too. calls: what begins a tool call, which a
-        closing tag behind it is part of."""
+        closing tag behind it is part of. ends: what begins one in reasoning, too, where nothing closes that any more."""
         self._open, self._close, self._calls = open, close, calls
+        self._turns = (close, ends) if ends else (close,)
         self._state = "inside" if starts_inside else "content" if starts_after else "before"
         self._seen_block = starts_after
         self._may_repeat = starts_inside  # a model may write the tag that the prompt wrote once more
         self._trim = True  # white space at the beginning of a part is the tag's, not the part's
         self._held = ""  # perhaps the beginning of a tag
         self._space = Pieces()  # white space whose side is not known yet
+        self._call = Pieces()  # inside of reasoning
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the text that are not decided."""
-        return len(self._held) + self._space.size
+        return len(self._held) + self._space.size + self._call.size
 
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
@@ -72,6 +75,9 @@ class ReasoningParser:
             held = self._before(held)
         if self._state == "inside":
             reasoning, held = self._inside(held)
+        if self._state == "call":
+            more, held = self._in_call(held)
+            reasoning += more
         if self._state == "content":
             content = self._content(held)
         return ReasoningDelta(reasoning, content)
@@ -81,6 +87,8 @@ class ReasoningParser:
         held, self._held = self._held, ""
         if self._state == "inside":
             return ReasoningDelta(self._reason(held), "")
+        if self._state == "call":
+            return ReasoningDelta("", str(self._call) + held)
         if self._state == "before":
             held = str(self._space) + held
         return ReasoningDelta("", self._trimmed(held) if self._state == "content" else held)
@@ -107,14 +115,32 @@ class ReasoningParser:
                 self._held = start
                 return "", ""
             text, self._may_repeat = start.removeprefix(self._open), False
+        found = [place for tag in self._turns if (place := text.find(tag)) >= 0]
+        cut = min(found, default=len(text) - max(overlap(text, tag) for tag in self._turns))
+        reasoning, text = self._reason(text[:cut]), text[cut:]
+        if not found:
+            self._held = text
+            return reasoning, ""
+        if text.startswith(self._close):
+            return reasoning, self._closed(text)
+        self._state = "call"
+        return reasoning, text
+
+    def _in_call(self, text: str) -> tuple[str, str]:
+        """As `_inside`: what looks like a call was reasoning if that is closed behind it."""
         at = text.find(self._close)
         if at < 0:
             cut = len(text) - overlap(text, self._close)
+            self._call.add(text[:cut])
             self._held = text[cut:]
-            return self._reason(text[:cut]), ""
-        reasoning = self._reason(text[:at])
+            return "", ""
+        reasoning, self._call = self._reason(str(self._call) + text[:at]), Pieces()
+        return reasoning, self._closed(text[at:])
+
+    def _closed(self, text: str) -> str:
+        """What is behind the closing tag."""
         self._state, self._seen_block, self._trim, self._space = "content", True, True, Pieces()
-        return reasoning, text[at + len(self._close) :]
+        return text.removeprefix(self._close)
 
     def _content(self, text: str) -> str:
         if self._seen_block:
@@ -214,86 +240,6 @@ class BlockParser:
             given[self._inside] += (str(self._space), kept)
             self._has_given[self._inside], self._space = True, Pieces()
         self._space.add(text[len(kept) :])
-
-
-class HarmonyPiece(NamedTuple):
-    """A piece of a message. kind: analysis, content, or what is sent to a tool: "call header", "call", "call end"."""
-
-    kind: str
-    text: str
-
-
-class HarmonyParser:
-    """The channels of gpt-oss: `analysis` is reasoning, `final` and spoken `commentary` are content.
-
-    Messages to a tool (`to=…` in the header) pass into the content unchanged, markers included; `pieces` tells them apart.
-    """
-
-    _MAX_HEADER = 4096
-
-    def __init__(self, starts_in: str = "") -> None:
-        """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
-        self._channel = starts_in or "header"
-        self._held = ""
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
-        return len(self._held)
-
-    def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
-        return _split_pieces(self.pieces(text))
-
-    def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. A header without a message is nothing."""
-        return _split_pieces(self.last_pieces())
-
-    def pieces(self, text: str) -> list[HarmonyPiece]:
-        """The same as `push`, message by message."""
-        text, position = self._held + text, 0
-        found: list[HarmonyPiece] = []
-        while position < len(text):
-            if self._channel == "header":
-                end = text.find("<|message|>", position, position + self._MAX_HEADER)
-                if end < 0:
-                    if len(text) - position <= self._MAX_HEADER:
-                        break
-                    # No header, but a model out of its format: a mark that it begins with is text, too.
-                    self._channel = "final"
-                    found.append(HarmonyPiece(self._kind, text[position]))
-                    position += 1
-                    continue
-                end += len("<|message|>")
-                self._channel = _channel_of(text[position:end])
-                if self._channel == "tool":
-                    found.append(HarmonyPiece("call header", text[position:end]))
-                position = end
-                continue
-            match = _HARMONY_END.search(text, position)
-            end = match.start() if match else len(text) - _longest_overlap(text, position)
-            found.append(HarmonyPiece(self._kind, text[position:end]))
-            position = end
-            if match is None:
-                break
-            if self._channel == "tool":
-                found.append(HarmonyPiece("call end", match.group()))
-            if match.group() not in ("<|start|>", "<|channel|>"):
-                position = match.end()
-            self._channel = "header"
-        self._held = text[position:]
-        return found
-
-    def last_pieces(self) -> list[HarmonyPiece]:
-        """The same as `finish`."""
-        held, self._held = self._held, ""
-        if self._channel == "header":
-            return [] if held.startswith("<|") else [HarmonyPiece("content", held)]
-        return [HarmonyPiece(self._kind, held)]
-
-    @property
-    def _kind(self) -> str:
-        return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
 
 
 class Wrap(NamedTuple):
@@ -405,45 +351,9 @@ class WrappedParser:
         return ReasoningDelta(reasoning, self._unwrapper.push(content) + self._unwrapper.finish())
 
 
-def harmony_parser(prompt: str = "") -> HarmonyParser:
-    """A parser of gpt-oss's channels for the answer to a rendered prompt."""
-    return HarmonyParser(starts_in=harmony_channel(prompt))
-
-
-def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
-    return ReasoningDelta(
-        "".join(text for kind, text in pieces if kind == "analysis"),
-        "".join(text for kind, text in pieces if kind != "analysis"),
-    )
-
-
 def overlap(text: str, tag: str) -> int:
     """How many characters at the end of `text` are a beginning of `tag`, short of all of it."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
             return size
     return 0
-
-
-_HARMONY_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-_HARMONY_END = re.compile("|".join(map(re.escape, _HARMONY_MARKS)))
-
-
-def _longest_overlap(text: str, position: int) -> int:
-    tail = text[max(position, len(text) - 16) :]
-    return max(overlap(tail, mark) for mark in _HARMONY_MARKS)
-
-
-def _channel_of(header: str) -> str:
-    """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
-    name = header.rpartition("<|channel|>")[2].partition("<|message|>")[0].split() if "<|channel|>" in header else []
-    if " to=" in header.replace(" to=assistant", ""):  # a model's slip, and no tool
-        return "tool"
-    return name[0] if name else "final"
-
-
-def harmony_channel(prompt: str) -> str:
-    """The channel that the end of a prompt has opened, or nothing."""
-    start = prompt.rfind("<|start|>")
-    tail = prompt[start:] if start >= 0 else ""
-    return _channel_of(tail) if tail.endswith("<|message|>") else ""

@@ -70,7 +70,8 @@ class ToolFormat:
 
     signs: a chat template with all of one of these writes it. section: reads what follows an opener. grammar: of calls that
     must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
-    that says nothing, of a model whose vocabulary has the opener as a special token.
+    that says nothing, of a model whose vocabulary has the opener as a special token. in_reasoning: what begins a call where its
+    models forget to close their reasoning.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ToolFormat:
     bare: bool = False
     id_chars: int = 24
     by_token: bool = False
+    in_reasoning: str = ""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -220,6 +222,7 @@ FORMATS: tuple[ToolFormat, ...] = (
             "<tool_call>",
             between=(LINE, "<tool_call>"),
         ),
+        in_reasoning="<tool_call>\n<function=",
     ),
     ToolFormat(
         "minimax",
@@ -258,6 +261,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
         tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, read_kimi),
         CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
+        in_reasoning=KIMI_BEGIN,
     ),
     ToolFormat(
         "apertus",

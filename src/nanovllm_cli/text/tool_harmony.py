@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm_cli.text.reasoning_parsers import HarmonyPiece
+from nanovllm_cli.text.reasoning_harmony import HarmonyPiece
 from nanovllm_cli.text.tool_calls import joined_calls
 from nanovllm_cli.text.tool_json import read_named_call
 from nanovllm_cli.text.tool_stream import CallStream, Found, Reader, Reading
