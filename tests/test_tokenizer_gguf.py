@@ -291,6 +291,20 @@ def test_gemma4_keeps_runs_of_newlines_whole_without_merges_for_them(tmp_path: P
         assert [tokenizer.id_to_token(i) for i in ids] == ["a", "\n" * length, "b"]
 
 
+@pytest.mark.parametrize(("name", "runs"), [("granite-embed-multi-311m", True), ("sarvam-moe", False)])
+def test_names_of_other_vocabularies_of_raw_characters(name: str, runs: bool, tmp_path: Path) -> None:
+    """Granite's multilingual embedder and Sarvam have Gemma's kind under the name of GPT-2's."""
+    fields = gguf_vocabulary(tmp_path, gemma4_folder(tmp_path, bos=True)).fields
+    words = [merge for merge in fields["tokenizer.ggml.merges"] if "\n" not in merge]
+    fields |= {"tokenizer.ggml.merges": words, "tokenizer.ggml.add_bos_token": False}
+    gemma = Tokenizer.from_gguf(fields)
+    named = Tokenizer.from_gguf({**fields, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name})
+    ids = named.encode("ab \u00e9b  a")
+    assert gemma.encode("ab \u00e9b  a") == [gemma.prefix_ids[0], *ids]
+    assert named.decode(ids) == "ab \u00e9b  a"
+    assert named.encode("\n\n") == [named.token_to_id(each) for each in (["\n\n"] if runs else ["\n", "\n"])]
+
+
 def test_every_known_pre_tokenizer_compiles_and_keeps_the_text() -> None:
     text = "I'm here, 12345 'LL\u017f  \n\n \u00c4pfel\u4f60\u597d \u0e01 1,2; FooBar\tx  "
     with pytest.raises(UnsupportedError) as caught:

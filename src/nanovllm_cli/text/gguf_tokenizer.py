@@ -27,6 +27,8 @@ _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _MAX_TEMPLATES = 32
 _MAX_NEWLINES = 64
+_OF_CHARACTERS = {"granite-embed-multi-311m": True, "sarvam-moe": False}
+"""Whose runs of newlines stay whole, where they are tokens."""
 
 
 def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
@@ -155,23 +157,35 @@ def _t5(fields: _Fields) -> TokenizerParts:
 
 
 def _gpt2(fields: _Fields) -> TokenizerParts:
+    """Some of the names are of vocabularies of raw characters, as Gemma 4's."""
     name = fields.text("pre", "default") or "default"
-    rule = pre_tokenization(name)
-    backend = rule.backend(fields.ids, fields.merges())
     bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
-    around = fields.around(bos, eos, add_bos=rule.add_bos, add_sep=name in PARTED_TWICE)
+    if name in _OF_CHARACTERS:
+        backend, adds_bos = _of_characters(fields, runs=_OF_CHARACTERS[name]), False
+    else:
+        rule = pre_tokenization(name)
+        backend, adds_bos = rule.backend(fields.ids, fields.merges()), rule.add_bos
+    around = fields.around(bos, eos, add_bos=adds_bos, add_sep=name in PARTED_TWICE)
     return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), *around)
 
 
 def _gemma4(fields: _Fields) -> TokenizerParts:
-    """Merges over raw characters, spaces made visible, cut only at runs of newlines; unknown characters as bytes. A run that is a
-    token stays whole, whether the file has merges for it or not."""
+    backend = _of_characters(fields, runs=True)
+    bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
+    _, suffix, between = fields.around(bos, eos, add_bos=True)
+    prefix = () if bos is None else (bos,)
+    return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), prefix, suffix, between)
+
+
+def _of_characters(fields: _Fields, *, runs: bool) -> tokenizers.Tokenizer:
+    """Merges over raw characters, spaces made visible, cut only at runs of newlines; unknown characters as bytes. runs: one that
+    is a token stays whole, whether the file has merges for it or not."""
     unknown = fields.token_id("unknown_token_id")
     merges = fields.merges()
     listed = {pair for pair in merges if not pair[0].strip("\n")}
     model = models.BPE(
         fields.ids,
-        merges + [pair for pair in _newline_merges(fields.ids) if pair not in listed],
+        merges + [pair for pair in (_newline_merges(fields.ids) if runs else ()) if pair not in listed],
         byte_fallback=True,
         fuse_unk=True,
         unk_token=None if unknown is None else fields.tokens[unknown],
@@ -180,9 +194,7 @@ def _gemma4(fields: _Fields) -> TokenizerParts:
     backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
     backend.pre_tokenizer = pre_tokenizers.Split(TokenizerRegex(r"[^\n]+|[\n]+"), behavior="isolated")
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
-    _, suffix, between = fields.around(bos, eos, add_bos=True)
-    return TokenizerParts(backend, bos, eos, None, unknown, () if bos is None else (bos,), suffix, between)
+    return backend
 
 
 def _newline_merges(ids: Mapping[str, int]) -> list[tuple[str, str]]:

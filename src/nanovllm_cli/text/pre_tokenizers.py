@@ -168,9 +168,12 @@ def _table() -> dict[str, PreTokenization]:
         rules.update(dict.fromkeys(names.split(), rule))
 
     add("default", *_DEFAULT)
-    add("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", _LLAMA3, ignore_merges=True, add_bos=True)
+    of_llama3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+    add(of_llama3, _LLAMA3, ignore_merges=True, add_bos=True)
     add("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3)
-    add("qwen2 megrez", _QWEN2, nfc=True)
+    add("glm5", _LLAMA3, ignore_merges=True)
+    add("qwen2 megrez f2llmv2", _QWEN2, nfc=True)
+    add("laguna", r"[^\n]+|[\n]+", _QWEN2)
     add("qwen35", _QWEN35, nfc=True)
     add("deepseek-r1-qwen stablelm2 hunyuan solar-open grok-2 kormo", _QWEN2)
     add("deepseek-llm", *_DEEPSEEK_LLM)
@@ -185,6 +188,7 @@ def _table() -> dict[str, PreTokenization]:
     add("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", *_DIGITS_GPT2)
     add("tekken", _cased_words(r"\p{N}", contraction=""), ignore_merges=True, add_bos=True)
     add("gpt-4o llama4 kanana2 minimax-m2", _cased_words(r"\p{N}{1,3}"))
+    add("granite-embed-multi-97m", _cased_words(r"\p{N}{1,3}"), ignore_merges=True)
     add("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", _cased_words(r"\p{N}{1,3}"))
     add("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))")
     add("bloom gpt3-finnish poro-chat", _BLOOM)
