@@ -1,16 +1,19 @@
 """nomic-bert (Nussbaum et al. 2024; nomic-embed-text 1 and 1.5): BERT with rotary positions, gated MLPs, and no biases but its
-norms'. Its configs have GPT-2's keys, or since transformers knows it the usual ones.
+norms'. Its configs have GPT-2's keys, or since transformers knows it the usual ones. Version 2, of which GGUF files are read, has
+biases, MLPs without a gate, and in every second layer experts instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import EntrySpec, ModelSpec
-from nanovllm_cli.models.bert import GGUF_ENTRY, encoder
+from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.models.bert import GGUF_ENTRY, LONE, encoder
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
 
 _KEYS = {
@@ -39,7 +42,8 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     others = [name for name, usual in _OTHERWISE.items() if read.flag(name, usual) is not usual]
     others += [name for name in ("num_experts", "rotary_emb_scale_base", "rotary_scaling_factor") if read.values.get(name)]
     if others:
-        raise UnsupportedError(f"a nomic-bert with {', '.join(others)} is not supported", ANOTHER)
+        hint = "of those with experts GGUF files are read" if read.values.get("num_experts") else ANOTHER
+        raise UnsupportedError(f"a nomic-bert with {', '.join(others)} is not supported", hint)
     return encoder(spec, EntrySpec(spec.norm, segments=read.integer("type_vocab_size", 2, least=0)))
 
 
@@ -72,4 +76,25 @@ NOMIC_BERT = Family(
     gguf_names=GGUF_ENTRY,
     hf=_from_hf,
     gguf=_from_gguf,
+)
+
+
+def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """Its experts have no biases, and a token's weights are shares of all."""
+
+    def own(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        return replace(mlp, expert=replace(mlp.expert, bias=False)) if isinstance(mlp, MoESpec) else mlp
+
+    return _from_gguf(spec.each_mlp(own), read, key)
+
+
+NOMIC_BERT_MOE = replace(
+    NOMIC_BERT,
+    name="nomic_bert_moe",
+    gguf_name="nomic-bert-moe",
+    qkv_bias=True,
+    ungated=LONE,
+    gguf_activation="lone_gelu",
+    experts=ExpertKeys(("num_experts",), "intermediate_size", False, taken="moe_top_k", norm_in_gguf=True),
+    gguf=_moe_from_gguf,
 )
