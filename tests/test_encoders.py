@@ -271,7 +271,7 @@ def test_other_kinds_are_refused_by_name(name: str) -> None:
         hf_family({"architectures": [name]})
 
 
-@pytest.mark.parametrize("name", ["jina-bert-v3", "neo-bert", "t5encoder"])
+@pytest.mark.parametrize("name", ["neo-bert", "t5encoder"])
 def test_so_are_their_files(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name}: this kind of attention in both directions"):
         gguf_family({"general.architecture": name})

@@ -1,6 +1,6 @@
 """nomic-bert (Nussbaum et al. 2024; nomic-embed-text 1 and 1.5): BERT with rotary positions, gated MLPs, and no biases but its
 norms'. Its configs have GPT-2's keys, or since transformers knows it the usual ones. Version 2, of which GGUF files are read, has
-biases, MLPs without a gate, and in every second layer experts instead.
+biases, MLPs without a gate, and in every second layer experts instead; Jina's third BERT is the same without these.
 """
 
 from __future__ import annotations
@@ -98,3 +98,5 @@ NOMIC_BERT_MOE = replace(
     experts=ExpertKeys(("num_experts",), "intermediate_size", False, taken="moe_top_k", norm_in_gguf=True),
     gguf=_moe_from_gguf,
 )
+JINA_BERT_3 = replace(NOMIC_BERT_MOE, name="jina_bert_v3", gguf_name="jina-bert-v3", experts=None, gguf=_from_gguf)
+"""Its adapters are files of their own."""

@@ -67,7 +67,7 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
-from nanovllm_cli.models.nomic import NOMIC_BERT, NOMIC_BERT_MOE
+from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI, PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -280,6 +280,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "jina-bert-v2": JINA_BERT,
     "modern-bert": MODERNBERT,
     "nomic-bert": NOMIC_BERT,
+    "jina-bert-v3": JINA_BERT_3,
     "nomic-bert-moe": NOMIC_BERT_MOE,
     "chatglm": GLM,
     "exaone": EXAONE,
