@@ -3,6 +3,7 @@ rules make of the same model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from transformers import AutoModelForImageTextToText, Gemma3Config
+from transformers import AutoModelForImageTextToText, ExaoneConfig, Gemma3Config
 
 from engines import SMALL, random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
@@ -98,6 +99,17 @@ def test_granite_4_becomes_a_granite_to_llama_cpp(tmp_path: Path) -> None:
     folder = save(random_model(with_tokenizer(TEXTS["granite 4, all attention"])), tmp_path / "folder")
     make_gguf(folder, tmp_path / "made.gguf")
     assert fields(tmp_path / "made.gguf")["general.architecture"] == "granite"
+    same(folder, tmp_path / "made.gguf")
+
+
+def test_of_an_exaone_nothing_gets_lost(tmp_path: Path) -> None:
+    """Nor its layers' number, which its publisher's folders have by another name."""
+    folder = save(random_model(with_tokenizer(ExaoneConfig(**SMALL))), tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_layers"] = config.pop("num_hidden_layers", SMALL["num_hidden_layers"])
+    (folder / "config.json").write_text(json.dumps(config))
+    assert make_gguf(folder, tmp_path / "made.gguf") == []
+    assert fields(tmp_path / "made.gguf")["general.architecture"] == "exaone"
     same(folder, tmp_path / "made.gguf")
 
 

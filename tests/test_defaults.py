@@ -33,7 +33,10 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "GPTNeoXForCausalLM": {"mlp_bias"},
     "HunYuanMoEV1ForCausalLM": {"num_shared_expert"},
     "LightOnOcrForConditionalGeneration": {"max_position_embeddings"},  # of a config without a part for texts
+    "LlavaForConditionalGeneration": {"max_position_embeddings", "num_key_value_heads", "sliding_window"},  # those of a Mistral
+    "Mistral3ForConditionalGeneration": {"sliding_window"},  # a text_config's, not that of none
     "Mistral4ForCausalLM": {"head_dim"},  # the turned part
+    "NemotronForCausalLM": {"layer_norm_eps"},  # by another name of the same
     "Qwen3_5MoeForCausalLM": {"intermediate_size"},
     "Qwen3_5MoeForConditionalGeneration": {"intermediate_size"},
     "SolarOpenForCausalLM": {"intermediate_size"},
@@ -80,7 +83,8 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
 
 NO_SPEC = {  # whose defaults alone are no model, or of no model that is published
     "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration",
-    "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration",
+    "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
 }  # fmt: skip
 OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default
 
@@ -112,7 +116,10 @@ FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do 
 }
 
 
-@pytest.mark.parametrize("architecture", [each for each in (*TOWERS, *EARS) if each != "InternVLChatModel"])  # which it lacks
+OTHER_TOWERS = {"InternVLChatModel", "LlavaForConditionalGeneration"}  # transformers lacks it; it sees by a CLIP there
+
+
+@pytest.mark.parametrize("architecture", [each for each in (*TOWERS, *EARS) if each not in OTHER_TOWERS])
 def test_nor_does_it_change_a_tower(architecture: str) -> None:
     whole = CONFIG_MAPPING[TOWER_TYPES[architecture]]().to_dict() | {"architectures": [architecture]}
     part, fitting = next((each for name, each in FITTING.items() if architecture.startswith(name)), ("text_config", {}))

@@ -30,6 +30,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneConfig,
     ExaoneMoeConfig,
     FalconH1Config,
     FlexOlmoConfig,
@@ -285,6 +286,7 @@ CASES: dict[str, Any] = {
     ),
     "code world model": CwmConfig(**SMALL | {"num_hidden_layers": 5, "pad_token_id": 0}, sliding_window=20),
     "helium": HeliumConfig(**SMALL | {"pad_token_id": 0, "head_dim": 8}),
+    "helium, biases": HeliumConfig(**SMALL | {"pad_token_id": 0, "head_dim": 8}, attention_bias=True, mlp_bias=True),
     "jais 2": Jais2Config(**SMALL | {"pad_token_id": 0}),
     "ministral": MinistralConfig(
         **SMALL, sliding_window=20, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
@@ -316,6 +318,9 @@ CASES: dict[str, Any] = {
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    ),
+    "mellum, weights as they are": MellumConfig(
+        **SMALL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False
     ),
     "mellum, as its config has it": MellumConfig(**SMALL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24),
     "lfm3": Lfm3Config(
@@ -689,6 +694,33 @@ def test_an_exaone_is_a_llama_by_other_names(tied: bool, tmp_path: Path) -> None
         for ids, rows in zip(tokens, actual, strict=True):
             expected = reference(torch.tensor([ids])).logits[0]
             assert float((rows - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_an_exaone_that_transformers_saved_is_one_and_calls_itself_a_llama(tmp_path: Path) -> None:
+    reference = random_model(ExaoneConfig(**SMALL, rope_parameters=LLAMA3))
+    folder = save(reference, tmp_path)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    check_what_it_writes(reference, folder)
+    config = {"model_type": "exaone", "architectures": ["LlamaForCausalLM"]} | {
+        key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "max_position_embeddings")
+    }
+    spec, like = spec_from_hf(config | {"num_attention_heads": 8}, hf_family(config)), ExaoneConfig()
+    assert spec.attention.rope is not None
+    assert (spec.attention.num_kv_heads, spec.max_position) == (like.num_key_value_heads, like.max_position_embeddings)
+    assert (spec.norm.eps, spec.attention.rope.theta) == (like.rms_norm_eps, like.rope_parameters["rope_theta"])
+
+
+@pytest.mark.parametrize("case", ["mistral3", "pixtral"])
+def test_a_mistral_that_sees_leaves_out_what_mistrals_have(case: str) -> None:
+    """As mistral-community/pixtral-12b does: it says nothing of its 32 heads."""
+    whole = SEEING[case].to_dict()
+    like, usual = MistralConfig(), ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window")
+    text = {key: value for key, value in whole["text_config"].items() if key not in usual}
+    name = type(SEEING[case]).__name__.replace("Config", "ForConditionalGeneration")
+    config = whole | {"text_config": text, "architectures": [name]}
+    spec = spec_from_hf(config, hf_family(config))
+    found = spec.attention.num_heads, spec.attention.num_kv_heads, spec.max_position, spec.attention.window
+    assert found == tuple(getattr(like, key) for key in usual)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "pythia"])
@@ -1087,6 +1119,9 @@ def test_layers_that_predict_further_tokens_are_left_aside(case: str, tmp_path: 
 
 
 ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
+    "kinds of other layers than there are, without a window": (
+        "lfm3, without gates and outer norms", {"num_hidden_layers": 1}, CheckpointError, "a list of 1 kinds",
+    ),
     "a bias of experts": (
         "qwen3 moe, 3 of 5, a dense layer between", {"mlp_bias": True}, UnsupportedError, "with 'experts.{e}.down.bias'",
     ),

@@ -55,7 +55,7 @@ EXAONE = Family(
     qkv_bias=False,
     outer="transformer.",
     config=lambda config: {**config, **usual_keys(config, _KEYS)},
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": 8, "rope_theta": 5e5},
     hf_names={
         "embedding.weight": "transformer.wte.weight", "norm.weight": "transformer.ln_f.weight",
         **{f"blocks.{{i}}.{ours}.weight": f"transformer.h.{{i}}.{theirs}.weight" for ours, theirs in _NAMES.items()},

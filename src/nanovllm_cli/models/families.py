@@ -51,6 +51,7 @@ CWM = replace(
 )  # fmt: skip
 HELIUM = replace(
     LLAMA, name="helium", interleaved=True, gguf_like=no_file("Helium"),
+    hf=lambda spec, read: spec.with_attention(out_bias=False),
     defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128, "max_position_embeddings": 4096},
 )  # fmt: skip
 JAIS2 = Family(

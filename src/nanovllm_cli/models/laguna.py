@@ -11,7 +11,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import QWEN_KEYS, QWEN_NAMES, SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
 from nanovllm_cli.models.families import FULL, QWEN3_MOE, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 
@@ -125,11 +125,9 @@ MELLUM = replace(
     window_switch=None,
     full_every=4,
     local_theta=10000.0,
-    experts=replace(QWEN_KEYS, norm_topk=True),
-    hf_names=QWEN_NAMES,
     config=lambda config: _by_layers(config, 0, {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}),
     defaults={"head_dim": 128, "num_hidden_layers": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
-              "num_experts_per_tok": 8, "moe_intermediate_size": 896, "vocab_size": 98304,
+              "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True, "vocab_size": 98304,
               "hidden_size": 2304, "intermediate_size": 7168, "num_attention_heads": 32},
     hf=_mellum_from_hf,
     gguf_keys=_mellum_keys,

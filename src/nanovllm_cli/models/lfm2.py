@@ -96,7 +96,9 @@ def _kinds_apart(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _lfm3_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     types = read.values.get("mixers")
-    if not isinstance(types, list) or all(kind == CONV for kind in types):
+    if not isinstance(types, list) or len(types) != spec.num_layers:
+        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {spec.num_layers} kinds", BROKEN)
+    if all(kind == CONV for kind in types):
         raise CheckpointError(f"{read.where}: no layer has attention", BROKEN)
     gated = read.flag("use_attention_gate", True)
     spec = replace(spec, norm=NormSpec(read.number("norm_eps"))).with_attention(gated=gated, gate_apart=gated, gate_by_head=gated)

@@ -11,6 +11,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK2, latent_from_gguf, latent_from_hf, latent_keys
+from nanovllm_cli.models.families import MISTRAL
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import rope_section, tempered
 
@@ -63,7 +64,7 @@ def _latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {**latent_keys(spec), **grown}
 
 
-MISTRAL3 = Family("mistral3", gguf_name="llama", has_window=True, interleaved_gguf=True, hf=_mistral_text)
+MISTRAL3 = replace(MISTRAL, name="mistral3", hf=_mistral_text, defaults={**MISTRAL.defaults, "num_attention_heads": 32})
 LLAVA = replace(MISTRAL3, name="llava", hf=lambda spec, read: _mistral_text(spec, read, "LLaVA", "llama"))
 """Of these it is Pixtral 12B that is known."""
 MINISTRAL3 = Family(

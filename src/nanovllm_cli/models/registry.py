@@ -238,7 +238,7 @@ TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
 TEXTS_OF_INTERNVL = {"gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
 """The same inside of an InternVL, where they mean nothing else."""
-OF_ANOTHER_CLASS = {"sarvam_moe": SARVAM_MOE}
+OF_ANOTHER_CLASS = {"exaone": EXAONE, "sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "afmoe": AFMOE,

@@ -78,7 +78,7 @@ _CARRIED = {
     "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
-    "bias", "scale_emb", "scale_depth", "dim_model_base",
+    "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
