@@ -157,6 +157,14 @@ def test_llama_cpp_computes_the_same(made: tuple[Any, Path], tmp_path: Path) -> 
     assert far([peer.embed(text, normalize=False)], [wanted]) < 5e-3
 
 
+def test_a_context_beyond_all_models_asks_for_no_memory(made: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = changed(made[1], tmp_path / "m", "", "JinaBertForMaskedLM", {})
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"max_position_embeddings": 10**9})
+    with pytest.raises(UnsupportedError, match="a context of 1000000000 tokens"):
+        LLM(folder, config=FLOATS)
+
+
 @pytest.mark.parametrize("said", [{"position_embedding_type": "absolute"}, {"feed_forward_type": "reglu"}])
 def test_other_kinds_are_refused_by_name(made: tuple[Any, Path], tmp_path: Path, said: dict[str, str]) -> None:
     folder = changed(made[1], tmp_path / "m", "", "JinaBertForMaskedLM", {})
@@ -194,6 +202,25 @@ def test_the_bucket_of_every_layer_is_the_same_tensor(tmp_path: Path) -> None:
     del weights["encoder.relative_attention_bias.weight"]
     save_file(weights, tmp_path / "m" / "model.safetensors")
     with pytest.raises(CheckpointError, match="relative_attention_bias"):
+        LLM(tmp_path / "m", config=FLOATS)
+
+
+def test_the_padding_of_mpnet_is_transformers_own(tmp_path: Path) -> None:
+    """Which takes no token of the config for it, and no other count of buckets."""
+    from transformers import MPNetConfig
+
+    settings = SIZES | {"max_position_embeddings": 302, "num_attention_heads": 4}
+    for padding in (0, 5):
+        model = body(MPNetConfig(**settings, pad_token_id=padding), tmp_path / "m")
+        write_tokenizer(tmp_path / "m")
+        with torch.no_grad():
+            wanted = [model(torch.tensor([ids])).last_hidden_state[0].double().mean(0) for ids in TEXTS]
+        llm = LLM(tmp_path / "m", config=FLOATS)
+        assert llm.max_model_len == 300
+        assert far(llm.embed(TEXTS, "mean"), wanted) < 1e-5
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    write_json(tmp_path / "m" / "config.json", config | {"relative_attention_num_buckets": 64})
+    with pytest.raises(UnsupportedError, match="an MPNet with 64 buckets"):
         LLM(tmp_path / "m", config=FLOATS)
 
 

@@ -39,6 +39,8 @@ _DISTILLED_KEYS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "hidden_dim": "intermediate_size",
     "activation": "hidden_act",
 }  # fmt: skip
+_FARTHEST = 1 << 20
+"""No model reads more at once, and a table has a number for each distance."""
 _GGUF_PARTS = {"after_attention_norm": "attn_output_norm", "after_mlp_norm": "layer_output_norm"}
 
 
@@ -70,12 +72,11 @@ def encoder(spec: ModelSpec, entry: EntrySpec) -> ModelSpec:
     return replace(spec.in_order("original"), norm=norm, entry=replace(entry, norm=norm), ends_normed=False)
 
 
-def _from_hf(spec: ModelSpec, read: ConfigReader, behind_padding: bool = False) -> ModelSpec:
+def _from_hf(spec: ModelSpec, read: ConfigReader, first: int = 0) -> ModelSpec:
     kind = read.text("position_embedding_type", "absolute")
     if kind != "absolute" or read.flag("is_decoder", False):
         raise UnsupportedError(f"{spec.architecture} as a decoder, or with {kind[:80]!r} positions", ANOTHER)
     rows = read.integer("max_position_embeddings")
-    first = read.integer("pad_token_id", 1, least=0) + 1 if behind_padding else 0
     if rows <= first:
         raise UnsupportedError(f"{spec.architecture} with {rows} positions, of which {first} are for padding", ANOTHER)
     entry = EntrySpec(spec.norm, rows, first, read.integer("type_vocab_size", 2, least=0))
@@ -87,14 +88,16 @@ def _distilled_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _roberta_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return _from_hf(spec, read, behind_padding=True)
+    """The first position is behind the padding's."""
+    return _from_hf(spec, read, first=read.integer("pad_token_id", 1, least=0) + 1)
 
 
 def _mpnet_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """Positions as RoBERTa's, and by distance as well (Song et al. 2020)."""
-    spec = _from_hf(spec, read, behind_padding=True)
+    """Positions, and by distance as well (Song et al. 2020). In transformers the padding's is 1, whatever the file says, and
+    distances fall into 32 buckets."""
+    spec = _from_hf(spec, read, first=2)
     buckets = read.integer("relative_attention_num_buckets", 32)
-    if buckets % 4:
+    if buckets != 32:
         raise UnsupportedError(f"an MPNet with {buckets} buckets of distances", ANOTHER)
     return replace(spec, distances=DistanceSpec(spec.max_position, buckets, farthest=128))
 
@@ -120,6 +123,8 @@ def _jina(spec: ModelSpec, segments: int) -> ModelSpec:
     def with_bias(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
         return replace(mlp, bias=False, down_bias=True) if isinstance(mlp, MLPSpec) else mlp
 
+    if spec.max_position > _FARTHEST:
+        raise UnsupportedError(f"a Jina BERT with a context of {spec.max_position} tokens", ANOTHER)
     spec = encoder(spec.with_attention(rope=None).each_mlp(with_bias), EntrySpec(spec.norm, segments=segments))
     return replace(spec, distances=DistanceSpec(spec.max_position))
 
