@@ -129,7 +129,7 @@ QWEN3_EXPERTS = {
 CONFIGS: dict[str, tuple[dict[str, Any], Expected]] = {
     "unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        Expected(UnsupportedError, ("unknown architecture 'MambaForCausalLM'", "LlamaForCausalLM, M", "Qwen3For")),
+        Expected(UnsupportedError, ("unknown architecture 'MambaForCausalLM'", "LlamaForCausalLM, L", "Qwen3For")),
     ),
     "another model of a name": (
         {"architectures": ["Qwen3VLForCausalLM"]},

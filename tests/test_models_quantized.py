@@ -25,7 +25,7 @@ from nanovllm_cli.weights.json_file import read_json_file
 from quantizing import plan_of, quantize
 from test_convert import SETTINGS, TINY
 from test_convert_families import with_tokenizer
-from test_models import SEEING, VISION, prompts
+from test_models import CASES, VISION, prompts
 from test_models_gguf import Add, gemma3, nothing, write
 from test_quant_engine import logits_of
 
@@ -119,8 +119,8 @@ def test_awq_for_a_gguf_file_moves_scales_into_gains_that_have_1_more(tmp_path: 
 
 
 def test_a_format_that_needs_a_file_that_is_not_written_is_refused_before_any_work(tmp_path: Path) -> None:
-    folder = saved(random_model(with_tokenizer(SEEING["mistral3"]), auto=AutoModelForImageTextToText), tmp_path / "original")
-    with pytest.raises(UnsupportedError, match="GGUF files of mistral3 models are not written"):
+    folder = saved(random_model(with_tokenizer(CASES["flex olmo, 2 of 5, weights of those alone"])), tmp_path / "original")
+    with pytest.raises(UnsupportedError, match="GGUF files of flex_olmo models are not written"):
         plan_of("q4_k_m", folder)
 
 
