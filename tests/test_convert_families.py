@@ -136,6 +136,15 @@ def test_a_mistral_that_sees_becomes_a_llama_by_a_file(case: str, tmp_path: Path
     same(folder, tmp_path / "made.gguf")
 
 
+@pytest.mark.parametrize("case", ["flex olmo, 2 of 5, weights of those alone", "helium", "lfm3", "vaultgemma"])
+def test_what_llama_cpp_has_no_architecture_for_is_refused(case: str, tmp_path: Path) -> None:
+    folder = save(random_model(with_tokenizer(TEXTS[case])), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=r"GGUF has no .*: llama\.cpp knows none") as caught:
+        make_gguf(folder, tmp_path / "made.gguf")
+    assert caught.value.hint == "keep the model as a folder"
+    assert not (tmp_path / "made.gguf").exists()
+
+
 def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     """The scale of scores follows from the layers in a Gemma file."""
     _, config, _ = CASES["gemma3"]

@@ -686,14 +686,7 @@ def test_an_exaone_is_a_llama_by_other_names(tied: bool, tmp_path: Path) -> None
     more = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "head_dim": SMALL["head_dim"],
             "rope_theta": LLAMA3["rope_theta"], "rope_scaling": scaling}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | more))
-    tokens = prompts(SMALL["vocab_size"])
-    worker = worker_for(folder)
-    with torch.inference_mode():
-        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
-        actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
-        for ids, rows in zip(tokens, actual, strict=True):
-            expected = reference(torch.tensor([ids])).logits[0]
-            assert float((rows - expected).norm() / expected.norm()) < 1e-4
+    check_what_it_writes(reference, folder)
 
 
 def test_an_exaone_that_transformers_saved_is_one_and_calls_itself_a_llama(tmp_path: Path) -> None:
@@ -879,7 +872,7 @@ def check_what_it_writes(reference: Any, folder: Path) -> None:
             assert float((rows - expected).norm() / expected.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mistral3", "mistral4", "llama4"])
+@pytest.mark.parametrize("case", ["gemma3", "mistral3", "pixtral", "mistral4", "llama4"])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_path: Path) -> None:
     """Under either prefix that its tensors have had on the hub; what sees is left aside."""

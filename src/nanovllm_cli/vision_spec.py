@@ -210,24 +210,23 @@ class TowerSpec:
     out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP,
     down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, if
     qkv_bias of queries, keys and values, too; patch_bias of the patches'; projector_bias of the two layers of "joined".
-    positions: a learned table of so many rows, a
-    square that is stretched to an image's grid; 0: none. lead: in front of all patches is a row, the same for all images,
-    with a position in front of theirs; it is left out in the end (ViT's class token). stretch: how; see `Stretch`. by_axis:
-    two tables of so many rows instead, of columns and of lines, whose sum counts. theta: of rotary positions, of lines in
-    the first half of a head's pairs, of columns in the second; None: none. dealt: a head's frequencies go to lines and
-    columns in turn (Pixtral), else both have the same ones. window: of attention in all layers but `full`, in cells on a
-    side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, and of those behind the last layer.
-    qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention reads has a norm, each head's queries,
-    keys and, without a gain, values, and its scores are not scaled; and there are norms behind attention and MLP. clipped:
-    bounds of what each of the layers' matrices, without a bias, reads and gives. scaled: what attention and MLP add is
-    multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two layers with a GELU),
-    "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two
-    layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one
-    matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size
-    rows between them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that
-    is gated by a SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has none. standardized:
-    before that norm, a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows, merged by mergers
-    of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. lead: in front of all
+    patches is a row, the same for all images, with a position in front of theirs; it is left out in the end (ViT's class
+    token). stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
+    counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
+    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. window: of attention
+    in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions,
+    and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention
+    reads has a norm, each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are
+    norms behind attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives.
+    scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join
+    a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm,
+    join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS
+    norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with
+    a GELU, projector_size rows between them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer
+    norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has
+    none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows,
+    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int

@@ -28,9 +28,9 @@ _DISTILLED_PARTS = {
     "q": "attention.q_lin", "k": "attention.k_lin", "v": "attention.v_lin", "o": "attention.out_lin",
     "after_attention_norm": "sa_layer_norm", "up": "ffn.lin1", "down": "ffn.lin2", "after_mlp_norm": "output_layer_norm",
 }  # fmt: skip
-_MPNET_PARTS = {f"{part}": f"attention.attn.{part}" for part in "qkvo"} | {
-    name: theirs for name, theirs in _PARTS.items() if len(name) > 1
-} | {"after_attention_norm": "attention.LayerNorm"}
+_MPNET_PARTS = {
+    **_PARTS, **{part: f"attention.attn.{part}" for part in "qkvo"}, "after_attention_norm": "attention.LayerNorm",
+}  # fmt: skip
 _JINA_PARTS = {
     **{name: theirs for name, theirs in _PARTS.items() if name not in ("up", "down")},
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.wo", "after_mlp_norm": "mlp.layernorm",

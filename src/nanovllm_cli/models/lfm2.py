@@ -12,12 +12,12 @@ from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.families import FULL, SLIDING
+from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, GGUFField, no_file
 
 CONV, ATTENTION = "conv", "full_attention"
 KINDS = ("weight", "bias")
-MAX_TAPS, MAX_LAYERS = 64, 4096
+MAX_TAPS = 64
 
 _LAYER = "model.layers.{i}"
 _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}

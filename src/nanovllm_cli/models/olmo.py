@@ -15,7 +15,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import QWEN_KEYS, QWEN_NAMES
 from nanovllm_cli.models.families import FULL
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
@@ -106,6 +106,5 @@ FLEX_OLMO = replace(
     experts=_EXPERTS,
     defaults={"rope_theta": 5e5, "max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
     hf_names=QWEN_NAMES | POST_HF_NAMES,
-    gguf_keys=None,
+    gguf_like=no_file("FlexOlmo"),
 )
-"""llama.cpp has no architecture for it."""

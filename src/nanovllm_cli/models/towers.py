@@ -127,10 +127,10 @@ def _pixtral(
     vision = vision_section(config, "pixtral")
     hidden = vision.integer("hidden_size", 1024)
     check_only(config, projector_hidden_act="gelu", vision_feature_layer=-1)
-    text = ConfigReader(text_config(config.values), config.where)
     projector: dict[str, Any]
     if joins:
         check_only(config, multimodal_projector_bias=False)
+        text = ConfigReader(text_config(config.values), config.where)
         projector = {"merge": config.integer("spatial_merge_size", 2), "projector": "patch_merger",
                      "projector_eps": text.number("rms_norm_eps", 1e-5)}  # fmt: skip
     else:
