@@ -178,7 +178,7 @@ def test_bench_counts_what_the_server_counts(server: LiveServer, endpoint: str) 
     assert [each["settings"]["max_concurrency"] for each in results] == [2, 6]
     for metrics in (each["metrics"] for each in results):
         assert (metrics["completed"], metrics["failed"], metrics["total_output_tokens"]) == (6, 0, 48)
-        assert 0 < metrics["mean_ttft_ms"] < metrics["mean_e2el_ms"]
+        assert 0 < metrics["mean_ttft_ms"] <= metrics["mean_e2el_ms"]  # equal where a busy machine reads whole answers at once
     after = metric(server, "prompt_tokens_total"), metric(server, "generation_tokens_total")
     assert after[0] - before[0] == sum(each["metrics"]["total_input_tokens"] for each in results)
     assert after[1] - before[1] == 2 * 48
