@@ -301,6 +301,7 @@ def test_a_text_may_come_from_standard_input(tmp_path: Path) -> None:
         (["tiny", "tiny", "--fail-above", "nan"], 2, "invalid value for '--fail-above'"),
         (["tiny", "tiny", "--fail-above", "-1"], 2, "invalid value for '--fail-above'"),
         (["tiny", "--chunks", "0"], 2, "--chunks 0 leaves nothing to measure"),
+        (["tiny", "wiki.test.raw"], 2, "wiki.test.raw is a text, and no form of tiny"),
         (["tiny", "-c", "0"], 2, "a window of 0 is too short"),
         (["tiny", "-c", "4K"], 5, "a window has 4,096 tokens, and the model's context 2,048"),
         (["tiny", "-c", "1M"], 2, "the text has"),

@@ -28,7 +28,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from embedders import END, SIZES, write_json, write_modules, write_tokenizer
+from embedders import END, SIZES, body, write_json, write_modules, write_tokenizer
 from engines import greedy, random_model, save
 from nanovllm_cli import LLM
 from nanovllm_cli.cli.serve import _asked
@@ -396,8 +396,9 @@ def test_an_encoder_needs_pairs_of_its_tokenizer(tmp_path: Path) -> None:
         ("BertForSequenceClassification", bert, {"type_vocab_size": 1}),
         ("XLMRobertaForSequenceClassification", xlm_roberta, {"type_vocab_size": 1, "pad_token_id": 1}),
         ("ModernBertForSequenceClassification", bert, {"local_attention": 8}),
+        ("MPNetForSequenceClassification", xlm_roberta, {"pad_token_id": 1}),
     ],
-    ids=["bert", "bert without types", "xlm-roberta", "modernbert"],
+    ids=["bert", "bert without types", "xlm-roberta", "modernbert", "mpnet"],
 )
 def test_an_encoder_ranks_as_transformers_does(
     name: str, vocabulary: Callable[[Path], Any], own: dict[str, Any], tmp_path: Path
@@ -411,10 +412,10 @@ def test_an_encoder_ranks_as_transformers_does(
         tmp_path.joinpath(file).write_bytes(content)
     documents = ["the quick brown fox", "a dog", "jumps over the lazy dog, again and again", "[SEP] </s> as text"]
     query = "what jumps over a dog?"
-    wanted = []
+    types, wanted = not name.startswith(("Modern", "MPNet")), []
     for document in documents[:3]:
         pair = theirs(query, document, return_tensors="pt")
-        given = {key: pair[key] for key in ("input_ids", "token_type_ids") if key in pair and "Modern" not in name}
+        given = {key: pair[key] for key in ("input_ids", "token_type_ids") if key in pair and types}
         if own.get("type_vocab_size") == 1 and "token_type_ids" in given:
             given["token_type_ids"] = torch.zeros_like(given["token_type_ids"])
         with torch.no_grad():
@@ -422,14 +423,28 @@ def test_an_encoder_ranks_as_transformers_does(
     folder = LLM(tmp_path, config=EngineConfig(threads=2, num_blocks=64, dtype="float32"))
     near(folder.rank(query, documents)[:3], wanted)
     assert len(set(folder.rank(query, documents))) == 4
-    if "Modern" in name:  # by the first token, where a file of it means the mean
-        with pytest.raises(UnsupportedError, match="GGUF has no place for how it ranks"):
+    if not types:  # ModernBERT ranks by the first token here, where a file of it means the mean
+        with pytest.raises(UnsupportedError, match="GGUF has no"):
             converted(tmp_path, tmp_path / "m.gguf", "gguf")
         return
     made = converted(tmp_path, tmp_path / "m.gguf", "gguf")
     assert not [note for note in made.notes if "tasks" in note]
     file = LLM(tmp_path / "m.gguf", config=EngineConfig(threads=2, num_blocks=64, dtype="float32"))
     near(file.rank(query, documents), folder.rank(query, documents))
+
+
+def test_what_parts_two_texts_marks_none_in_a_text_that_is_embedded(tmp_path: Path) -> None:
+    """As in transformers, where token types come with a pair alone."""
+    theirs = bert(tmp_path)
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = body(BertConfig(**SMALL | {"vocab_size": len(theirs)}), tmp_path)
+    for file, content in kept.items():
+        tmp_path.joinpath(file).write_bytes(content)
+    ids = theirs("a dog", "the quick fox")["input_ids"]
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+    found = LLM(tmp_path, config=EngineConfig(threads=2, num_blocks=64, dtype="float32")).embed([ids], "mean")
+    near(found[0], wanted.tolist())
 
 
 def test_an_encoders_head_that_is_broken_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mmproj import with_mmproj
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.scoring import Scoring, scoring_of
+from nanovllm_cli.weights.scoring import Scoring, scoring_of, second_text_of
 from nanovllm_cli.weights.source import ResolvedModel, files_for, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
 
@@ -169,7 +169,7 @@ class LLM:
             embeds_whole=self.spec.reads_both_ways,
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             further=further,
-            second_text=self.tokenizer.second_text if self.spec.tells_texts_apart else None,
+            second_text=second_text_of(self.scoring, self.tokenizer, self.spec),
             seeing=seeing_of(self.sense, self.tokenizer, self.spec),
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )

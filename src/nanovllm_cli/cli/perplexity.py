@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "for example: nanovllm perplexity tiny"
 MEASURING = "Measuring"
+_OF_TEXTS = (".txt", ".md", ".raw")
+"""Ends of names. WikiText's, by which llama-perplexity is shown, has the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,8 @@ def _check(ctx: typer.Context, options: PerplexityOptions, names: Sequence[str])
     """UsageError, or UnsupportedError, for what was asked and can't be."""
     if len(names) > 2:
         raise UsageError("more than two models were named", EXAMPLE)
+    if len(names) == 2 and names[1].endswith(_OF_TEXTS):
+        raise UsageError(f"{names[1]} is a text, and no form of {names[0]}", f"a text is named by -f: {names[0]} -f {names[1]}")
     if len(names) == 1 and options.fail_above is not None:
         raise UsageError("--fail-above has no meaning without OTHER", "it is about what OTHER has lost")
     if options.chunks == 0:

@@ -24,7 +24,7 @@ from nanovllm_cli.quantization.texts import NamedText, documents
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.pooling import embedding_of, use_of
-from nanovllm_cli.weights.scoring import Scoring, scoring_of
+from nanovllm_cli.weights.scoring import Scoring, scoring_of, second_text_of
 from nanovllm_cli.weights.tokenizer import check_size
 
 PASSAGE = 64
@@ -89,8 +89,8 @@ def reading_of(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer, te
         told = f"{len(taken)} {called} of at most {limit} tokens, and {least} are needed"
         raise UsageError(f"{text.name} is too short: {told}", hint)
     ids = [each for group in taken for each in group]
-    seconds = [tokenizer.second_text(each) if spec.tells_texts_apart else 0 for each in ids]
-    return Reading(ids, seconds, scoring)
+    second_text = second_text_of(scoring, tokenizer, spec)
+    return Reading(ids, [0 if second_text is None else second_text(each) for each in ids], scoring)
 
 
 def passages(

@@ -18,6 +18,7 @@ from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.weights.scoring import scoring_of, second_text_of
 from nanovllm_cli.weights.tensor_names import checkpoint_name, matrix_types, names_of
 
 
@@ -44,7 +45,8 @@ class Walk:
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])
         per_layer = self._per_layer_rows(sequences, platform, dtype) if original.spec.per_layer_width else None
         entry = None if original.spec.entry is None else self._entry_rows(original.spec.entry, platform, dtype)
-        second_text = original.tokenizer().second_text if original.spec.tells_texts_apart else None
+        tokenizer = original.tokenizer()
+        second_text = second_text_of(scoring_of(original.checkpoint, tokenizer), tokenizer, original.spec)
         self.calibration = Calibration(
             original.spec, sequences, embedding, platform, dtype, per_layer, entry, second_text
         )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -25,6 +26,9 @@ from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Outcome, head_of
 
 Pair = Callable[[Tokenizer, str, str], list[int]]
 """Token ids of a query and a document that no template is around."""
+
+SecondText = Callable[[Sequence[int]], int]
+"""Where the second text of such ids begins, or 0."""
 
 _FOR_ROLES = "a reranker's template has them; leave --chat-template out for the model's own way"
 _ROLES = [re.compile(rf"""(["']){role}\1""") for role in ("query", "document")]
@@ -98,6 +102,11 @@ def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str 
     if head.pairs and not tokenizer.reads_pairs:
         raise UnsupportedError(f"{checkpoint.path}: its tokenizer makes no pairs of texts", "take a reranker that is a decoder")
     return found._replace(pair=_as_pair) if head.pairs else found
+
+
+def second_text_of(scoring: Scoring | None, tokenizer: Tokenizer, spec: ModelSpec) -> SecondText | None:
+    """What finds the text that is to be marked, of a model that ranks and marks one. What is embedded is one text."""
+    return tokenizer.second_text if scoring is not None and spec.tells_texts_apart else None
 
 
 def in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
