@@ -13,12 +13,14 @@ from transformers import Qwen3Config
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
-from engines import random_model, run, save
+from engines import greedy, random_model, run, save
 from nanovllm_cli.engine import decode_work, device_sampler
+from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.lookup import Lookup
-from nanovllm_cli.engine.plan import Scheduled
-from nanovllm_cli.engine.strategy import MOST_ROWS
+from nanovllm_cli.engine.plan import Plan, Scheduled
+from nanovllm_cli.engine.strategy import MOST_ROWS, Drafted, Pace
 from nanovllm_cli.sampling_params import SamplingParams
+from test_assistant import pair, sure_pair
 from test_cuda_engine import SHAPE, engine_on
 from test_lookup import ASKED, PROMPT, answers, broken_off_once, few
 from test_mtp import sure_model
@@ -122,6 +124,44 @@ def test_a_layer_of_the_models_own_changes_nothing_but_the_steps(tmp_path: Path)
     assert 22 < output.metrics.num_held_tokens <= output.metrics.num_guessed_tokens
     assert output.metrics.num_held_tokens > 0.9 * output.metrics.num_guessed_tokens
     assert len(device.graphs) > 3
+
+
+def test_an_assistant_changes_nothing_but_the_steps(tmp_path: Path) -> None:
+    saved = sure_pair(tmp_path, torch.bfloat16)
+    asked = [(PROMPT[: 7 + 4 * i], short(ASKED[name], 24)) for i, name in enumerate(("greedy", "penalties", "schema", "several"))]
+    settings = SETTINGS | {"deterministic": True}
+    plain = answers(engine_on(saved.folder, EmulatedDevice(), **settings), asked)
+    device = EmulatedDevice()
+    engine = engine_on(saved.folder, device, **settings, draft_model=str(saved.draft), draft_min_p=0.0)
+    assert answers(engine, asked) == plain
+    (output,) = run(engine, [(PROMPT[:5], replace(ASKED["greedy"], allowed_token_ids=None, max_tokens=40))])
+    assert 22 < output.metrics.num_held_tokens <= output.metrics.num_guessed_tokens
+    assert output.metrics.num_held_tokens > 0.9 * output.metrics.num_guessed_tokens
+    assert len(device.graphs) > 3
+
+
+def test_an_assistant_reads_there_what_it_reads_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = pair("layers read others' keys", tmp_path, dtype=torch.bfloat16)
+    found: list[list[int]] = []
+    fill = AssistantDraft.fill
+
+    def spying(draft: AssistantDraft, plan: Plan) -> Any:
+        filled, guesses = fill(draft, plan)
+        found.extend(guesses.values())
+        return filled, guesses
+
+    monkeypatch.setattr(AssistantDraft, "fill", spying)
+    monkeypatch.setattr(Pace, "learn", lambda *_: None)
+    monkeypatch.setattr(Drafted, "begin_sequence", lambda _: Pace(2))
+    params = greedy(24, allowed_token_ids=(2,))  # so that both read the same whatever near-ties they see
+    firsts = []
+    for device in (EmulatedDevice(), None):
+        settings = SETTINGS | {"draft_model": str(saved.draft), "draft_min_p": 0.0}
+        run(engine_on(saved.folder, device, **settings), [([i % 6 for i in range(29)], params)])
+        firsts.append([guesses[0] for guesses in found])
+        found.clear()
+    assert len(firsts[0]) == len(firsts[1]) > 7
+    assert sum(one == other for one, other in zip(*firsts, strict=True)) >= 0.8 * len(firsts[0])
 
 
 def test_what_does_not_fit_a_recorded_step_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

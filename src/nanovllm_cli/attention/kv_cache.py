@@ -132,6 +132,19 @@ class KVCache:
             self.states.copy(list(pairs))
 
 
+class BorrowedCache(KVCache):
+    """Of layers that read those of another cache, each the one that its mixer's `reads` is. What moves blocks does so there."""
+
+    def __init__(self, cache: KVCache, mixers: Sequence[MixerSpec | None]) -> None:
+        self.num_blocks, self.states = cache.num_blocks, None
+        places = [mixer.reads for mixer in mixers if isinstance(mixer, AttentionSpec)]
+        self.layers = [cache.layers[place] for place in places if place is not None]
+        assert len(self.layers) == len(mixers), "all of them read"
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        assert not pairs
+
+
 def parts_of(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
     """What a layer keeps: in a block, then in a state."""
     return [*_block_parts(mixer, layout), *_state_parts(mixer, layout)]

@@ -129,7 +129,9 @@ class CpuPlatform:
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)
 
-    def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> Runner:
+    def make_runner(
+        self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool, *, keeps_rows: bool = False
+    ) -> Runner:
         processes = self.config.tensor_parallel_size
         return Runner(
             model, cache, sampler, self.config.block_size, recordable,

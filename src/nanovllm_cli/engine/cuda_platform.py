@@ -158,7 +158,9 @@ class CudaPlatform:
         share = int(memory.total * self.config.gpu_memory_utilization)
         return max(0, share - used - step - sampling - GRAPH_BYTES * len(models))
 
-    def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> CudaRunner:
+    def make_runner(
+        self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool, *, keeps_rows: bool = False
+    ) -> CudaRunner:
         rows, backend = self.config.max_num_seqs, model.backend
         assert isinstance(backend, CudaAttention)
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
@@ -167,7 +169,7 @@ class CudaPlatform:
         guesses = self.config.max_guesses > 0
         most = model.most_unread if recordable else 0
         modules = 0 if model.chosen is None else len(self.config.lora_modules)
-        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, most, self.config.mtp, modules)
+        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, most, keeps_rows, modules)
         vocab_size, most_rows = model.spec.vocab_size, MOST_ROWS if guesses else 0
         on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_rows)
         if on_device.knows_vocabulary:

@@ -173,7 +173,7 @@ class CudaRunner:
 
     def _run(self, batch: Batch, owners: list[tuple[Scheduled, int]]) -> Hidden:
         hidden = self.model.run(self.model.prepare(batch), self.cache)
-        if any(share.keeps_hidden for share, _ in owners):
+        if any(share.keeps_rows for share, _ in owners):
             self.hidden = kept_rows(self.model.normed(hidden), owners)
         return hidden
 

@@ -9,19 +9,19 @@ sure of. As a guess counts only where the large model draws the same, nothing he
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.drafting import Guesses
 from nanovllm_cli.engine.loaded_model import LoadedModel
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.tensor_names import family_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 COMPARED_TOKENS = 4096
@@ -49,8 +49,7 @@ class Draft:
         self._max_position = loaded.spec.max_position
         self._vocab_size = min(vocab_size, loaded.spec.vocab_size)
         self._block_size = config.block_size
-        self._least_logprob = math.log(config.draft_min_p) if config.draft_min_p else None
-        self._params = SamplingParams(temperature=0.0, logprobs=0 if config.draft_min_p else None)
+        self._guesses = Guesses(config)
         self._has_states = cache.states is not None
         self._unfed: dict[int, _Unfed] = {}
 
@@ -61,19 +60,17 @@ class Draft:
         self._feed_before_copies(plan)
         self._runner.run(Plan([], [], plan.finished, plan.copies, plan.state_copies if self._has_states else []))
         drawn = self._feed([share for share in plan.scheduled if _end(share) <= self._max_position])
-        guesses: dict[int, list[int]] = {share.seq_id: [] for share in plan.scheduled if share.num_guesses}
-        going = {share.seq_id: share for share in plan.scheduled if share.num_guesses}
-        for count in range(1, 1 + max((share.num_guesses for share in going.values()), default=0)):
-            sure = {each.seq_id: each.token_ids[0] for each in drawn if each.seq_id in going and self._is_sure(each)}
-            for seq_id, token in sure.items():
-                guesses[seq_id].append(token)
-            going = {seq_id: going[seq_id] for seq_id in sure if going[seq_id].num_guesses > count}
-            if not going:
-                break
-            more = [self._drawing(share, [sure[i]], share.start + count, count) for i, share in going.items()]
-            drawn = self._runner.run(Plan(more, [], [], [])).drawn
+        guesses = self._guesses.of(plan.scheduled, drawn, self._draw_more)
         scheduled = [self._filled(share, guesses[share.seq_id]) if share.num_guesses else share for share in plan.scheduled]
         return plan._replace(scheduled=scheduled), guesses
+
+    def _draw_more(self, going: Mapping[int, Scheduled], tokens: Mapping[int, int], count: int) -> list[Drawn]:
+        more = [self._drawing(share, [tokens[i]], share.start + count, count) for i, share in going.items()]
+        return self._known_drawn(self._runner.run(Plan(more, [], [], [])).drawn)
+
+    def _known_drawn(self, drawn: list[Drawn]) -> list[Drawn]:
+        """Without tokens that the large model has not."""
+        return [each for each in drawn if each.error is not None or each.token_ids[0] < self._vocab_size]
 
     def _feed_before_copies(self, plan: Plan) -> None:
         """What is copied of a sequence's state is to be behind all its tokens."""
@@ -102,11 +99,11 @@ class Draft:
                 self._unfed[share.seq_id] = _Unfed(start, tokens)
             else:
                 shares.append(self._known(share, tokens, start))
-        new = [NewSequence(seq_id, [], self._params, 0, ()) for share in shares for seq_id in share.draws]
-        return self._runner.run(Plan(shares, new, [], [])).drawn if shares else []
+        new = [NewSequence(seq_id, [], self._guesses.params, 0, ()) for share in shares for seq_id in share.draws]
+        return self._known_drawn(self._runner.run(Plan(shares, new, [], [])).drawn) if shares else []
 
     def _known(self, share: Scheduled, tokens: list[int], start: int) -> Scheduled:
-        table = share.block_table[: self._blocks_for(start + len(tokens))]
+        table = self._guesses.blocks(share, start + len(tokens))
         known = [token if token < self._vocab_size else 0 for token in tokens]  # what stands for images may be beyond it
         return Scheduled(share.seq_id, known, start, table, (), prompt_len=share.prompt_len, state=share.state)
 
@@ -116,26 +113,23 @@ class Draft:
             draws=(share.seq_id,), prompt_len=start + len(tokens) - num_drawn, every_row=len(tokens) <= 2, drafted=num_drawn > 0
         )
 
-    def _is_sure(self, drawn: Drawn) -> bool:
-        if drawn.error is not None or drawn.token_ids[0] >= self._vocab_size:
-            return False
-        return self._least_logprob is None or (drawn.logprobs or [])[0].logprob >= self._least_logprob
-
     def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
-        end = share.start + len(share.known) + len(guesses)
         if guesses:
-            self._unfed[share.seq_id] = _Unfed(end - 1, guesses[-1:])  # if all hold
-        return share._replace(
-            token_ids=[*share.known, *guesses], num_guesses=len(guesses), block_table=share.block_table[: self._blocks_for(end)]
-        )
+            self._unfed[share.seq_id] = _Unfed(_end(share) - share.num_guesses + len(guesses) - 1, guesses[-1:])  # if all hold
+        return self._guesses.filled(share, guesses)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+
+def assists(path: str) -> bool:
+    """Whether what guesses is an assistant (`assistant.py`). Raises what opening it raises."""
+    with open_checkpoint(path) as checkpoint:
+        return family_of(checkpoint).assists
 
 
 def check_vocabulary(path: str, tokenizer: Tokenizer) -> None:
     """Whether the model at `path` can draft for the tokenizer's model: as good as all tokens mean the same to both.
     Raises what opening it raises, and UsageError."""
+    if assists(path):  # which is made for one model, and may come without a tokenizer
+        return
     with open_checkpoint(path) as checkpoint:
         other = load_tokenizer(checkpoint)
     least = min(tokenizer.vocab_size, other.vocab_size)

@@ -10,19 +10,18 @@ worse, but a guess changes no token.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.drafting import Guesses
 from nanovllm_cli.engine.loaded_mtp import LoadedMTP
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.platform import KeptRows
 from nanovllm_cli.engine.sampler import Sampler
-from nanovllm_cli.sampling_params import SamplingParams
 
 MOST_UNFED = 16
 """Tokens of a sequence that nobody guesses behind: several at once take little longer than one."""
@@ -54,11 +53,10 @@ class MTPDraft:
     def __init__(self, loaded: LoadedMTP, cache: KVCache, config: EngineConfig) -> None:
         self.weight_bytes = loaded.weight_bytes
         sampler = Sampler(loaded.spec.vocab_size)
-        self._runner = loaded.platform.make_runner(loaded.model, cache, sampler, loaded.recordable)
+        self._runner = loaded.platform.make_runner(loaded.model, cache, sampler, loaded.recordable, keeps_rows=True)
         self._nothing = loaded.model.no_rows(1)
         self._block_size = config.block_size
-        self._least_logprob = math.log(config.draft_min_p) if config.draft_min_p else None
-        self._params = SamplingParams(temperature=0.0, logprobs=0 if config.draft_min_p else None)
+        self._guesses = Guesses(config)
         self._unfed: dict[int, _Unfed] = {}
         self._last: tuple[Sequence[KeptRows], StepOutput] | None = None
 
@@ -68,18 +66,8 @@ class MTPDraft:
         for seq_id in plan.finished:
             self._unfed.pop(seq_id, None)
         self._runner.run(Plan([], [], plan.finished, plan.copies))
-        going = {share.seq_id: share for share in plan.scheduled if share.num_guesses}
-        guesses: dict[int, list[int]] = {seq_id: [] for seq_id in going}
-        drawn, rows = self._feed_and_draw(list(going.values()))
-        for count in range(1, 1 + max((share.num_guesses for share in going.values()), default=0)):
-            sure = {each.seq_id: each.token_ids[0] for each in drawn if self._is_sure(each)}
-            for seq_id, token in sure.items():
-                guesses[seq_id].append(token)
-            going = {seq_id: going[seq_id] for seq_id in sure if going[seq_id].num_guesses > count}
-            if not going:
-                break
-            more = [_Fed(self._drawing(share, [sure[i]], share.start + count, count), rows[i]) for i, share in going.items()]
-            drawn, rows = self._draw(more)
+        wanted = [share for share in plan.scheduled if share.num_guesses]
+        guesses = self._guesses.of(wanted, self._feed_and_draw(wanted), self._draw_more)
         return plan._replace(scheduled=[self._filled(share, guesses.get(share.seq_id, [])) for share in plan.scheduled]), guesses
 
     def follow(self, kept: Sequence[KeptRows], output: StepOutput) -> None:
@@ -112,11 +100,11 @@ class MTPDraft:
         if feeding:
             self._run(feeding)
 
-    def _feed_and_draw(self, scheduled: list[Scheduled]) -> tuple[list[Drawn], dict[int, torch.Tensor]]:
-        """See `_draw`: behind what is known."""
+    def _feed_and_draw(self, scheduled: list[Scheduled]) -> list[Drawn]:
+        """What the layer draws behind what is known."""
         if not scheduled:
-            return [], {}
-        new = [NewSequence(seq_id, [], self._params, 0, ()) for share in scheduled for seq_id in share.draws]
+            return []
+        new = [NewSequence(seq_id, [], self._guesses.params, 0, ()) for share in scheduled for seq_id in share.draws]
         feeding = []
         for share in scheduled:
             before = self._unfed.get(share.seq_id)
@@ -124,12 +112,14 @@ class MTPDraft:
                 before = _Unfed(share.start, [], self._nothing)
             feeding.append(_Fed(self._drawing(share, [*before.tokens, *share.known], before.start, 0), before.rows))
             self._unfed[share.seq_id] = _Unfed(share.start + len(share.known), [], self._nothing)  # until `follow`
-        return self._draw(feeding, new)
+        return self._run(feeding, new)
 
-    def _draw(self, feeding: list[_Fed], new: Sequence[NewSequence] = ()) -> tuple[list[Drawn], dict[int, torch.Tensor]]:
-        """What the layer draws, and by sequence id its own last row, [1, hidden]."""
-        drawn = self._run(feeding, new)
-        return drawn, {share.seq_id: rows[-1:] for share, rows in self._runner.hidden}
+    def _draw_more(self, going: Mapping[int, Scheduled], tokens: Mapping[int, int], count: int) -> list[Drawn]:
+        """Behind guesses, of which the layer's own rows tell."""
+        rows = {share.seq_id: rows[-1:] for share, rows in self._runner.hidden}
+        return self._run(
+            [_Fed(self._drawing(share, [tokens[i]], share.start + count, count), rows[i]) for i, share in going.items()]
+        )
 
     def _run(self, feeding: list[_Fed], new: Sequence[NewSequence] = ()) -> list[Drawn]:
         rows = torch.cat([each.rows[: len(each.share.token_ids)] for each in feeding])
@@ -144,7 +134,7 @@ class MTPDraft:
         return _Fed(self._known(share, unfed.tokens, unfed.start), unfed.rows)
 
     def _known(self, share: Scheduled, tokens: list[int], start: int) -> Scheduled:
-        table = share.block_table[: self._blocks_for(start + len(tokens))]
+        table = self._guesses.blocks(share, start + len(tokens))
         return Scheduled(share.seq_id, tokens, start, table, (), prompt_len=share.prompt_len)
 
     def _drawing(self, share: Scheduled, tokens: list[int], start: int, num_drawn: int) -> Scheduled:
@@ -153,18 +143,6 @@ class MTPDraft:
             draws=(share.seq_id,), prompt_len=start + len(tokens) - num_drawn, every_row=len(tokens) <= 2, keeps_hidden=True
         )
 
-    def _is_sure(self, drawn: Drawn) -> bool:
-        return drawn.error is None and (
-            self._least_logprob is None or (drawn.logprobs or [])[0].logprob >= self._least_logprob
-        )
-
     def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
         share = share._replace(keeps_hidden=share.pooling is None)
-        if not share.num_guesses:
-            return share
-        end = share.start + len(share.known) + len(guesses)
-        table = share.block_table[: self._blocks_for(end)]
-        return share._replace(token_ids=[*share.known, *guesses], num_guesses=len(guesses), block_table=table)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return self._guesses.filled(share, guesses) if share.num_guesses else share

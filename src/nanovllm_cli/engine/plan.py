@@ -56,6 +56,7 @@ class Scheduled(NamedTuple):
     images: those that some of the tokens stand for. shift: what rotary positions of the first token are off by, as images before
     it take fewer of them than tokens.
     keeps_hidden: the runner keeps the rows of all tokens behind the last norm, for what guesses by them (`engine/mtp.py`).
+    keeps_drawn: or of those that are drawn from (`engine/assistant.py`).
     """
 
     seq_id: int
@@ -73,6 +74,7 @@ class Scheduled(NamedTuple):
     state: int = 0
     second: int = 0
     keeps_hidden: bool = False
+    keeps_drawn: bool = False
     lora: tuple[float, ...] = ()
     images: tuple[PlacedImage, ...] = ()
     shift: int = 0
@@ -99,6 +101,11 @@ class Scheduled(NamedTuple):
     def draws_from_all(self) -> bool:
         """Whether every row is drawn from, if guesses hold, or is wanted as if it were."""
         return self.every_row or (bool(self.draws) and len(self.token_ids) == 1 + self.num_guesses)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows are kept: all `wanted_rows`."""
+        return self.keeps_hidden or self.keeps_drawn
 
     @property
     def wanted_rows(self) -> range:

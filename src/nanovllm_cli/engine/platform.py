@@ -20,7 +20,7 @@ from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 
 KeptRows = tuple[Scheduled, torch.Tensor]
-"""A share, and the rows [T, hidden] of its tokens behind the last norm."""
+"""A share, and the rows [T, hidden] that it wants behind the last norm."""
 See = Callable[[Sequence[Scheduled]], ImageRows | None]
 """What the images of a step become: `Sight.rows`."""
 
@@ -90,5 +90,7 @@ class Platform(Protocol):
     def cache_budget(self, *models: Decoder) -> int:
         """Memory that the KV caches of these may take at most, once the weights are there."""
 
-    def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> PlanRunner:
-        """recordable: whether the weights' formats allow a step to be recorded."""
+    def make_runner(
+        self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool, *, keeps_rows: bool = False
+    ) -> PlanRunner:
+        """recordable: whether the weights' formats allow a step to be recorded. keeps_rows: whether shares will ask for that."""

@@ -72,7 +72,7 @@ class Runner:
         inputs = self.model.prepare(replace(batch, hidden=hidden, images=images))
         is_plain = inputs.batch.images is None and all(share.prompt_logprobs is None for share in plan.scheduled)
         draws = draws_of(owners)
-        keeps = any(share.keeps_hidden for share, _ in owners)
+        keeps = any(share.keeps_rows for share, _ in owners)
         if self.has_free_processor:
             self.sampler.start_masks([draw.seq_id for draw in draws])
         if is_plain and all(share.draws_from_all for share, _ in owners) and self.graphs.fits(batch):
@@ -107,7 +107,7 @@ def kept_rows(rows: torch.Tensor | None, owners: list[tuple[Scheduled, int]]) ->
     """Of the shares that want them, out of `rows` behind the last norm, which are theirs as owners says."""
     if rows is None:
         return []
-    return [(share, rows[first : first + len(share.token_ids)]) for share, first in owners if share.keeps_hidden]
+    return [(share, rows[first : first + len(share.wanted_rows)]) for share, first in owners if share.keeps_rows]
 
 
 class Draw(NamedTuple):

@@ -15,11 +15,13 @@ import torch
 from nanovllm_cli.attention.kv_cache import BlockMover, KVCache, parts_of
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
+from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
-from nanovllm_cli.engine.draft import Draft
+from nanovllm_cli.engine.draft import Draft, assists
 from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.interrupts import let_in
+from nanovllm_cli.engine.loaded_assistant import LoadedAssistant
 from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
 from nanovllm_cli.engine.loaded_mtp import LoadedMTP
 from nanovllm_cli.engine.memory import size_cache
@@ -71,6 +73,11 @@ class Worker(LoadedModel):
                     "a layer that predicts further tokens (MTP) is not divided among processes",
                     "leave --mtp or --tensor-parallel-size away",
                 )
+            if config.draft_model is not None and assists(config.draft_model):
+                raise UnsupportedError(
+                    "what an assistant reads of a model is not divided among processes",
+                    "leave --draft-model or --tensor-parallel-size away",
+                )
             from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
 
             assert platform is None, "only a CPU's processes compute together"
@@ -101,10 +108,14 @@ class Worker(LoadedModel):
         if ranks is not None:
             ranks.wait()
         models: list[LoadedModel] = [self]
+        self._assistant: LoadedAssistant | None = None
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
                 own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None)
-                models.append(LoadedModel(draft, own, platform, progress, sees=False))
+                if assists(config.draft_model):
+                    self._assistant = LoadedAssistant(draft, own, self, progress)
+                else:
+                    models.append(LoadedModel(draft, own, platform, progress, sees=False))
             if not models[-1].spec.has_head:
                 raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
         mtp = LoadedMTP(checkpoint, config, self, progress) if config.mtp else None
@@ -133,13 +144,16 @@ class Worker(LoadedModel):
         if encode is not None and token_bytes is not None:
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
         sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
-        self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable)
+        keeps_rows = config.mtp or self._assistant is not None
+        self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable, keeps_rows=keeps_rows)
         if self.sight is not None:
             self.runner.see = self.sight.rows
-        self._draft: Draft | MTPDraft | None = None
+        self._draft: Draft | MTPDraft | AssistantDraft | None = None
         if mtp is not None:
             self._draft = MTPDraft(mtp, self._caches[1], config)
-        if config.draft_model is not None:
+        elif self._assistant is not None:
+            self._draft = AssistantDraft(self._assistant, self._caches[0], config)
+        elif config.draft_model is not None:
             self._draft = Draft(models[1], self._caches[1], config, self.spec.vocab_size)
 
     @property
@@ -194,7 +208,7 @@ class Worker(LoadedModel):
                 return self._run(plan)
             plan, guesses = self._draft.fill(plan)
             output = self._run(plan)._replace(guesses=guesses)
-            if isinstance(self._draft, MTPDraft):
+            if not isinstance(self._draft, Draft):
                 self._draft.follow(self.runner.hidden, output)
             return output
 
@@ -223,9 +237,9 @@ class Worker(LoadedModel):
 
     @property
     def _drafted_by(self) -> list[object]:
-        """What tells one draft model from another."""
+        """What tells one draft model from another; an assistant keeps nothing."""
         path, quant = self._config.draft_model, self._config.draft_quant
-        return [] if path is None else [quant, file_stamps(Path(path)) or path]
+        return [] if path is None or self._assistant is not None else [quant, file_stamps(Path(path)) or path]
 
     @property
     def cache_kind(self) -> dict[str, object]:

@@ -263,7 +263,7 @@ def spec_from_gguf(
     kv_heads = _kv_heads(read, key("attention.head_count_kv"), heads, family)
     hidden = read.integer(key("embedding_length"))
     head_dim = read.integer(key("attention.key_length"), hidden // heads)
-    further = read.integer(key("nextn_predict_layers"), 0, least=0)  # which are behind the model's own
+    further = 0 if family.assists else read.integer(key("nextn_predict_layers"), 0, least=0)  # behind the model's own
     layers = _layers(read.integer(key("block_count"), least=further + 1) - further, read)
     _check_heads(heads, kv_heads, head_dim, read)
     if not family.latent and read.integer(key("attention.value_length"), head_dim) != head_dim:

@@ -175,6 +175,12 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _gemma4(spec, read, attentions, sizes, readers)
 
 
+def _assistant_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """All its layers read those of another model: see `assistant.py`."""
+    kept = {name: value for name, value in read.values.items() if name != key("attention.shared_kv_layers")}
+    return _from_gguf(spec, ConfigReader(kept, read.where), key)
+
+
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     local = next((attention for attention in spec.attentions if attention.window is not None), None)
     heads = [attention.num_kv_heads for attention in spec.attentions]
@@ -220,6 +226,20 @@ GEMMA4 = Family(
     gguf_activation="gelu_tanh",
     gguf_keys=_keys,
     gguf_gate_up=True,
+)
+_ASSISTANT_HF_NAMES = {"join.weight": "pre_projection.weight", "back.weight": "post_projection.weight"}
+_ASSISTANT_GGUF_NAMES = {"join.weight": "blk.0.nextn.pre_projection.weight", "back.weight": "nextn.post_projection.weight"}
+GEMMA4_ASSISTANT = replace(
+    GEMMA4,
+    name="gemma4-assistant",
+    assists=True,
+    # Which tokens to look at first, of those that are alike; all of them are, here and in llama.cpp.
+    aside=("masked_embedding.", "masked_embd_"),
+    config=lambda config: {**config, "num_kv_shared_layers": 0},
+    defaults=_DEFAULTS | {"max_position_embeddings": 131072},
+    hf_names=_HF_NAMES | _ASSISTANT_HF_NAMES,
+    gguf_names=_GGUF_NAMES | _ASSISTANT_GGUF_NAMES,
+    gguf=_assistant_from_gguf,
 )
 GEMMA4_UNIFIED = replace(GEMMA4, defaults=_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024})
 """12B: it sees and hears without parts of their own for it."""

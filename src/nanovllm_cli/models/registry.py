@@ -43,7 +43,7 @@ from nanovllm_cli.models.families import (
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
-from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
 from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
@@ -122,8 +122,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Gemma3nForCausalLM": GEMMA3N,
     "Gemma3nForConditionalGeneration": GEMMA3N,
+    "Gemma4AssistantForCausalLM": GEMMA4_ASSISTANT,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4,
+    "Gemma4UnifiedAssistantForCausalLM": GEMMA4_ASSISTANT,
     "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED,
     "GlmForCausalLM": GLM,
@@ -271,6 +273,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gemma3n": GEMMA3N,
     "gemma4": GEMMA4,
+    "gemma4-assistant": GEMMA4_ASSISTANT,
     "gemma-embedding": GEMMA_EMBEDDING,
     "bailingmoe2": BAILING_MOE2,
     "bert": BERT,

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.models.assistant import assistant_spec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.mtp import MTP
@@ -44,9 +45,25 @@ GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_l
 
 def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
+    if family_of(checkpoint).assists:
+        raise UnsupportedError(
+            f"{checkpoint.path}: a {family_of(checkpoint).name} model guesses for another, and does nothing by itself",
+            "name the model that it is made for, and this one by --draft-model",
+        )
     spec = hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
     _check_scale(spec, checkpoint, reader)
     tensor_shapes(replace(spec, blocks=tuple(dict.fromkeys(spec.blocks))), names_of(checkpoint))  # all of them have names
+    return spec
+
+
+def read_assistant(checkpoint: Checkpoint, reader: WeightReader, model: ModelSpec) -> ModelSpec:
+    """The same of one that guesses for `model`; see `assistant_spec`."""
+    family, join = family_of(checkpoint), names_of(checkpoint)["join.weight"]
+    if join not in reader.names() or len(reader.shape(join)) != 2:
+        raise CheckpointError(f"{checkpoint.path}: tensor {join!r} is missing or no matrix", "the file is incomplete")
+    own = spec_from_hf(checkpoint.config, family) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
+    spec = assistant_spec(own, reader.shape(join)[1] // 2, model)
+    _check_scale(spec, checkpoint, reader)
     return spec
 
 

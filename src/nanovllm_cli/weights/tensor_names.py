@@ -148,6 +148,8 @@ def _other_parts(checkpoint: Checkpoint, names: set[str]) -> set[str]:
 
 def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Layers behind the model's own that are for speculation."""
+    if family_of(checkpoint).assists:
+        return set()
     config, is_folder = checkpoint.config, checkpoint.format == "hf"
     config = text_config(config) if is_folder else config
     pattern, prefix = (_LAYER, "") if is_folder else (_BLOCK, f"{config.get('general.architecture')}.")

@@ -1,0 +1,96 @@
+"""Speculation by an assistant (`models/assistant.py`): it reads what the model keeps and says what comes next, and the model
+computes all of that in one step and draws from each row.
+
+It keeps nothing itself. Of each sequence it needs the model's row of the token before the one that was drawn last, which the step
+gave that drew it. Where that is not there, as of a sequence that somebody else's step has led on, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import BorrowedCache, KVCache
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.drafting import Guesses
+from nanovllm_cli.engine.loaded_assistant import LoadedAssistant
+from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.platform import KeptRows
+from nanovllm_cli.engine.sampler import Sampler
+
+
+class _Last(NamedTuple):
+    """Of a sequence: where its last drawn token stands, and the model's row of the token before it, [1, hidden]."""
+
+    place: int
+    row: torch.Tensor
+
+
+class AssistantDraft:
+    """cache: the model's."""
+
+    def __init__(self, loaded: LoadedAssistant, cache: KVCache, config: EngineConfig) -> None:
+        self.weight_bytes = loaded.weight_bytes
+        own = BorrowedCache(cache, loaded.spec.mixers)
+        self._runner = loaded.platform.make_runner(
+            loaded.model, own, Sampler(loaded.spec.vocab_size), loaded.recordable, keeps_rows=True
+        )
+        self._guesses = Guesses(config)
+        self._last: dict[int, _Last] = {}
+
+    def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
+        """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
+        for seq_id in plan.finished:
+            self._last.pop(seq_id, None)
+        self._runner.run(Plan([], [], plan.finished, []))
+        wanted = [share for share in plan.scheduled if share.num_guesses]
+        able = {share.seq_id: share for share in wanted if self._knows(share)}
+        rows = {seq_id: self._last[seq_id].row for seq_id in able}
+        new = [NewSequence(seq_id, [], self._guesses.params, 0, ()) for seq_id in able]
+        drawn = self._draw(able, {seq_id: share.known[-1] for seq_id, share in able.items()}, 0, rows, new)
+        # Its own rows, behind the first guess.
+        guesses = self._guesses.of(wanted, drawn, lambda going, tokens, count: self._draw(going, tokens, count, self._own_rows()))
+        shares = [self._filled(share, guesses.get(share.seq_id, [])) for share in plan.scheduled]
+        return plan._replace(scheduled=shares), guesses
+
+    def follow(self, kept: Sequence[KeptRows], output: StepOutput) -> None:
+        """What the model made of a step's tokens. kept: rows of its shares. output: what was drawn, which tells the guesses that
+        held."""
+        num_drawn = {each.seq_id: len(each.token_ids) for each in output.drawn if each.error is None}
+        for share, rows in kept:
+            for seq_id in share.draws:
+                held = min(num_drawn.get(seq_id, 0) - 1, share.num_guesses)
+                self._last.pop(seq_id, None)
+                if held >= 0:
+                    place = share.start + len(share.known) + held
+                    self._last[seq_id] = _Last(place, rows[held : held + 1].clone())
+
+    def _knows(self, share: Scheduled) -> bool:
+        last = self._last.get(share.seq_id)
+        return last is not None and last.place == share.start and len(share.known) == 1
+
+    def _draw(
+        self, shares: Mapping[int, Scheduled], tokens: Mapping[int, int], num_drawn: int, rows: Mapping[int, torch.Tensor],
+        new: Sequence[NewSequence] = (),
+    ) -> list[Drawn]:  # fmt: skip
+        """What it draws behind `tokens`. num_drawn: since the sequences were new. Every guess stands where the last known token
+        does, and sees what is kept, which is what lies before that."""
+        if not shares:
+            return []
+        fed = [
+            Scheduled(
+                seq_id, [tokens[seq_id]], share.start - 1, self._guesses.blocks(share, share.start), (seq_id,),
+                prompt_len=share.start - num_drawn, every_row=True, keeps_hidden=True,
+            )
+            for seq_id, share in shares.items()
+        ]  # fmt: skip
+        return self._runner.run(Plan(fed, list(new), [], []), torch.cat([rows[seq_id] for seq_id in shares])).drawn
+
+    def _own_rows(self) -> dict[int, torch.Tensor]:
+        return {share.seq_id: rows for share, rows in self._runner.hidden}
+
+    def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
+        share = share._replace(keeps_drawn=bool(share.draws))
+        return self._guesses.filled(share, guesses) if share.num_guesses else share
