@@ -125,7 +125,7 @@ class LLM:
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
-            self.tokenizer, spec = load_tokenizer(checkpoint), read_spec(checkpoint, open_reader(checkpoint))
+            spec, self.tokenizer = read_spec(checkpoint, open_reader(checkpoint)), load_tokenizer(checkpoint)
             self.embedding: Embedding = use_of(embedding_of(checkpoint), spec)
             self.scoring: Scoring | None = scoring_of(checkpoint, self.tokenizer, chat_template)
             further = read_further(checkpoint, self.embedding.layers)

@@ -271,8 +271,8 @@ class EngineOptions(MemoryOptions):
     )
     draft_model: str | None = option(
         "--draft-model",
-        help="A smaller model of the same vocabulary, which guesses what the large one then looks at all at once. "
-        "What is said stays the same.",
+        help="A smaller model of the same vocabulary, or a Gemma 4's assistant, which guesses what the large one then looks at "
+        "all at once. What is said stays the same.",
         panel=ENGINE, metavar="MODEL",
     )
     draft_quant: str | None = option(

@@ -22,10 +22,10 @@ class LoadedMTP(LoadedModel):
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, loaded: LoadedModel, progress: LoadProgress) -> None:
         table = mtp_names_of(checkpoint)
         if table is None:
-            raise UnsupportedError(
-                f"{checkpoint.path} has no layer that predicts further tokens (MTP)",
-                "leave --mtp away; --speculate N and --draft-model NAME guess without one",
-            )
+            hint = "leave --mtp away; --speculate N and --draft-model NAME guess without one"
+            if loaded.spec.architecture.startswith("gemma4"):
+                hint = "Gemma 4's is a model of its own: --draft-model NAME-assistant, such as google/gemma-4-E2B-it-assistant"
+            raise UnsupportedError(f"{checkpoint.path} has no layer that predicts further tokens (MTP)", hint)
         self.platform, self._group, self._beside, self._chosen = loaded.platform, None, {}, None
         self.spec = self.own_spec = mtp_spec(loaded.spec)
         self.dtype = loaded.dtype

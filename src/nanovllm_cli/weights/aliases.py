@@ -124,6 +124,11 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "26b-a4b": "google/gemma-4-26B-A4B-it",
         "31b": "google/gemma-4-31B-it",
     },
+    "gemma4-assistant": {
+        "e2b": "google/gemma-4-E2B-it-assistant",
+        "26b-a4b": "google/gemma-4-26B-A4B-it-assistant",
+        "31b": "google/gemma-4-31B-it-assistant",
+    },
     "gemma3n": {"e2b": "google/gemma-3n-E2B-it", "e4b": "google/gemma-3n-E4B-it"},
     "gemma3": {
         "270m": "google/gemma-3-270m-it",
