@@ -68,7 +68,7 @@ def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), *, token_work: int
         max_model_len=worker.max_model_len,
         num_blocks=settings.get("num_blocks", worker.num_blocks),
         eos_ids=eos_ids,
-        seeing=worker.sight and Seeing(worker.sight.spec, None, work),
+        seeing=worker.sight and Seeing(worker.sight.senses, None, None, work),
     )
 
 

@@ -130,7 +130,7 @@ class FakeLLM:
         self.expert_bytes = 0
         self.kv_dtypes = (torch.bfloat16, torch.int8)
         self.dtype, self.formats, self.threads = torch.bfloat16, {None: 10, Integer(8): 90}, 3
-        self.multiplies_whole, self.sense = True, None
+        self.multiplies_whole, self.senses = True, None
 
     def stats(self) -> Any:
         return types.SimpleNamespace(free_blocks=self.free_blocks)

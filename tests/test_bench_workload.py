@@ -24,8 +24,8 @@ def test_random_prompts_have_the_lengths_asked_for() -> None:
 @pytest.mark.parametrize(("reserved", "instead"), [(7, 6), (0, 1)])
 def test_a_reserved_token_is_in_no_prompt_and_all_others_stay(reserved: int, instead: int) -> None:
     plain = [*random_lengths(20, 17, 5, vocab_size=9), *prefix_repetition(20, 9, 8, 5, vocab_size=9)]
-    found = [*random_lengths(20, 17, 5, vocab_size=9, reserved=reserved),
-             *prefix_repetition(20, 9, 8, 5, vocab_size=9, reserved=reserved)]  # fmt: skip
+    found = [*random_lengths(20, 17, 5, vocab_size=9, reserved={reserved}),
+             *prefix_repetition(20, 9, 8, 5, vocab_size=9, reserved={reserved})]  # fmt: skip
     assert any(reserved in request.prompt for request in plain)
     for before, after in zip(plain, found, strict=True):
         assert after.prompt == [instead if token == reserved else token for token in before.prompt]

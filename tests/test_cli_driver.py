@@ -130,7 +130,7 @@ class LLM:
         self.dtype, *self.kv_dtypes = ("float32" if kind == "auto" else kind for kind in (config.dtype, *config.cache_types))
         self.mmproj = config.mmproj
         self.spec = types.SimpleNamespace(vocab_size=VOCABULARY, has_head=True)
-        self.sense = self.vision = self.hearing = None
+        self.senses = self.vision = self.hearing = None
 
     def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, template_kwargs: Any = None) -> list[int]:
         if any(message["role"] == "martian" for message in messages):

@@ -102,7 +102,7 @@ def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> E
     return Engine(
         worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead, prepare=worker.prepare,
-        seeing=worker.sight and Seeing(worker.sight.spec, None, worker.spec.prompt_work),
+        seeing=worker.sight and Seeing(worker.sight.senses, None, None, worker.spec.prompt_work),
     )  # fmt: skip
 
 

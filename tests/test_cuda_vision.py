@@ -55,7 +55,7 @@ def prompts_for(engine: Engine) -> list[TokenIds]:
     worker = engine._executor
     assert isinstance(worker, Worker)
     assert worker.sight is not None
-    vision = worker.sight.spec
+    vision = worker.sight.senses.vision
     return [prompt_of(vision, 5, 9), prompt_of(vision, 20, 3), TokenIds([7, 8, 9])]
 
 

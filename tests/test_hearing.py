@@ -18,7 +18,7 @@ from hearing import TOKEN, a_sound, config_of, heard_by_transformers, prompt_wit
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec
+from nanovllm_cli.hearing_spec import HearingSpec, Senses
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears import EARS
 from nanovllm_cli.sampling_params import SamplingParams
@@ -43,8 +43,8 @@ def model_of(family: str) -> Any:
 def opened(family: str, folder: Path, **settings: Any) -> tuple[Any, Worker, HearingSpec]:
     worker = worker_for(save(model_of(family), folder), dtype="float32", **settings)
     assert worker.sight is not None
-    assert isinstance(worker.sight.spec, HearingSpec)
-    return model_of(family), worker, worker.sight.spec
+    assert isinstance(worker.sight.senses.hearing, HearingSpec)
+    return model_of(family), worker, worker.sight.senses.hearing
 
 
 def parts_of(spec: HearingSpec) -> list[int | Sound]:
@@ -80,7 +80,7 @@ def test_pieces_of_a_long_sound_are_what_transformers_makes_of_all_of_it(tmp_pat
     model, worker, spec = opened("qwen3-asr", tmp_path)
     values = np.random.default_rng(3).normal(0, 0.7, (493, 9)).astype("<f4")
     cut = [Sound.of(values[at : at + 200].tobytes(), n, n, 9) for at, n in ((0, 200), (200, 200), (400, 93))]
-    ear = worker.sight.tower()  # type: ignore[union-attr]
+    ear = worker.sight._organs[0].tower()  # type: ignore[union-attr]
     with torch.inference_mode():
         found = torch.cat([ear(each).rows for each in cut])  # type: ignore[operator]
         padded = torch.nn.functional.pad(torch.from_numpy(values).T, (0, 7))[None]
@@ -163,7 +163,7 @@ def test_sounds_that_do_not_fit_their_prompt_are_refused(tmp_path: Path) -> None
         checked_images(None, good, tuple(good), None)
     for tokens in (list(good), [*good, TOKEN], good[:-5]):
         with pytest.raises(UsageError, match="stand for sounds"):
-            checked_images(Seeing(spec, TOKEN, 1), tokens, tuple(tokens), None)
+            checked_images(Seeing(Senses(hearing=spec), None, TOKEN, 1), tokens, tuple(tokens), None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -206,7 +206,7 @@ def test_folders_as_they_were_first_published(tmp_path: Path) -> None:
     for folder in (now, then):
         worker = worker_for(folder, dtype="float32")
         assert worker.sight is not None
-        spec = worker.sight.spec
+        spec = worker.sight.senses.hearing
         assert isinstance(spec, HearingSpec)
         answers.append(run(engine_for(worker), [(prompt_with(spec, parts_of(spec)), greedily(8, logprobs=0))])[0])
     assert logprobs_of(answers[0]) == logprobs_of(answers[1])

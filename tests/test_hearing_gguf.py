@@ -45,7 +45,7 @@ def converted(folder: Path, path: Path) -> None:
 def test_a_file_is_the_folders_tower_to_the_bit(family: str, tmp_path: Path) -> None:
     folder = save(model_of(family), tmp_path / "model")
     with open_checkpoint(folder) as checkpoint, open_mmproj(write_ear(folder, tmp_path / "mmproj.gguf")) as file:
-        spec, found = read_hearing(checkpoint), read_mmproj(file)
+        spec, found = read_hearing(checkpoint), read_mmproj(file).hearing
         assert spec is not None
         if family == "qwen3-asr":  # which are said in no file
             assert (found.piece, found.least) == (800, 8000)  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def test_files_that_no_tower_can_be_are_refused_by_name(name: str, tmp_path: Pat
     family, keys, kind, told = BROKEN[name]
     path = write_ear(save(model_of(family), tmp_path / "model"), tmp_path / "mmproj.gguf", keys)
     with open_mmproj(path) as file, pytest.raises(kind) as caught:
-        load_ear_gguf(file, read_mmproj(file), torch.float32)  # type: ignore[arg-type]
+        load_ear_gguf(file, read_mmproj(file).hearing, torch.float32)  # type: ignore[arg-type]
     assert told in caught.value.message
 
 
@@ -80,7 +80,7 @@ def test_a_file_without_a_tensor_is_refused(tmp_path: Path) -> None:
     for lost in ("a.conv2d.1.weight", "a.blk.1.attn_k.bias", "mm.a.mlp.2.weight"):
         path = write_ear(folder, tmp_path / f"{lost}.gguf", change=lambda tensors, lost=lost: tensors.pop(lost))  # type: ignore[misc]
         with open_mmproj(path) as file, pytest.raises(CheckpointError, match=lost.replace(".", r"\.")):
-            load_ear_gguf(file, read_mmproj(file), torch.float32)  # type: ignore[arg-type]
+            load_ear_gguf(file, read_mmproj(file).hearing, torch.float32)  # type: ignore[arg-type]
 
 
 def test_a_gguf_model_hears_by_the_file_beside_it(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_converted_model_is_of_the_kind_that_its_file_belongs_to(family: str, 
     mmproj = write_ear(folder, tmp_path / "mmproj.gguf")
     with open_checkpoint(ours) as model:
         assert model.config["general.architecture"] == kind
-        assert isinstance(checked_mmproj(mmproj, model, 48), HearingSpec)
+        assert isinstance(checked_mmproj(mmproj, model, 48).hearing, HearingSpec)
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

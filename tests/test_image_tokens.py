@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url
 from nanovllm_cli.errors import NanovllmError, TemplateError, UnsupportedError, UsageError
-from nanovllm_cli.images.reading import read_image, read_images
+from nanovllm_cli.hearing_spec import Senses
+from nanovllm_cli.images.reading import read_image
+from nanovllm_cli.senses import read_parts
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.text.messages import template_messages
@@ -71,7 +73,7 @@ def encoded(tokenizer: Tokenizer, template: str, vision: VisionSpec, *messages: 
     chat = ChatTemplate(template)
     parts: list[ImagePart] = []
     shaped = template_messages(list(messages), chat, parts)
-    return encode_chat(tokenizer, chat, shaped, images=read_images(parts, vision), vision=vision)
+    return encode_chat(tokenizer, chat, shaped, images=read_parts(parts, Senses(vision)), senses=Senses(vision))
 
 
 def test_of_a_mistral(tmp_path: Path) -> None:

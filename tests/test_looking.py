@@ -21,14 +21,16 @@ from nanovllm_cli.engine.plan import Look, Plan, StepOutput
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.sight import MOST_BEGUN, Sight
 from nanovllm_cli.engine.stepper import Stepper
+from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.models.tower import Stages, Tower, next_stage, tower_shapes
-from nanovllm_cli.vision_spec import Image, PlacedImage, TokenIds, TowerSpec
+from nanovllm_cli.vision_spec import Image, ImageTokens, PlacedImage, SizeRule, TokenIds, TowerSpec, VisionSpec
 from test_vision import MODELS, an_image, opened, prompt_with
 
 TOWER = TowerSpec(
     patch_size=4, merge=2, hidden_size=32, num_layers=3, num_heads=2, intermediate_size=40, out_size=48, activation="gelu_tanh",
     norm="layer", eps=1e-6, projector="merger", projector_eps=1e-6, theta=1e4,
 )  # fmt: skip
+SENSES = Senses(VisionSpec(TOWER, SizeRule("area", 8), ImageTokens("<i>", "<i>"), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
 
 
 class Model:
@@ -361,7 +363,7 @@ def test_a_request_that_leaves_while_it_looks_leaves_nothing_that_counts(model: 
 def test_a_chunk_ends_before_an_image_that_is_not_ready() -> None:
     image = Image.of(32, 32, bytes(3 * 32 * 32))
     price = 5
-    looking = Looking(TOWER, -(-TOWER.layer_work(image) // price))
+    looking = Looking(SENSES, -(-TOWER.layer_work(image) // price))
 
     def sequence(start: int, left: int | None = None) -> Sequence:
         request = Request("it", tuple(range(60)), greedy(1), 61, (), 0.0, images=(PlacedImage(image, 10, 4, 4),))
@@ -391,7 +393,7 @@ def test_a_chunk_ends_before_an_image_that_is_not_ready() -> None:
 
 def test_of_images_that_are_alike_the_first_takes_room() -> None:
     image, other = Image.of(32, 32, bytes(3 * 32 * 32)), Image.of(32, 32, bytes([1]) * 3 * 32 * 32)
-    looking = Looking(TOWER, -(-TOWER.layer_work(image) // 5))
+    looking = Looking(SENSES, -(-TOWER.layer_work(image) // 5))
 
     def room(*images: Image) -> tuple[int, int]:
         placed = tuple([PlacedImage(each, 16 * place, 4, 4) for place, each in enumerate(images)])
@@ -449,7 +451,7 @@ def test_a_layers_work_is_what_torch_counts(window: int, gated: bool) -> None:
 
 
 def test_stages_are_layers_and_give_what_one_call_does(model: Model) -> None:
-    tower, image = model.sight.tower(), model.image()
+    tower, image = model.sight._organs[0].tower(), model.image()
     with torch.inference_mode():
         whole, stages = tower(image), tower.stages(image)
         made = [next_stage(stages) for _ in range(model.layers)]

@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli import LLM, EngineConfig, data_url
 from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_marks
@@ -70,9 +71,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
 def opened(path: Path, dtype: torch.dtype = torch.float32) -> tuple[VisionSpec, Tower]:
     with open_mmproj(path) as file:
-        spec = read_mmproj(file)
-        check_mmproj(file, spec)
-        return spec, load_mmproj(file, spec, dtype)
+        senses = read_mmproj(file)
+        check_mmproj(file, senses)
+        assert senses.vision is not None
+        return senses.vision, load_mmproj(file, senses.vision, dtype)
 
 
 def rows(tower: Tower, name: str) -> torch.Tensor:
@@ -371,7 +373,7 @@ def test_what_follows_images_is_what_the_folder_says(name: str, tmp_path: Path) 
     for path, settings in (folder, {}), (text, {"mmproj": str(mmproj)}):
         worker = worker_for(path, dtype="float32", **settings)
         assert worker.sight is not None
-        vision = worker.sight.spec
+        vision = worker.sight.senses.vision
         if not answers:
             prompt = prompt_with(vision, parts_of(vision), model.config.image_token_id)
         answers += run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
@@ -394,7 +396,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 def belongs(mmproj: Path, model: Path, width: int = 48) -> VisionSpec:
     with open_checkpoint(model) as checkpoint:
-        return checked_mmproj(mmproj, checkpoint, width)
+        vision = checked_mmproj(mmproj, checkpoint, width).vision
+    assert vision is not None
+    return vision
 
 
 def test_a_file_of_another_model_is_refused(seeing: tuple[Path, Path, Path], made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -422,7 +426,7 @@ def test_a_file_of_another_model_is_refused(seeing: tuple[Path, Path, Path], mad
 def test_a_file_is_of_texts_of_its_family(name: str, arch: str, other: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     mmproj = write_mmproj(made(name).folder, tmp_path / "mmproj.gguf")
     text = SimpleNamespace(format="gguf", config={"general.architecture": arch})
-    assert checked_mmproj(mmproj, text, 24).tower.out_size == 24
+    assert checked_mmproj(mmproj, text, 24).vision.tower.out_size == 24
     text.config["general.architecture"] = other
     with pytest.raises(UsageError, match=f"is of models of the kind .*, not of {other}"):
         checked_mmproj(mmproj, text, 24)
@@ -480,7 +484,7 @@ def check_it_sees_as_its_folder_does(folder: Path, output: Path) -> None:
     for path, own in (folder, {}), (output, {"mmproj": str(wrote.path)}):
         worker = worker_for(path, dtype="float32", **own)
         assert worker.sight is not None
-        vision = worker.sight.spec
+        vision = worker.sight.senses.vision
         if not answers:
             prompt = prompt_with(vision, parts_of(vision), 4096)
         answers += run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
@@ -602,8 +606,8 @@ def test_a_gemmas_file_may_lack_the_token_of_images(made: Callable[[str], Made],
     one = Image.of(48, 48, bytes(3 * 48 * 48))
     for tokens, part in (whole, "<image_soft_token>"), (cut, "<pad>"):
         tokenizer: Any = SimpleNamespace(control_tokens=tokens)
-        known = in_vocabulary(spec, tokenizer)
-        text, _ = with_marks("a<start_of_image>b", [], known.tokens, [Picture((one,))])
+        known = in_vocabulary(Senses(spec), tokenizer)
+        text, _ = with_marks("a<start_of_image>b", [], {False: known.all[0].tokens}, [Picture((one,))])
         assert text == f"a\n\n<start_of_image>{part}<end_of_image>\n\nb"
         ids = with_images([7, tokens[part], 8], tokenizer, known, [Picture((one,))])
         assert list(ids) == [7, *[tokens[part]] * 16, 8]

@@ -127,7 +127,7 @@ def test_rows_of_pieces_are_llama_cpps(name: str, width: int, height: int, rows:
     _, text, mmproj = converted(name, tmp_path)
     expected = rows_by_llama_cpp(text, mmproj, image)
     with open_mmproj(mmproj) as file:
-        spec = read_mmproj(file)
+        spec = read_mmproj(file).vision
         tower = load_mmproj(file, spec, torch.float32)
     picture = read_image(image, spec, "it")
     assert (picture.rows, picture.columns) == (rows, columns)

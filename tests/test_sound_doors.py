@@ -141,7 +141,7 @@ def test_sounds_and_what_they_are_heard_by_cross_to_other_processes(llm: LLM) ->
     assert tuple(again.images) == prompt.images
     facts = Facts(512, 300, 3, 16, 1, 1, 1, "float32", "cpu", 8, hearing=llm.hearing)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=Facts) == facts
-    assert facts.sense == llm.sense
+    assert facts.senses == llm.senses
 
 
 # ---- the command line ----

@@ -410,7 +410,7 @@ def test_a_file_that_does_not_say_how_many_pieces_has_twelve_at_most(tmp_path: P
     keys = {"clip.vision.preproc_min_tiles": None, "clip.vision.preproc_max_tiles": None}
     for own, most in (keys, 12), ({}, 6):
         with open_mmproj(write_mmproj(folder, tmp_path / f"{most}.gguf", own)) as file:
-            spec = read_mmproj(file)
+            spec = read_mmproj(file).vision
             assert isinstance(spec, VisionSpec)
             assert (spec.size.least_tiles, spec.size.most_tiles) == (1, most)
     assert np.isfinite(spec.mean).all()

@@ -217,7 +217,7 @@ def test_a_paddleocr_vl_as_published(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(flat))
     worker = worker_for(folder, dtype="float32")
     assert worker.sight is not None
-    vision = worker.sight.spec
+    vision = worker.sight.senses.vision
     prompt = prompt_with(vision, parts_of(vision), 512)
     (found,) = run(engine_for(worker), [(prompt, greedy(8))])
     (tmp_path / "saved").mkdir()

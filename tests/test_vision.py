@@ -38,6 +38,7 @@ from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
@@ -210,7 +211,7 @@ def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, Visio
     model = random_model(MODELS[name], auto=AutoModelForImageTextToText)
     worker = worker_for(save(model, folder), dtype="float32", **settings)
     assert worker.sight is not None
-    return model, worker, worker.sight.spec, model.config.image_token_id
+    return model, worker, worker.sight.senses.vision, model.config.image_token_id
 
 
 def parts_of(vision: VisionSpec) -> list[int | Image]:
@@ -294,7 +295,7 @@ def test_a_tower_is_loaded_with_the_first_image_and_computes_each_once(tmp_path:
     sight = worker.sight
     assert sight is not None
     run(engine_for(worker), [(prompt_with(vision, [9], token), greedy(2))])
-    assert sight._tower is None
+    assert sight._organs[0]._tower is None
     told: list[int] = []
     sight.told = lambda: told.append(1)
     image = an_image(vision, 4, 4)
@@ -343,7 +344,7 @@ def test_images_that_do_not_fit_their_prompt_are_refused(tmp_path: Path) -> None
         engine.embed("it", good, "mean")
     for tokens in (list(good), [*good, token], good[:-5]):
         with pytest.raises(UsageError, match="stand for images"):
-            checked_images(Seeing(vision, token, 1), tokens, tuple(tokens), None)
+            checked_images(Seeing(Senses(vision), token, None, 1), tokens, tuple(tokens), None)
 
 
 def test_what_is_made_of_an_image_is_found_with_the_same_salt_alone(tmp_path: Path) -> None:
@@ -419,7 +420,7 @@ def test_images_longer_than_a_window_are_left_out_or_made_smaller(tmp_path: Path
     worker = worker_for(tmp_path / "any", dtype="float32")
     assert worker.sight is not None
     windows = {attention.window for attention in worker.spec.attentions} - {None}
-    assert most_rows(worker.sight.spec) <= min(window for window in windows if window is not None)
+    assert most_rows(worker.sight.senses.vision) <= min(window for window in windows if window is not None)
 
 
 def test_a_tower_that_does_not_load_ends_what_has_images_and_is_not_read_again(
@@ -434,7 +435,7 @@ def test_a_tower_that_does_not_load_ends_what_has_images_and_is_not_read_again(
         tries.append(1)
         raise CheckpointError("NaN in a tower")
 
-    monkeypatch.setattr(sight, "_load", load)
+    monkeypatch.setattr(sight._organs[0], "_load", load)
     engine = engine_for(worker)
     for _ in range(2):
         prompts = [prompt_with(vision, [4, an_image(vision, 2, 3), 4], token), TokenIds([5, 6, 7])]

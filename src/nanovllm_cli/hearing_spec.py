@@ -6,9 +6,10 @@ Frozen values without tensors, which cross to other processes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, VisionSpec
 
@@ -157,7 +158,53 @@ class HearingSpec:
 
 
 Sense = VisionSpec | HearingSpec
-"""What an engine's model perceives by, beside its texts."""
+
+
+class Senses(NamedTuple):
+    """What an engine's model perceives by, beside its texts: one of both at least."""
+
+    vision: VisionSpec | None = None
+    hearing: HearingSpec | None = None
+
+    @classmethod
+    def of(cls, *senses: Sense) -> Senses:
+        """Of each kind the last."""
+        found = cls()
+        for sense in senses:
+            found = found._replace(hearing=sense) if isinstance(sense, HearingSpec) else found._replace(vision=sense)
+        return found
+
+    @property
+    def all(self) -> list[Sense]:
+        return [sense for sense in (self.vision, self.hearing) if sense is not None]
+
+    def by(self, sent: Image | Sound | Picture | Clip) -> Sense:
+        """Which it is perceived by; by one of these it is."""
+        sense = self.hearing if isinstance(sent, Sound | Clip) else self.vision
+        assert sense is not None
+        return sense
+
+    def num_tokens(self, sent: Picture | Clip) -> int:
+        """That stand for it, beside what is around them."""
+        return self.by(sent).num_tokens(sent)
+
+    def layers_of(self, image: Image | Sound) -> int:
+        """Of the tower that is for it."""
+        return self.by(image).tower.num_layers
+
+    def layer_work(self, image: Image | Sound) -> int:
+        """Multiplications of one of them."""
+        return self.by(image).tower.layer_work(image)
+
+    def fits(self, images: Sequence[PlacedImage], num_tokens: int) -> bool:
+        """Whether they are as `placed` gives them, and in their order in a prompt of so many tokens."""
+        if any(placed.start < before.end for before, placed in itertools.pairwise(images)):
+            return False
+        for sense in (self.vision, self.hearing):
+            own = [each for each in images if isinstance(each.image, Sound) == (sense is self.hearing)]
+            if own and (sense is None or not sense.fits(own, num_tokens)):
+                return False
+        return True
 
 
 def _thrice_halved(length: int) -> int:

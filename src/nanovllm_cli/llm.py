@@ -38,20 +38,20 @@ from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.prompts import Prompt, listed, token_ids
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams, params_for
-from nanovllm_cli.senses import kind_of, read_parts
+from nanovllm_cli.senses import kinds_of, read_parts
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.text.image_tokens import in_vocabulary
 from nanovllm_cli.text.messages import template_messages, template_tools
-from nanovllm_cli.vision_spec import TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import TokenIds
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.further import read_further
@@ -139,9 +139,8 @@ class LLM:
             generation_config = dict(checkpoint.generation_config)
         self.mmproj: str | None = config.mmproj
         self.spec, self.sight = worker.spec, worker.sight
-        self.sense: Sense | None = None if self.sight is None else in_vocabulary(self.sight.spec, self.tokenizer)
-        self.vision: VisionSpec | None = self.sense if isinstance(self.sense, VisionSpec) else None
-        self.hearing: HearingSpec | None = self.sense if isinstance(self.sense, HearingSpec) else None
+        self.senses = None if self.sight is None else in_vocabulary(self.sight.senses, self.tokenizer)
+        self.vision, self.hearing = self.senses or Senses()
         self.dtype, self.max_model_len = worker.dtype, worker.max_model_len
         self.num_parameters: int = worker.num_parameters
         self.weight_bytes: int = worker.weight_bytes + worker.draft_bytes
@@ -170,7 +169,7 @@ class LLM:
             embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
             further=further,
             second_text=second_text_of(self.scoring, self.tokenizer, self.spec),
-            seeing=seeing_of(self.sense, self.tokenizer, self.spec),
+            seeing=seeing_of(self.senses, self.tokenizer, self.spec),
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
@@ -355,12 +354,11 @@ class LLM:
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
         template, known = self.chat_template.for_tools(tools), None if self.answer_format is None else self.answer_format.tools
-        sense, parts, variables = self.sense, list[ImagePart](), template_kwargs
-        images = None if sense is None else parts
-        told = template_messages(messages, template, images, kind_of(sense), tools=tools or (), known=known)
+        senses, parts, variables = self.senses, list[ImagePart](), template_kwargs
+        told = template_messages(messages, template, parts, kinds_of(senses), tools=tools or (), known=known)
         shaped = template_tools(tools, template, known) if tools else None
-        read = read_parts(parts, sense)
-        return encode_chat(self.tokenizer, template, told, tools=shaped, images=read, vision=sense, variables=variables)
+        read = read_parts(parts, senses)
+        return encode_chat(self.tokenizer, template, told, tools=shaped, images=read, senses=senses, variables=variables)
 
     # ---- keeping what was read ----
 

@@ -7,29 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.images import reading as images
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, ImagePart
 from nanovllm_cli.vision_spec import Clip, Picture
 
 
-def kind_of(sense: Sense | None) -> str | None:
-    """Which parts of messages it is for."""
-    return None if sense is None else SOUNDS if isinstance(sense, HearingSpec) else IMAGES
+def kinds_of(senses: Senses | None) -> list[str]:
+    """Which parts of messages they are for."""
+    if senses is None:
+        return []
+    return [kind for kind, sense in ((IMAGES, senses.vision), (SOUNDS, senses.hearing)) if sense is not None]
 
 
-def read_parts(parts: Iterable[ImagePart], sense: Sense | None) -> list[Picture | Clip]:
+def read_parts(parts: Iterable[ImagePart], senses: Senses | None) -> list[Picture | Clip]:
     """Raises UsageError for what is none, or damaged, UnsupportedError for an address or a kind that is not read."""
-    return [] if sense is None else [read_part(part, sense)[0] for part in parts]
+    return [] if senses is None else [read_part(part, senses)[0] for part in parts]
 
 
-def read_part(part: ImagePart, sense: Sense, salt: str | None = None) -> tuple[Picture | Clip, int]:
+def read_part(part: ImagePart, senses: Senses, salt: str | None = None) -> tuple[Picture | Clip, int]:
     """With the bytes that it takes: of an image's pixels, as it was sent or as it is shown, whichever are more, or of a sound's
     spectrogram. salt: see `images.reading.read_sent`."""
-    if isinstance(sense, HearingSpec):
+    if part.kind == SOUNDS:
         from nanovllm_cli.sounds import reading as sounds
 
-        clip = sounds.read_sent(part.url, sense, part.where, salt)
+        assert senses.hearing is not None
+        clip = sounds.read_sent(part.url, senses.hearing, part.where, salt)
         return clip, sum(sound.num_bytes for sound in clip.images)
-    picture, num_pixels = images.read_sent(part.url, sense, part.where, salt)
+    assert senses.vision is not None
+    picture, num_pixels = images.read_sent(part.url, senses.vision, part.where, salt)
     return picture, 3 * max(num_pixels, picture.num_pixels)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.metrics import Latency, most_at_once
 from nanovllm_cli.bench.record import Summary
-from nanovllm_cli.bench.table import format_names, greedy, peak_memory, reserved_token
+from nanovllm_cli.bench.table import format_names, greedy, peak_memory, reserved_tokens
 from nanovllm_cli.bench.workload import Request, Workload, drawn_ids
 from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.progress import LoadProgress
@@ -107,7 +107,7 @@ def measure_latency(
     """How long a whole batch takes. Its prompts are made-up tokens that no repetition shares with another. Raises UsageError,
     RequestError."""
     draw = random.Random(batches.seed)
-    params, reserved = greedy(batches.output_len), reserved_token(llm)
+    params, reserved = greedy(batches.output_len), reserved_tokens(llm)
     seconds: list[float] = []
     progress.stage("latency", batches.warm_up + batches.repetitions, "batches")
     for number in range(batches.warm_up + batches.repetitions):

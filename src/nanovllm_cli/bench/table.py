@@ -106,7 +106,7 @@ def run_trial(
     llm: LLM, trial: Trial, draw: random.Random, procedure: Procedure, progress: LoadProgress
 ) -> tuple[int, ...]:
     """Nanoseconds of each repetition. Raises RequestError where the engine did other work than the trial is about."""
-    vocab_size, reserved = llm.spec.vocab_size, reserved_token(llm)
+    vocab_size, reserved = llm.spec.vocab_size, reserved_tokens(llm)
     samples = []
     total = (trial.num_prompt + trial.num_gen) * trial.num_parallel
     progress.stage(name_of(trial), total * (procedure.repetitions + procedure.warm_up), "tokens")
@@ -138,9 +138,10 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
-def reserved_token(llm: LLM) -> int | None:
-    """Which stands for images, or sounds, and nothing else: a prompt of made-up tokens is refused with it."""
-    return None if llm.sense is None else image_token(llm.tokenizer, llm.sense)
+def reserved_tokens(llm: LLM) -> set[int]:
+    """Which stand for images, or sounds, and nothing else: a prompt of made-up tokens is refused with one."""
+    senses = [] if llm.senses is None else llm.senses.all
+    return {token for sense in senses if (token := image_token(llm.tokenizer, sense)) is not None}
 
 
 def _check(outputs: list[RequestOutput], trial: Trial, params: SamplingParams) -> None:

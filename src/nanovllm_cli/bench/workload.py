@@ -11,9 +11,10 @@ else's), of which most tokenizers make one token each. A seed gives the same req
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,11 +53,14 @@ class Workload:
         return len(self.requests)
 
 
-def drawn_ids(draw: random.Random, count: int, vocab_size: int, reserved: int | None) -> list[int]:
-    """Token ids of a made-up prompt. reserved: one that stands for images or sounds, which such a prompt has none of. It becomes
-    the one beside it, so that a seed gives all others as without it."""
-    ids = (draw.randrange(vocab_size) for _ in range(count))
-    return [(token - 1 if token else 1) if token == reserved else token for token in ids]
+def drawn_ids(draw: random.Random, count: int, vocab_size: int, reserved: Collection[int]) -> list[int]:
+    """Token ids of a made-up prompt. reserved: those that stand for images or sounds, which such a prompt has none of. They
+    become the one beside them, so that a seed gives all others as without them."""
+
+    def plain(token: int) -> int:
+        return next(each for each in itertools.chain(range(token, -1, -1), range(token, vocab_size)) if each not in reserved)
+
+    return [plain(draw.randrange(vocab_size)) for _ in range(count)]
 
 
 def estimated_count(text: str) -> int:
@@ -71,7 +75,7 @@ def random_lengths(
     *,
     range_ratio: float = 0.0,
     vocab_size: int | None = None,
-    reserved: int | None = None,
+    reserved: Collection[int] = (),
     seed: int = 0,
 ) -> Workload:
     """`count` prompts that have nothing in common. Lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times what
@@ -96,7 +100,7 @@ def prefix_repetition(
     *,
     num_prefixes: int = 10,
     vocab_size: int | None = None,
-    reserved: int | None = None,
+    reserved: Collection[int] = (),
     seed: int = 0,
 ) -> Workload:
     """`count` prompts in random order, each one of `num_prefixes` beginnings and an end of its own. reserved: see drawn_ids.
@@ -191,7 +195,7 @@ def _read(path: str | Path) -> str:
     return read_text(Path(path), MAX_FILE_BYTES, "a dataset")
 
 
-def _made_up(draw: random.Random, length: int, vocab_size: int | None, reserved: int | None) -> str | list[int]:
+def _made_up(draw: random.Random, length: int, vocab_size: int | None, reserved: Collection[int]) -> str | list[int]:
     if vocab_size is not None:
         return drawn_ids(draw, length, vocab_size, reserved)
     return " ".join(draw.choices(_WORDS.split(), k=length))

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.senses import read_parts
-from nanovllm_cli.text.content_parts import ImagePart
+from nanovllm_cli.senses import kinds_of, read_parts
+from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, ImagePart
 from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 if TYPE_CHECKING:
@@ -99,11 +98,11 @@ class Prompts:
 
     def tokens_of_image(self, url: str, where: str) -> int:
         """0 where the model reads none. Raises UsageError for what is no image, or damaged."""
-        sense = self.prompting.llm.sense
-        if sense is None or is_sound(url) != isinstance(sense, HearingSpec):
+        senses, kind = self.prompting.llm.senses, SOUNDS if is_sound(url) else IMAGES
+        if senses is None or kind not in kinds_of(senses):
             return 0
-        (image,) = read_parts([ImagePart(url, where)], sense)
-        return sense.num_tokens(image)
+        (image,) = read_parts([ImagePart(url, where, kind)], senses)
+        return senses.num_tokens(image)
 
     def _fitting(
         self,

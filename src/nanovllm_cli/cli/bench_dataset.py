@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -67,10 +68,10 @@ class DatasetOptions:
         *,
         seed: int,
         vocab_size: int | None = None,
-        reserved: int | None = None,
+        reserved: Collection[int] = (),
         tokens: Count | None = None,
     ) -> Workload:
-        """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. reserved: the one that stands
+        """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. reserved: those that stand
         for images or sounds. tokens: how many a text has, where a tokenizer is at hand. Raises UsageError."""
         from nanovllm_cli.bench import workload
 

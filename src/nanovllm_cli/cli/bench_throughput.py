@@ -77,13 +77,13 @@ def bench_throughput(
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import measure_throughput
         from nanovllm_cli.bench.serve_report import run_table
-        from nanovllm_cli.bench.table import reserved_token
+        from nanovllm_cli.bench.table import reserved_tokens
 
         workload = dataset.workload(
             options.num_prompts + options.warmup,
             seed=options.seed,
             vocab_size=llm.spec.vocab_size,
-            reserved=reserved_token(llm),
+            reserved=reserved_tokens(llm),
             tokens=lambda text: len(llm.tokenizer.encode(text)),
         )
         progress = ProgressLine(screen)

@@ -6,44 +6,46 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.image_tokens import image_token
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import PlacedImage, TokenIds
+from nanovllm_cli.vision_spec import PlacedImage, Sound, TokenIds
 
 
 class Seeing(NamedTuple):
-    """How an engine's model sees, or hears. image_token: stands for images, or sounds, and nothing else, so that a copy of a
-    prompt's ids that has lost them is no prompt; None where there is no such token. token_work: multiplications with weights for
-    a token of a prompt."""
+    """How an engine's model sees, or hears. image_token, sound_token: stand for images, and sounds, and nothing else, so that a
+    copy of a prompt's ids that has lost them is no prompt; None where there is no such token. token_work: multiplications with
+    weights for a token of a prompt."""
 
-    vision: Sense
+    senses: Senses
     image_token: int | None
+    sound_token: int | None
     token_work: int
 
 
-def seeing_of(vision: Sense | None, tokenizer: Tokenizer, model: ModelSpec) -> Seeing | None:
-    return None if vision is None else Seeing(vision, image_token(tokenizer, vision), model.prompt_work)
+def seeing_of(senses: Senses | None, tokenizer: Tokenizer, model: ModelSpec) -> Seeing | None:
+    if senses is None:
+        return None
+    return Seeing(senses, image_token(tokenizer, senses.vision), image_token(tokenizer, senses.hearing), model.prompt_work)
 
 
 def checked_images(
     seeing: Seeing | None, given: Iterable[int], prompt: tuple[int, ...], salt: str | None
 ) -> tuple[PlacedImage, ...]:
-    """Of TokenIds, as the model's vision has them; nobody with another salt finds what was made of them. Raises UnsupportedError,
-    UsageError."""
+    """Of TokenIds, as the model's senses have them; nobody with another salt finds what was made of them. Raises
+    UnsupportedError, UsageError."""
     images = given.images if isinstance(given, TokenIds) else ()
     if seeing is None:
         if images:
             raise UnsupportedError("this model reads no images, and hears nothing")
         return ()
-    vision, image_token, _ = seeing
-    if not vision.fits(images, len(prompt)):
-        if isinstance(vision, HearingSpec):
+    if not seeing.senses.fits(images, len(prompt)):
+        if seeing.senses.vision is None:
             raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")
         raise UsageError("a prompt's images are of a size that the model's vision gives, and stand in it in their order")
-    there = sum(each.num_rows for each in images)
-    if image_token is not None and (found := prompt.count(image_token)) != there:
-        what = "sounds" if isinstance(vision, HearingSpec) else "images"
-        raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
+    for token, what in ((seeing.image_token, "images"), (seeing.sound_token, "sounds")):
+        there = sum(each.num_rows for each in images if isinstance(each.image, Sound) == (what == "sounds"))
+        if token is not None and (found := prompt.count(token)) != there:
+            raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
     return images if salt is None else tuple([each.salted(salt) for each in images])

@@ -132,7 +132,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )
-        looking = Looking() if seeing is None else Looking(seeing.vision.tower, seeing.token_work)
+        looking = Looking() if seeing is None else Looking(seeing.senses, seeing.token_work)
         self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock, looking)
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare

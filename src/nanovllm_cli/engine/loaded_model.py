@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
-from nanovllm_cli.engine.sight import Sight, sight_of
+from nanovllm_cli.engine.sight import Place, Sight, ears_of, eyes_of
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
@@ -24,7 +25,6 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
@@ -32,7 +32,6 @@ from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
-from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -100,23 +99,26 @@ class LoadedModel:
         self.sight = self._sight(checkpoint, config, progress) if sees else None
 
     def _sight(self, checkpoint: Checkpoint, config: EngineConfig, progress: LoadProgress) -> Sight | None:
-        """A model whose images or sounds nothing here can read still reads texts. Where several processes compute together the
-        tower is loaded now: what fails in the midst of a step ends all of them."""
-        try:
-            sight = sight_of(
-                checkpoint, config.mmproj, self.spec, config.image_max_tokens, self.dtype, self.platform.ops.device
-            )
-            if sight is not None and self._group is not None:
-                sight.tower()
-            if sight is not None and isinstance(sight.spec, VisionSpec) and sight.spec.least_tokens > config.image_max_tokens:
-                progress.note(f"an image has {sight.spec.least_tokens} tokens at least: --image-max-tokens makes it no smaller")
-            return sight
-        except (CheckpointError, UnsupportedError) as error:
-            if config.mmproj is not None:
-                raise
-            what = "sounds are not heard" if ear_family(checkpoint.config) is not None else "images are not read"
-            progress.note(f"{what}: {error.message}")
-            return None
+        """A model whose images or sounds nothing here can read still reads texts. Where several processes compute together
+        towers are loaded now: what fails in the midst of a step ends all of them."""
+        place, organs = Place(checkpoint, config.mmproj, self.dtype, self.platform.ops.device), []
+        parts = {"images are not read": partial(eyes_of, place, self.spec, config.image_max_tokens),
+                 "sounds are not heard": partial(ears_of, place, self.spec)}  # fmt: skip
+        for otherwise, part in parts.items():
+            try:
+                organ = part()
+                if organ is not None and self._group is not None:
+                    organ.tower()
+                organs += [] if organ is None else [organ]
+            except (CheckpointError, UnsupportedError) as error:
+                if config.mmproj is not None:
+                    raise
+                progress.note(f"{otherwise}: {error.message}")
+        sight = Sight(*organs) if organs else None
+        vision = None if sight is None else sight.senses.vision
+        if vision is not None and vision.least_tokens > config.image_max_tokens:
+            progress.note(f"an image has {vision.least_tokens} tokens at least: --image-max-tokens makes it no smaller")
+        return sight
 
     def _kit(self) -> Kit:
         """For a model of own_spec, and whatever is known of its weights from now on."""

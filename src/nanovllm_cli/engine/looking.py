@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from nanovllm_cli.engine.plan import Look
 from nanovllm_cli.engine.sequence import Sequence
-from nanovllm_cli.hearing_spec import EarSpec
-from nanovllm_cli.vision_spec import TowerSpec
+from nanovllm_cli.hearing_spec import Senses
 
 
 class Looking:
-    """tower: None where no request has images. token_work: multiplications for a token of a prompt."""
+    """senses: None where no request has images, or sounds. token_work: multiplications for a token of a prompt."""
 
-    def __init__(self, tower: TowerSpec | EarSpec | None = None, token_work: int = 1) -> None:
-        self._tower = tower
+    def __init__(self, senses: Senses | None = None, token_work: int = 1) -> None:
+        self._senses = senses
         self._token_work = max(1, token_work)
         self._look: tuple[Sequence, Look] | None = None
 
@@ -39,9 +38,9 @@ class Looking:
             image, before = placed.image, max(0, placed.start - start)
             if before >= limit:
                 break
-            assert self._tower is not None
-            left = 0 if image.digest in ready else request.stages_left.get(image.digest, self._tower.num_layers)
-            price = -(-self._tower.layer_work(image) // self._token_work)
+            assert self._senses is not None
+            left = 0 if image.digest in ready else request.stages_left.get(image.digest, self._senses.layers_of(image))
+            price = -(-self._senses.layer_work(image) // self._token_work)
             room = budget - taken - before
             if left * price < max(room, 1):
                 taken += left * price

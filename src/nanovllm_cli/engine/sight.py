@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from nanovllm_cli.batch import ImageRows
 from nanovllm_cli.engine.plan import Look, Scheduled
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UnsupportedError
-from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec, Sense
+from nanovllm_cli.hearing_spec import HOP, RATE, Sense, Senses
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models import ear
@@ -56,20 +56,16 @@ class AnyTower(Protocol):
     def stages(self) -> Callable[[Any], Stages]: ...
 
 
-class Sight:
-    """Of a model that sees, or hears. load: gives the tower. num_bytes: what it takes at the most, with an image of the largest
-    size in it. num_computed: images so far. told: called before each layer of one, as that may take seconds."""
+class Organ:
+    """What a model sees by, or hears by. load: gives the tower. num_bytes: what it takes at the most, with an image of the
+    largest size in it."""
 
-    def __init__(self, spec: Sense, load: Callable[[], AnyTower], num_bytes: int) -> None:
-        self.spec = spec
+    def __init__(self, sense: Sense, load: Callable[[], AnyTower], num_bytes: int) -> None:
+        self.sense = sense
         self.num_bytes = num_bytes
         self._load = load
-        self.told: Callable[[], object] = lambda: None
         self._tower: AnyTower | None = None
         self._failure: NanovllmError | None = None
-        self.num_computed = 0
-        self._kept: OrderedDict[bytes, TowerRows] = OrderedDict()
-        self._begun: OrderedDict[bytes, _Begun] = OrderedDict()
 
     def tower(self) -> AnyTower:
         """Loaded, where it is not yet. A failure is told again without another try: files are large, and others wait."""
@@ -82,6 +78,20 @@ class Sight:
                 self._failure = failure
                 raise
         return self._tower
+
+
+class Sight:
+    """Of a model that sees, or hears, or both. num_bytes: of its organs, and what is kept. num_computed: images so far, and
+    sounds. told: called before each layer of one, as that may take seconds."""
+
+    def __init__(self, *organs: Organ) -> None:
+        self.senses = Senses.of(*(organ.sense for organ in organs))
+        self.num_bytes = sum(organ.num_bytes for organ in organs) + KEPT_BYTES
+        self._organs = organs
+        self.told: Callable[[], object] = lambda: None
+        self.num_computed = 0
+        self._kept: OrderedDict[bytes, TowerRows] = OrderedDict()
+        self._begun: OrderedDict[bytes, _Begun] = OrderedDict()
 
     def rows(self, scheduled: Sequence[Scheduled]) -> ImageRows | None:
         """Of a step's tokens; None where none stands for an image."""
@@ -108,7 +118,7 @@ class Sight:
         return 0 if self._rows_after(look.image, look.num_stages) is not None else self._begun[look.image.digest].left
 
     def _made(self, image: Image | Sound) -> TowerRows:
-        made = self._rows_after(image, self.spec.tower.num_layers)
+        made = self._rows_after(image, self.senses.layers_of(image))
         assert made is not None
         return made
 
@@ -120,7 +130,8 @@ class Sight:
             return made
         begun = self._begun.pop(image.digest, None)
         if begun is None:
-            begun = _Begun(self.tower().stages(image), self.spec.tower.num_layers)
+            (tower,) = (organ.tower() for organ in self._organs if organ.sense is self.senses.by(image))
+            begun = _Begun(tower.stages(image), self.senses.layers_of(image))
         while len(self._begun) >= MOST_BEGUN:
             self._begun.popitem(last=False)
         made = self._computed(image, begun, num_stages)
@@ -156,24 +167,27 @@ def _told(image: Image | Sound) -> str:
     return f"an image of {image.width} x {image.height} pixels"
 
 
-def sight_of(
-    checkpoint: Checkpoint,
-    mmproj: str | None,
-    model: ModelSpec,
-    most_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Sight | None:
-    """Of a checkpoint whose model reads images, which are made no larger than so many tokens, or hears; None where it does
-    neither. mmproj: the file that it does it by, if that is one of its own. Raises CheckpointError and UnsupportedError for a
-    tower that nothing can be made of, UsageError for another model's file."""
-    spec = _sense_of(checkpoint) if mmproj is None else checked_mmproj(mmproj, checkpoint, model.hidden_size)
-    if spec is None:
+class Place(NamedTuple):
+    """Where towers come from and compute. mmproj: the file that they are in, if that is one of its own."""
+
+    checkpoint: Checkpoint
+    mmproj: str | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+def eyes_of(place: Place, model: ModelSpec, most_tokens: int) -> Organ | None:
+    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it does not. Raises
+    CheckpointError and UnsupportedError for a tower that nothing can be made of, UsageError for another model's file."""
+    checkpoint, mmproj, dtype, device = place
+    if mmproj is not None:
+        vision = checked_mmproj(mmproj, checkpoint, model.hidden_size).vision
+    elif (vision := read_vision(checkpoint)) is not None:
+        check_tower(checkpoint, vision)
+    if vision is None:
         return None
-    if isinstance(spec, HearingSpec):
-        return _hearing(checkpoint, mmproj, spec, dtype, device)
     windows = [attention.window for attention in model.attentions if attention.window is not None]
-    spec = spec.limited(min([most_tokens, *windows] if spec.whole else [most_tokens]))
+    spec = vision.limited(min([most_tokens, *windows] if vision.whole else [most_tokens]))
     if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
         raise UnsupportedError(f"images of {most} tokens that see each other in layers with windows of {min(windows)}")
 
@@ -188,23 +202,20 @@ def sight_of(
         raise UnsupportedError("the files don't say how rotary positions are divided among time, rows and columns")
     work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
     waiting = (MOST_BEGUN - 1) * work // 4  # of the 17 rows of a patch, its own and its keys and values
-    return Sight(spec, load, vision_bytes(spec, dtype) + work + waiting + KEPT_BYTES)
+    return Organ(spec, load, vision_bytes(spec, dtype) + work + waiting)
 
 
-def _sense_of(checkpoint: Checkpoint) -> Sense | None:
-    spec = read_vision(checkpoint)
-    if spec is not None:
-        check_tower(checkpoint, spec)
-        return spec
-    hearing = read_hearing(checkpoint)
-    if hearing is not None:
+def ears_of(place: Place, model: ModelSpec) -> Organ | None:
+    """The same of one that hears."""
+    checkpoint, mmproj, dtype, device = place
+    if mmproj is not None:
+        hearing = checked_mmproj(mmproj, checkpoint, model.hidden_size).hearing
+    elif (hearing := read_hearing(checkpoint)) is not None:
         ear_parts(checkpoint, hearing)
-    return hearing
+    if hearing is None:
+        return None
+    spec = hearing
 
-
-def _hearing(
-    checkpoint: Checkpoint, mmproj: str | None, spec: HearingSpec, dtype: torch.dtype, device: torch.device
-) -> Sight:
     def load() -> ear.Ear:
         if mmproj is None:
             with open_checkpoint(checkpoint.path) as again:
@@ -213,7 +224,7 @@ def _hearing(
             return load_ear_gguf(file, spec, dtype, device)
 
     work = MOST_BEGUN * ear.work_bytes(spec.tower, spec.piece, dtype)
-    return Sight(spec, load, hearing_bytes(spec, dtype) + work + KEPT_BYTES)
+    return Organ(spec, load, hearing_bytes(spec, dtype) + work)
 
 
 def _num_bytes(made: TowerRows) -> int:

@@ -87,7 +87,7 @@ def create_app(context: ServerContext) -> FastAPI:
 def _may_read_more(context: ServerContext) -> bool:
     """Whether one of the models reads images or hears, as far as anybody knows of those that have not been loaded."""
     all_facts = [engine.facts for engine in context.models.engines().values()]
-    return any(facts is None or facts.sense is not None for facts in all_facts)
+    return any(facts is None or facts.senses is not None for facts in all_facts)
 
 
 async def build_routes(app: FastAPI) -> None:

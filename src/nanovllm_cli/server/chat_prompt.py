@@ -13,18 +13,19 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
-from nanovllm_cli.hearing_spec import Sense
-from nanovllm_cli.senses import kind_of, read_part
+from nanovllm_cli.hearing_spec import Senses
+from nanovllm_cli.senses import kinds_of, read_part
 from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.ports import ChatAsked, ServedModel
 from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat, strings
-from nanovllm_cli.text.content_parts import IMAGES, PARTS, ImagePart
+from nanovllm_cli.text.content_parts import IMAGES, PARTS, SOUNDS, ImagePart
 from nanovllm_cli.text.image_tokens import Sent
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tool_formats import ToolFormat
 from nanovllm_cli.vision_spec import TokenIds
 
+_NAMES = {IMAGES: "images", SOUNDS: "sounds"}
 MAX_IMAGES = 64
 """Of a request, and sounds."""
 MAX_PIXELS = 1 << 28
@@ -66,17 +67,17 @@ async def _images(
     model: ServedModel, asked: ChatAsked, begun: _Begun, salt: str | None, threads: Executor
 ) -> list[Sent]:
     loop = asyncio.get_running_loop()
-    sense, limit = model.facts.sense, model.facts.context_len
-    assert sense is not None
+    senses, limit = model.facts.senses, model.facts.context_len
+    assert senses is not None
     images: list[Sent] = []
     num_bytes = num_tokens = 0
     for part in begun.images:
-        image, taken = await loop.run_in_executor(threads, _read, part, sense, salt)
+        image, taken = await loop.run_in_executor(threads, _read, part, senses, salt)
         num_bytes += taken
-        num_tokens += sense.num_tokens(image)
+        num_tokens += senses.num_tokens(image)
         if num_bytes > 3 * MAX_PIXELS:
             what = f"images may have {MAX_PIXELS >> 20} million pixels"
-            if model.facts.hearing is not None:
+            if part.kind == SOUNDS:
                 what = f"sounds may have {3 * MAX_PIXELS >> 20} MiB of spectrograms"
             raise invalid_value(f"{part.where}: a request's {what}, and with this one have more; make them smaller", part.where)
         if num_tokens >= limit:
@@ -91,15 +92,20 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
         raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
-    kind = kind_of(model.facts.sense) or IMAGES
+    kinds = kinds_of(model.facts.senses)
     _check_images(asked.image_paths, model)
-    variables, paths = _variables(model, asked), _image_paths(asked, kind)
-    _check_images(list(paths.values()), model, kind)
+    variables, paths = _variables(model, asked), _image_paths(asked, kinds or [IMAGES])
+    if not kinds:
+        _check_images(list(paths.values()), model)
+    elif len(paths) > MAX_IMAGES:
+        further, what = list(paths.values())[MAX_IMAGES], " and ".join(_NAMES[kind] for kind in kinds)
+        told = f"{further}: a request may have {MAX_IMAGES} {what}, and this one has {len(paths)}"
+        raise invalid_value(told, further)
     images: list[ImagePart] = []
     try:
         template, known = _template_of(model, asked)
         tools = asked.tools if asked.tool_choice != "none" else ()
-        messages = template_messages(asked.messages, template, images if paths else None, kind, tools=tools, known=known)
+        messages = template_messages(asked.messages, template, images, kinds, tools=tools, known=known)
     except NanovllmError as error:
         raise ApiError.of(error, asked.param) from error
     model.check_length(sum(map(len, strings([*messages, *asked.tools]))), asked.param)
@@ -119,7 +125,7 @@ def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequen
             continue_final_message=asked.continues,
             most_tokens=model.facts.context_len,
             images=images,
-            vision=model.facts.sense,
+            senses=model.facts.senses,
             variables=begun.variables,
         )
     except PromptTooLongError as error:
@@ -146,34 +152,30 @@ def _variables(model: ServedModel, asked: ChatAsked) -> dict[str, Any]:
     return {**model.chat_defaults.variables, **variables}
 
 
-def _check_images(paths: Sequence[str], model: ServedModel, kind: str = IMAGES) -> None:
+def _check_images(paths: Sequence[str], model: ServedModel) -> None:
     """Before any of them is looked at."""
-    if paths and kind == IMAGES and model.facts.vision is None:
+    if paths and model.facts.vision is None:
         told = f"{paths[0]}: the model {model.id!r} reads no images; send texts alone"
         raise ApiError(400, told, code="unsupported", param=paths[0])
-    if len(paths) > MAX_IMAGES:
-        what = "images" if kind == IMAGES else "sounds"
-        told = f"{paths[MAX_IMAGES]}: a request may have {MAX_IMAGES} {what}, and this one has {len(paths)}"
-        raise invalid_value(told, paths[MAX_IMAGES])
 
 
-def _image_paths(asked: ChatAsked, kind: str) -> dict[str, str]:
-    """Where the images of its messages are, or sounds, as `template_messages` calls that and as the client's request does, in
+def _image_paths(asked: ChatAsked, kinds: Sequence[str]) -> dict[str, str]:
+    """Where the images of its messages are, and sounds, as `template_messages` calls that and as the client's request does, in
     order."""
     places = [
         f"messages[{number}].content[{place}]"
         for number, message in enumerate(asked.messages)
         if isinstance(content := message.get("content"), list)
         for place, part in enumerate(content)
-        if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in PARTS[kind]
+        if isinstance(part, Mapping) and isinstance(part.get("type"), str) and any(part["type"] in PARTS[kind] for kind in kinds)
     ]
     paths = asked.image_paths if asked.sound_path is None else [asked.sound_path]
     return dict(zip(places, paths or places, strict=True))
 
 
-def _read(part: ImagePart, sense: Sense, salt: str | None) -> tuple[Sent, int]:
+def _read(part: ImagePart, senses: Senses, salt: str | None) -> tuple[Sent, int]:
     """See `read_part`."""
     try:
-        return read_part(part, sense, salt)
+        return read_part(part, senses, salt)
     except NanovllmError as error:
         raise ApiError.of(error, part.where) from error

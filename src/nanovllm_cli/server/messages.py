@@ -14,7 +14,7 @@ from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.outputs import FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import HearingSpec, Senses
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import LogitBias, SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage, VisionSpec
@@ -72,7 +72,7 @@ class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. vector_size: numbers
     that it makes of a text. pooling: of texts that are embedded, where a request doesn't say. has_head: whether it answers at
     all, and does not embed alone. ranks: whether it is a reranker, which does not even that. vision: of one that reads images;
-    hearing: of one that hears; sense: either."""
+    hearing: of one that hears."""
 
     context_len: int
     vocab_size: int
@@ -91,8 +91,8 @@ class Facts(Message):
     hearing: HearingSpec | None = None
 
     @property
-    def sense(self) -> Sense | None:
-        return self.vision or self.hearing
+    def senses(self) -> Senses | None:
+        return Senses(self.vision, self.hearing) if self.vision or self.hearing else None
 
 
 class Loading(Message):

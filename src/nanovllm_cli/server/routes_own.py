@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from nanovllm_cli import __version__
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.senses import kind_of
+from nanovllm_cli.senses import kinds_of
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse, openai_form
@@ -202,7 +202,7 @@ def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
     variables = {**served.chat_defaults.variables, **template_variables(body.chat_template_kwargs)}
     template = served.chat_template.for_tools(body.tools)
     known, given = None if served.format is None else served.format.tools, body.tools or ()
-    images, kind = None if served.facts.sense is None else list[ImagePart](), kind_of(served.facts.sense)
-    messages = template_messages(body.messages, template, images, kind, tools=given, known=known)
+    images, kinds = list[ImagePart](), kinds_of(served.facts.senses)
+    messages = template_messages(body.messages, template, images, kinds, tools=given, known=known)
     tools = template_tools(given, template, known) if given else None
     return template.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jinja2
 
 from nanovllm_cli.errors import TemplateError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
-from nanovllm_cli.text.image_tokens import Sent, images_in_texts, sounds_in_texts, with_images, with_marks
+from nanovllm_cli.hearing_spec import Senses
+from nanovllm_cli.text.image_tokens import Marks, Sent, in_template, with_images, with_marks
 from nanovllm_cli.text.own_text import OwnText
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
@@ -153,7 +153,7 @@ def prepare_chat(
     now: datetime | None = None,
     most_tokens: int | None = None,
     images: Sequence[Sent] = (),
-    vision: Sense | None = None,
+    senses: Senses | None = None,
     **kwargs: Any,
 ) -> ChatPrompt:
     """Renders and tokenizes. No string of the caller can become a control token, also not in pieces.
@@ -162,14 +162,13 @@ def prepare_chat(
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
     text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
     them. What is this program's own (`OwnText`) stays as it is. most_tokens: a text that has far more is not read to its
-    end, see `Tokenizer.check_fits`. images: those of the messages' parts, in their order, or sounds; vision: of the model
-    that sees or hears them.
+    end, see `Tokenizer.check_fits`. images: those of the messages' parts, and sounds, in their order; senses: of the model
+    that sees and hears them.
     """
-    told, tokens = _plain_messages(messages), None if vision is None else vision.tokens
-    if images and isinstance(vision, HearingSpec) and "audio" not in template.source.lower():
-        told, tokens = sounds_in_texts(told, vision)
-    elif images and tokens is not None and tokens.line is not None and tokens.marker not in template.source:
-        told, tokens = images_in_texts(told, tokens)
+    told = _plain_messages(messages)
+    marks: Marks = {}
+    if senses is not None and images:
+        told, marks = in_template(told, template.source, senses, images)
     inputs = _plain({"messages": told, "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)
     veiled = {name: veil.over(value) for name, value in inputs.items()}
@@ -183,12 +182,12 @@ def prepare_chat(
         **veiled["kwargs"],
     )
     text, plain_at = veil.lift(text)
-    if tokens is not None and images:
-        text, plain_at = with_marks(text, plain_at, tokens, images)
+    if marks:
+        text, plain_at = with_marks(text, plain_at, marks, images)
     if most_tokens is not None:
         tokenizer.check_fits(text, most_tokens)
     ids = tokenizer.encode_guarded(text, plain_at)
-    return ChatPrompt(text, with_images(ids, tokenizer, vision, images) if vision is not None and images else TokenIds(ids))
+    return ChatPrompt(text, with_images(ids, tokenizer, senses, images) if senses is not None and images else TokenIds(ids))
 
 
 def encode_chat(

@@ -5,7 +5,7 @@ An image is looked at by nobody here, and a sound heard: its sender's address of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -32,17 +32,20 @@ PARTS = {each: frozenset(kind for kind, what in _OTHER_PARTS.items() if what == 
 BY_MMPROJ = "a GGUF model sees and hears by a file of its own, --mmproj FILE"
 _REFUSED = {IMAGES: "reads no images", SOUNDS: "hears no audio"}
 _IMAGE = "image part"
+_AS_TEMPLATES_HAVE: dict[str, dict[str, Any]] = {IMAGES: {"type": "image"}, SOUNDS: {"type": "audio", "audio": ""}}
+"""Some look for the second's second."""
 
 
 class ImagePart(NamedTuple):
-    """An image of a message, or a sound, as its sender wrote it, and where that stands."""
+    """An image of a message, or a sound, as its sender wrote it, and where that stands. kind: which of both."""
 
     url: str
     where: str
+    kind: str = IMAGES
 
 
-def content_of(content: Any, where: str, *, reads: str | None) -> Content:
-    """reads: IMAGES or SOUNDS, if the model does either."""
+def content_of(content: Any, where: str, *, reads: Collection[str]) -> Content:
+    """reads: which of IMAGES and SOUNDS the model does."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -50,14 +53,16 @@ def content_of(content: Any, where: str, *, reads: str | None) -> Content:
     parts: list[str | ImagePart] = []
     for place, part in enumerate(content):
         at = f"{where}.content[{place}]"
-        kind = part.get("type") if reads is not None and isinstance(part, Mapping) else None
-        is_other = reads is not None and isinstance(kind, str) and kind in PARTS[reads]
-        parts.append(_IN_PARTS[str(reads)](part, at) if is_other else _part(part, at))
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        what = _OTHER_PARTS.get(kind) if isinstance(kind, str) else None
+        parts.append(_IN_PARTS[what](part, at) if what in _IN_PARTS and what in reads else _part(part, at))
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "\n".join(texts)
-    other = {"type": "image"} if reads == IMAGES else {"type": "audio", "audio": ""}  # some templates look for the second
-    return [{"type": "text", "text": part} if isinstance(part, str) else {**other, _IMAGE: part} for part in parts]
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {**_AS_TEMPLATES_HAVE[part.kind], _IMAGE: part}
+        for part in parts
+    ]
 
 
 def take_images(messages: list[dict[str, Any]]) -> Iterator[ImagePart]:
@@ -93,7 +98,7 @@ def _sound(part: Mapping[str, Any], where: str) -> ImagePart:
     if not isinstance(given, str):
         form = 'write {"type": "input_audio", "input_audio": {"data": "…base64…", "format": "wav"}}'
         raise UsageError(f"{where} has no sound", form)
-    return ImagePart(given, where)
+    return ImagePart(given, where, SOUNDS)
 
 
 _IN_PARTS = {IMAGES: _image, SOUNDS: _sound}

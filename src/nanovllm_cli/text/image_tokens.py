@@ -6,25 +6,49 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, TemplateError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Clip, ImageTokens, Picture, TokenIds
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, Sound, TokenIds
 
 Sent = Picture | Clip
+Marks = Mapping[bool, ImageTokens]
+"""What a template writes for an image, and for a sound (True)."""
 
 
-def in_vocabulary(vision: Sense, tokenizer: Tokenizer) -> Sense:
+def in_vocabulary(senses: Senses, tokenizer: Tokenizer) -> Senses:
     """With a token that stands for an image and that the tokenizer has, where there is one."""
-    tokens = vision.tokens
-    if tokens.token in tokenizer.control_tokens or tokens.instead not in tokenizer.control_tokens:
-        return vision
-    return replace(vision, tokens=replace(tokens, token=tokens.instead))
+
+    def known(sense: Sense) -> Sense:
+        tokens = sense.tokens
+        if tokens.token in tokenizer.control_tokens or tokens.instead not in tokenizer.control_tokens:
+            return sense
+        return replace(sense, tokens=replace(tokens, token=tokens.instead))
+
+    return Senses.of(*map(known, senses.all))
+
+
+def in_template(
+    messages: Sequence[Any], source: str, senses: Senses, sent: Sequence[Sent]
+) -> tuple[list[Any], Marks]:
+    """Messages as a template of this source takes what was sent in them, and what it is to write for each, by whether it is a
+    sound."""
+    told, marks = list(messages), dict[bool, ImageTokens]()
+    for sense in senses.all:
+        is_sound, tokens = isinstance(sense, HearingSpec), sense.tokens
+        if not any(isinstance(each, Clip) == is_sound for each in sent):
+            continue
+        if isinstance(sense, HearingSpec) and "audio" not in source.lower():
+            told, tokens = sounds_in_texts(told, sense)
+        elif tokens.line is not None and tokens.marker not in source:
+            told, tokens = images_in_texts(told, tokens)
+        marks[is_sound] = tokens
+    return told, marks
 
 
 def sounds_in_texts(messages: Sequence[Any], hearing: HearingSpec) -> tuple[list[Any], ImageTokens]:
@@ -45,49 +69,61 @@ def _in_texts(messages: Sequence[Any], kind: str, tokens: ImageTokens, before: s
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
-            texts = [mark if part.get("type") == kind else str(part.get("text", "")) for part in content]
-            message = {**message, "content": "".join(texts)}
+            parts = [{"type": "text", "text": mark} if part.get("type") == kind else part for part in content]
+            is_text = all(part.get("type") == "text" for part in parts)
+            message = {**message, "content": "".join(str(part.get("text", "")) for part in parts) if is_text else parts}
         told.append(message)
     return told, replace(tokens, marker=mark, before=before, after=after)
 
 
-def with_marks(text: str, plain_at: Collection[int], tokens: ImageTokens, pictures: Sequence[Sent]) -> tuple[str, set[int]]:
-    """A rendered conversation with one `token` for each of the pictures' images, and what surrounds it; and `plain_at` in it,
-    where a control token is a text's own. TemplateError where the template wrote fewer images than pictures, or more."""
-    count = len(pictures)
-    marks = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
-    if len(marks) != count:
-        raise TemplateError(
-            f"the chat template writes {len(marks)} places ({tokens.marker}) for {count} {_name_of(pictures)}",
-            "use the model's own template" if len(marks) < count else None,
-        )
-    instead = [tokens.text(picture) for picture in pictures]
-    further = list(accumulate((len(becomes) - len(tokens.marker) for becomes in instead), initial=0))
-    moved = {at + further[bisect(marks, at)] for at in plain_at}
+def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequence[Sent]) -> tuple[str, set[int]]:
+    """A rendered conversation with one `token` for each of the pictures' images, or the clips' pieces, and what surrounds it; and
+    `plain_at` in it, where a control token is a text's own. TemplateError where the template wrote fewer of them than were sent,
+    or more."""
+    found: list[tuple[int, str, str]] = []  # where a mark begins, itself, and what it becomes
+    for is_sound, tokens in marks.items():
+        own = [each for each in sent if isinstance(each, Clip) == is_sound]
+        places = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
+        if len(places) != len(own):
+            raise TemplateError(
+                f"the chat template writes {len(places)} places ({tokens.marker}) for {len(own)} {_NAMES[is_sound]}",
+                "use the model's own template" if len(places) < len(own) else None,
+            )
+        found += [(place, tokens.marker, tokens.text(each)) for place, each in zip(places, own, strict=True)]
+    found.sort()
+    further = list(accumulate((len(becomes) - len(mark) for _, mark, becomes in found), initial=0))
+    begins = [place for place, _, _ in found]
+    moved = {at + further[bisect(begins, at)] for at in plain_at}
     pieces, start = [], 0
-    for place, becomes in zip(marks, instead, strict=True):
+    for place, mark, becomes in found:
         pieces += [text[start:place], becomes]
-        start = place + len(tokens.marker)
+        start = place + len(mark)
     return "".join([*pieces, text[start:]]), moved
 
 
-def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: Sense, pictures: Sequence[Sent]) -> TokenIds:
-    """Ids with one `token` for each image of the pictures, as they are with all that stand for it. CheckpointError where the
-    tokenizer lacks what images are made of."""
-    tokens, images = vision.tokens, [image for picture in pictures for image in picture.images]
-    part = _id(tokenizer, tokens.token)
-    line_end, last_end = (_id(tokenizer, text) if text else part for text in (tokens.line_end, tokens.last_end))
-    if (count := list(ids).count(part)) != len(images):
-        raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} {_name_of(pictures)}")
-    left = iter(images)
+def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: Sequence[Sent]) -> TokenIds:
+    """Ids with one `token` for each image of what was sent, or piece of a sound, as they are with all that stand for it.
+    CheckpointError where the tokenizer lacks what images are made of."""
+    left: dict[int, _Left] = {}
+    for sense in senses.all:
+        is_sound, tokens = isinstance(sense, HearingSpec), sense.tokens
+        images = [image for each in sent if isinstance(each, Clip) == is_sound for image in each.images]
+        if not images:
+            continue
+        part = _id(tokenizer, tokens.token)
+        ends = tuple(_id(tokenizer, text) if text else part for text in (tokens.line_end, tokens.last_end))
+        if (count := list(ids).count(part)) != len(images):
+            raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} {_NAMES[is_sound]}")
+        left[part] = _Left(sense, iter(images), *ends)
     out: list[int] = []
     placed = []
     for token_id in ids:
-        if token_id != part:
+        if token_id not in left:
             out.append(token_id)
             continue
-        placed.append(vision.placed(next(left), len(out)))
-        line = [part] * placed[-1].columns
+        sense, images_left, line_end, last_end = left[token_id]
+        placed.append(sense.placed(next(images_left), len(out)))
+        line = [token_id] * placed[-1].columns
         if not placed[-1].ends_lines:
             out += line * placed[-1].rows
         else:
@@ -96,15 +132,23 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: Sense, picture
     return TokenIds(out, placed)
 
 
-def _name_of(sent: Sequence[Sent]) -> str:
-    return "sounds" if any(isinstance(each, Clip) for each in sent) else "images"
+class _Left(NamedTuple):
+    """Images that are still to be placed, or pieces of sounds, and the tokens that end their lines."""
+
+    sense: Sense
+    images: Iterator[Image | Sound]
+    line_end: int
+    last_end: int
 
 
-def image_token(tokenizer: Tokenizer, vision: Sense) -> int | None:
-    """The token that stands for images and nothing else, where there is one."""
-    if vision.tokens.token == vision.tokens.instead:
+_NAMES = {False: "images", True: "sounds"}
+
+
+def image_token(tokenizer: Tokenizer, sense: Sense | None) -> int | None:
+    """The token that stands for images and nothing else, or for sounds, where there is one."""
+    if sense is None or sense.tokens.token == sense.tokens.instead:
         return None
-    return tokenizer.control_tokens.get(vision.tokens.token)
+    return tokenizer.control_tokens.get(sense.tokens.token)
 
 
 def _id(tokenizer: Tokenizer, text: str) -> int:

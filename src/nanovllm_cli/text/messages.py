@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -43,13 +43,13 @@ def template_messages(
     messages: Any,
     template: ChatTemplate,
     images: list[ImagePart] | None = None,
-    reads: str | None = IMAGES,
+    reads: Collection[str] = (IMAGES,),
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     known: ToolFormat | None = None,
 ) -> list[dict[str, Any]]:
-    """The conversation as `template` wants it. images: gets those that messages have, in their order, or sounds, which of them
-    `reads` says; None where there may be none.
+    """The conversation as `template` wants it. images: gets those that messages have, in their order, and sounds, as far as
+    `reads` says so; None where there may be none.
 
     Text parts become one text, a line each; beside images they stay parts. Arguments become objects, or text where the template
     wants that; those of a call that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the
@@ -67,7 +67,7 @@ def template_messages(
         raise UsageError("messages must be a list of objects")
     if not messages:
         raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
-    reads = None if images is None else reads
+    reads = () if images is None else reads
     plain = [_message(message, f"messages[{place}]", template, reads) for place, message in enumerate(messages)]
     plain = told(plain, tools, template, known or tool_format(template.source))
     if any(len(message.get("tool_calls", ())) > 1 for message in plain) and writes_one_call(template):
@@ -101,7 +101,7 @@ def _tool(tool: Mapping[str, Any], needed: frozenset[str]) -> dict[str, Any]:
     return {**tool, "function": {**said, **{name: EMPTY_TOOL[name] for name in EMPTY_TOOL if name in needed - said.keys()}}}
 
 
-def _message(message: Any, where: str, template: ChatTemplate, reads: str | None) -> dict[str, Any]:
+def _message(message: Any, where: str, template: ChatTemplate, reads: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{where} is not an object with a role and a content")
     plain = {name: value for name, value in message.items() if value is not None}

@@ -17,7 +17,7 @@ import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears_gguf import ear_projector_of, hears
 from nanovllm_cli.models.tower import Tower, tower_dtype
@@ -46,19 +46,19 @@ def open_mmproj(path: str | Path) -> Checkpoint:
     return file
 
 
-def read_mmproj(file: Checkpoint) -> Sense:
+def read_mmproj(file: Checkpoint) -> Senses:
     """Raises CheckpointError for a file that is broken, UnsupportedError for what no tower here can be."""
     if hears(_metadata(file)):
-        return read_ear(file)
-    return vision_from_gguf(_metadata(file), _shapes(file))
+        return Senses(hearing=read_ear(file))
+    return Senses(vision_from_gguf(_metadata(file), _shapes(file)))
 
 
-def check_mmproj(file: Checkpoint, spec: Sense) -> None:
+def check_mmproj(file: Checkpoint, senses: Senses) -> None:
     """As `vision.check_tower`."""
-    if isinstance(spec, HearingSpec):
-        compared_ear(file, spec.tower)
-    else:
-        _compared(file, spec.tower)
+    if senses.hearing is not None:
+        compared_ear(file, senses.hearing.tower)
+    if senses.vision is not None:
+        _compared(file, senses.vision.tower)
 
 
 def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tower:
@@ -71,14 +71,15 @@ def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: 
     return Tower(spec.tower, tensors, spec.mean, spec.std)
 
 
-def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> Sense:
+def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> Senses:
     """Of a file that is whole, and of this model, whose width that is. Raises what the three steps do, and UsageError for another
     model's."""
     with open_mmproj(path) as file:
-        spec = read_mmproj(file)
-        _check_belongs(file, spec, model, hidden_size)
-        check_mmproj(file, spec)
-    return spec
+        senses = read_mmproj(file)
+        for sense in senses.all:
+            _check_belongs(file, sense, model, hidden_size)
+        check_mmproj(file, senses)
+    return senses
 
 
 def with_mmproj(
@@ -127,10 +128,10 @@ def _check_belongs(file: Checkpoint, spec: Sense, model: Checkpoint, hidden_size
         raise UsageError(f"{file.path} adds rows behind {own} layers of a model, not {deep}", ANOTHER_FILE)
 
 
-def _check_tokens(spec: Sense, path: str | Path, control_tokens: Collection[str]) -> None:
+def _check_tokens(senses: Senses, path: str | Path, control_tokens: Collection[str]) -> None:
     """UsageError where a vocabulary lacks what images, or sounds, are made of."""
-    tokens = spec.tokens
-    needed = {tokens.instead or tokens.token, tokens.line_end, tokens.last_end} - {""}
+    every = [sense.tokens for sense in senses.all]
+    needed = {token for each in every for token in (each.instead or each.token, each.line_end, each.last_end)} - {""}
     if missing := needed.difference(control_tokens):
         raise UsageError(f"{path} is of models with the tokens {some(sorted(missing))}, which this one lacks", ANOTHER_FILE)
 
