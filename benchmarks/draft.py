@@ -4,7 +4,8 @@
 
     python benchmarks/draft.py --model random:qwen3.5-4b --quant int4 --mtp
 
-With --mtp a layer of the model's own guesses, made up as the rest.
+With --mtp a layer of the model's own guesses, made up as the rest; with --assistant four small layers that read the cache of a
+Gemma 4 (`--model random:gemma-4-e2b`): rows of 256, MLPs of 2,048.
 
 The weights are random: after each forward one logit is raised, of the large model that of the next token of a made-up answer, of
 what guesses the same token as often as `--right` says, and else another. So how often a guess holds is given, while every step of
@@ -24,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from nanovllm_cli.bench.machine import this_machine
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.draft import Draft
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.mtp import MTPDraft
@@ -43,14 +46,16 @@ PROMPT_LEN = 400
 BATCHES = (1, 4)
 
 
-def draft_follows(draft: Draft | MTPDraft, answer: list[int], right: float) -> None:
+def draft_follows(draft: Draft | MTPDraft | AssistantDraft, answer: list[int], right: float) -> None:
     """From now on the draft model's likeliest token is the answer's next one, so often."""
     runner, rng = draft._runner, random.Random(1)
     kind = type(runner)
     places: dict[int, int] = {}
 
     def run(plan: Plan, *hidden: torch.Tensor) -> Any:
-        places.update({share.seq_id: share.start + len(share.token_ids) - PROMPT_LEN for share in plan.scheduled})
+        for share in plan.scheduled:  # an assistant's guesses all stand in front of the first one's place
+            ahead = 1 + share.num_drawn if isinstance(draft, AssistantDraft) else 0
+            places[share.seq_id] = share.start + len(share.token_ids) + ahead - PROMPT_LEN
         return kind.run(runner, plan, *hidden)
 
     def sample(seq_ids: Any, logits: torch.Tensor, rows: Any = None) -> Any:
@@ -72,6 +77,34 @@ def with_mtp(model: str) -> str:
     return f"random:{folder / 'config.json'}"
 
 
+def assistant_for(model: str) -> str:
+    """A folder of random weights."""
+    target = {"num_kv_shared_layers": 0} | dict(shape_config(model.removeprefix("random:")))
+    layers, hidden, inner, heads = 4, 256, 2048, 4
+    types = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+    text = target | {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "layer_types": types, "hidden_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
+        "num_kv_shared_layers": layers,
+    }  # fmt: skip
+    shapes = {"model.embed_tokens": (target["vocab_size"], hidden), "pre_projection": (hidden, 2 * target["hidden_size"]),
+              "post_projection": (target["hidden_size"], hidden), "model.norm": (hidden,)}  # fmt: skip
+    for i, kind in enumerate(types):
+        at, dim = f"model.layers.{i}", 512 if kind == "full_attention" else 256
+        shapes |= {f"{at}.self_attn.q_proj": (heads * dim, hidden), f"{at}.self_attn.o_proj": (hidden, heads * dim),
+                   f"{at}.self_attn.q_norm": (dim,), f"{at}.mlp.gate_proj": (inner, hidden), f"{at}.mlp.up_proj": (inner, hidden),
+                   f"{at}.mlp.down_proj": (hidden, inner)}  # fmt: skip
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        shapes |= {f"{at}.{name}_layernorm": (hidden,) for name in norms}
+    tensors = {f"{name}.weight": torch.randn(shape).mul_(0.02).bfloat16() for name, shape in shapes.items()}
+    tensors |= {f"model.layers.{i}.layer_scalar": torch.ones(1) for i in range(layers)}
+    folder = Path(tempfile.mkdtemp())
+    config = {"architectures": ["Gemma4AssistantForCausalLM"], "text_config": text, "backbone_hidden_size": target["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random:qwen3-4b")
@@ -84,11 +117,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--mtp", action="store_true", help="instead of a draft model")
+    parser.add_argument("--assistant", action="store_true", help="the same")
     options = parser.parse_args()
     drafted: dict[str, Any] = {"draft_model": options.draft, "draft_quant": options.draft_quant or None}
     model = options.model
     if options.mtp:
         model, drafted = with_mtp(model), {"mtp": True}
+    if options.assistant:
+        drafted = {"draft_model": assistant_for(model), "draft_quant": options.draft_quant or None}
     config = EngineConfig(
         device="cpu", quant=options.quant or None, draft_min_p=0.0, threads=options.threads, max_model_len=1024, max_num_seqs=8,
         **drafted,
@@ -125,7 +161,8 @@ def main() -> None:
                 for i, count in enumerate(options.guesses)
             }  # fmt: skip
             print(f"right {right}, {batch}", json.dumps(found[f"right {right}, {batch}"]), flush=True)
-    names = ("model", "quant", "mtp") if options.mtp else ("model", "quant", "draft", "draft_quant")
+    kind = "mtp" if options.mtp else "assistant" if options.assistant else "draft"
+    names = ("model", "quant", kind) if options.mtp else ("model", "quant", kind, "draft_quant")
     settings = {name: getattr(options, name) for name in names}
     result = {"machine": asdict(this_machine()), **settings, "decoding": found}
     if options.output is not None:
