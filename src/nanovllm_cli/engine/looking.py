@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from nanovllm_cli.engine.plan import Look
 from nanovllm_cli.engine.sequence import Sequence
-from nanovllm_cli.hearing_spec import EarSpec
+from nanovllm_cli.hearing_spec import AnyEar
 from nanovllm_cli.vision_spec import TowerSpec
 
 
 class Looking:
     """tower: None where no request has images. token_work: multiplications for a token of a prompt."""
 
-    def __init__(self, tower: TowerSpec | EarSpec | None = None, token_work: int = 1) -> None:
+    def __init__(self, tower: TowerSpec | AnyEar | None = None, token_work: int = 1) -> None:
         self._tower = tower
         self._token_work = max(1, token_work)
         self._look: tuple[Sequence, Look] | None = None

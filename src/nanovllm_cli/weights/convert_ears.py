@@ -10,9 +10,9 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.ear import waves
 from nanovllm_cli.models.ears import EARS, ear_family
 from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_names_in_gguf, hearing_from_gguf
+from nanovllm_cli.models.tower_layers import waves
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
@@ -62,7 +62,7 @@ class _EarView(CheckpointView):
         self.format = "gguf"
         self._reader = open_reader(source)
         self._ones = 1 if spec.tower.front == "line" else 2
-        names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label].names)
+        names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label])
         self._own = {each: own for ours, theirs in names.items() for each, own in zip(theirs, parts[ours], strict=True)}
 
     def names(self) -> list[str]:
