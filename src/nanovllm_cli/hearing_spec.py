@@ -86,6 +86,78 @@ class EarSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConformerSpec:
+    """A tower of attention to what was shortly before and of convolutions (Gulati et al. 2020), as the Universal Speech Model
+    (Zhang et al. 2023) and Gemma 4 have it, which reads spectrograms of num_bins bands.
+
+    channels: of two convolutions that halve both sides of a spectrogram. Each layer is an MLP, attention, a convolution along
+    time and another MLP; what the MLPs give counts `share` times. window: rows that a row sees, itself the last one; scores
+    reach up to softcap. kernel: of the convolution, whose last place is the row itself. activation: of MLPs, and behind the
+    convolution. clipped: bounds of what each of the layers' matrices reads and gives. limit: what numbers are cut off at where
+    norms read them. made_size: of rows behind the layers, of which a norm without a gain and a matrix make those of out_size.
+    eps: of norms in front, at convolutions and in the end.
+    """
+
+    num_bins: int
+    channels: tuple[int, int]
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    window: int
+    softcap: float
+    kernel: int
+    share: float
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+    made_size: int
+    out_size: int
+    clipped: bool
+    limit: float
+    eps: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def intermediate_size(self) -> int:
+        return 4 * self.hidden_size
+
+    @property
+    def front(self) -> Literal["plane"]:
+        return "plane"
+
+    @property
+    def positions(self) -> int:
+        return 0
+
+    @property
+    def key_bias(self) -> bool:
+        return False
+
+    @property
+    def halved_bins(self) -> int:
+        """Bands that the second convolution leaves."""
+        return -(-self.num_bins // 4)
+
+    def num_rows(self, frames: int) -> int:
+        """That its layers read."""
+        return -(-frames // 4)
+
+    def num_made(self, frames: int) -> int:
+        """Rows of its output, each of which a token stands for."""
+        return self.num_rows(frames)
+
+    def layer_work(self, sound: Image | Sound) -> int:
+        """Multiplications of one layer."""
+        assert isinstance(sound, Sound)
+        rows = self.num_rows(sound.heard)
+        return rows * self.hidden_size * (7 * self.hidden_size + 4 * self.intermediate_size + self.kernel + 4 * self.window)
+
+
+AnyEar = EarSpec | ConformerSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
     """How a model is asked for what is said in a sound. question: behind the sound; question_in: where the language is known, its
     {name} in it.
@@ -105,9 +177,10 @@ class HearingSpec:
     tower reads at once; the rest of a longer sound are further pieces. padded: the last one is as long, by silence; framed: what
     is heard of it is not longer for that. least: samples that a sound is padded to by silence. most: pieces of a sound; 0: any
     number. around: what stands in front of a sound's tokens and behind them, where a chat template knows nothing of sounds and
-    does not write it. transcript: how it is asked for one."""
+    does not write it. transcript: how it is asked for one. spectrogram: "whisper" of all of a sound, which is cut into pieces
+    then, or "universal" of each piece, of whose frames none reaches beyond its samples."""
 
-    tower: EarSpec
+    tower: AnyEar
     tokens: ImageTokens
     piece: int
     around: tuple[str, str]
@@ -116,6 +189,7 @@ class HearingSpec:
     framed: bool = False
     least: int = 0
     most: int = 0
+    spectrogram: Literal["whisper", "universal"] = "whisper"
 
     @property
     def has_grid(self) -> bool:

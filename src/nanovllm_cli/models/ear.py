@@ -1,38 +1,30 @@
-"""Towers for sounds: a spectrogram becomes rows that a decoder reads in the place of tokens. One class for all families
-(`EarSpec`), on the device and in the type of its weights; its layers are those of a vision tower.
+"""Towers for sounds: a spectrogram becomes rows that a decoder reads in the place of tokens, on the device and in the type of the
+tower's weights. Two kinds: transformers (`ear_transformer.py`) and conformers (`ear_conformer.py`).
 
-A piece of a sound is computed alone, so that what comes of it depends on nothing else. Convolutions are products: what a kernel
-sees of its input is put behind each other.
+A piece of a sound is computed alone, so that what comes of it depends on nothing else.
 
 Nothing here reads files or configs (ears.py, weights/hearing.py), or makes spectrograms (sounds/).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional
 
-from nanovllm_cli.hearing_spec import EarSpec
-from nanovllm_cli.models.tower_attention import Windows, attention
-from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, next_stage
-from nanovllm_cli.models.tower_products import activated
+from nanovllm_cli.hearing_spec import AnyEar, ConformerSpec
+from nanovllm_cli.models import ear_conformer, ear_transformer
+from nanovllm_cli.models.ear_conformer import Conformer, conformer_shapes
+from nanovllm_cli.models.ear_transformer import Transformer, transformer_shapes
+from nanovllm_cli.models.tower_layers import Stages, TowerRows, next_stage
 from nanovllm_cli.vision_spec import Sound
 
-_CHUNKS_TOGETHER = 4
-"""Whose convolutions are computed at once: what their kernels see is nine times as large as they are."""
-_SLOWEST = 1e4  # sines and cosines of positions go down to so many positions a turn, in radians
 
+class Ear:
+    """tensors: by our names (`ear_shapes`), on one device, each of the type that `ear_dtype` has for it."""
 
-class Ear(Layers):
-    """tensors: by our names (`ear_shapes`), on one device, norms and positions in float32 and all others in one type."""
-
-    spec: EarSpec
-
-    def __init__(self, spec: EarSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, tensors, ear_shapes(spec), "front0")
+    def __init__(self, spec: AnyEar, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tower = Conformer(spec, tensors) if isinstance(spec, ConformerSpec) else Transformer(spec, tensors)
 
     def __call__(self, sound: Sound) -> TowerRows:
         stages = self.stages(sound)
@@ -42,120 +34,24 @@ class Ear(Layers):
 
     def stages(self, sound: Sound) -> Stages:
         """The same a layer at a time: as many steps as the spec has layers, the last of which returns the rows."""
-        spec = self.spec
         values = torch.frombuffer(bytearray(sound.values), dtype=torch.float32).view(sound.frames, sound.bins)
-        values = values.to(self._device, self._dtype)
-        x = (self._along_line if spec.front == "line" else self._over_plane)(values)
-        x = x[: spec.num_rows(sound.heard)].contiguous()
-        none = torch.empty(len(x), 0, device=self._device)
-        attend = attention(Windows(((1, len(x)),), (none, none)), spec.num_heads, spec.head_dim, x)
-        for i in range(spec.num_layers):
-            if i:
-                yield
-            self._layer(f"layers.{i}", x, attend)
-        if spec.pooled > 1:
-            x = _together(x, spec.pooled).to(torch.float32).mean(dim=1)
-        x = self._norm("post_norm", x)
-        if spec.joined > 1:
-            x = _together(x, spec.joined).flatten(1)
-        if spec.projector == "one":
-            return TowerRows(self._linear("projector.out", x))
-        return TowerRows(self._two_layers("projector", x, spec.projector_activation))
-
-    def _along_line(self, values: torch.Tensor) -> torch.Tensor:
-        """[frames, bins] -> [frames / 2, hidden_size]."""
-        for i in (0, 1):
-            seen = functional.pad(values, (0, 0, 1, 1)).unfold(0, 3, 1 + i).flatten(1)  # a band's frames behind each other
-            values = self._activated(f"front{i}", seen)
-        positions = self._tensors["positions.weight"][: len(values)]
-        return (values + positions).to(self._dtype)
-
-    def _over_plane(self, values: torch.Tensor) -> torch.Tensor:
-        """[frames, bins] -> [rows, hidden_size], chunks behind each other; the last is filled up with zeros."""
-        spec = self.spec
-        chunks = functional.pad(values, (0, 0, 0, -len(values) % spec.chunk)).view(-1, spec.chunk, spec.num_bins, 1)
-        made = []
-        for first in range(0, len(chunks), _CHUNKS_TOGETHER):
-            planes = chunks[first : first + _CHUNKS_TOGETHER].transpose(1, 2)  # [chunks, bands, frames, channels]
-            for i in range(3):
-                seen = functional.pad(planes, (0, 0, 1, 1, 1, 1)).unfold(1, 3, 2).unfold(2, 3, 2)
-                shape = *seen.shape[:3], spec.channels
-                planes = self._activated(f"front{i}", seen.flatten(3).flatten(0, 2)).view(shape)
-            made.append(planes.permute(0, 2, 3, 1).flatten(2))  # a frame's channels behind each other, the bands of each
-        together = torch.cat(made)
-        rows = self._linear("front_out", together.flatten(0, 1)).view(*together.shape[:2], -1)
-        return (rows + waves(together.shape[1], spec.hidden_size).to(self._device)).to(self._dtype).flatten(0, 1)
-
-    def _activated(self, name: str, seen: torch.Tensor) -> torch.Tensor:
-        return activated(self._linear(name, seen.contiguous()), "gelu", gated=False)
+        return self._tower.stages(values, sound.heard)
 
 
-def ear_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
+def ear_shapes(spec: AnyEar) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]; those of convolutions have a channel's places behind each
     other. layers.{i}.qkv: rows of q, k and v behind each other."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def matrix(name: str, out: int, width: int, bias: bool = True) -> None:
-        shapes[f"{name}.weight"] = (out, width)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
-
-    def norm(name: str) -> None:
-        shapes.update({f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)})
-
-    if spec.front == "line":
-        matrix("front0", hidden, 3 * spec.num_bins)
-        matrix("front1", hidden, 3 * hidden)
-        shapes["positions.weight"] = (spec.positions, hidden)
-    else:
-        for i in range(3):
-            matrix(f"front{i}", spec.channels, 9 * (spec.channels if i else 1))
-        matrix("front_out", hidden, spec.channels * _halved(spec.num_bins, 3), bias=False)
-    for i in range(spec.num_layers):
-        norm(f"layers.{i}.attention_norm")
-        matrix(f"layers.{i}.qkv", 3 * hidden, hidden)
-        matrix(f"layers.{i}.out", hidden, hidden)
-        norm(f"layers.{i}.mlp_norm")
-        matrix(f"layers.{i}.up", inner, hidden)
-        matrix(f"layers.{i}.down", hidden, inner)
-    norm("post_norm")
-    joined = spec.joined * hidden
-    if spec.projector == "one":
-        matrix("projector.out", spec.out_size, joined, spec.projector_bias)
-    else:
-        matrix("projector.up", spec.projector_size, joined, spec.projector_bias)
-        matrix("projector.down", spec.out_size, spec.projector_size, spec.projector_bias)
-    return shapes
+    return conformer_shapes(spec) if isinstance(spec, ConformerSpec) else transformer_shapes(spec)
 
 
 def ear_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Of a tensor by our name, in a tower that computes in `dtype`."""
-    return torch.float32 if "norm." in name or name == "positions.weight" else dtype
+    is_exact = "norm." in name or name == "positions.weight" or name.endswith((".bounds", ".query_scale"))
+    return torch.float32 if is_exact else dtype
 
 
-def work_bytes(spec: EarSpec, frames: int, dtype: torch.dtype) -> int:
+def work_bytes(spec: AnyEar, frames: int, dtype: torch.dtype) -> int:
     """About the most that computing a piece of so many frames takes beside the weights."""
-    rows = spec.num_rows(frames)
-    seen = 3 * spec.hidden_size * frames
-    if spec.front == "plane":
-        seen = _CHUNKS_TOGETHER * 12 * spec.channels * spec.chunk * spec.num_bins // 8 + frames * spec.num_bins
-    layers = 17 * spec.hidden_size * rows + 2 * spec.intermediate_size * min(rows, ROWS_TOGETHER)
-    return max(2 * seen, layers) * dtype.itemsize
-
-
-def _together(x: torch.Tensor, count: int) -> torch.Tensor:
-    """[n, width] -> [n / count, count, width]; what is left over goes."""
-    return x[: len(x) // count * count].view(-1, count, x.shape[-1])
-
-
-def _halved(length: int, times: int) -> int:
-    return length if not times else _halved(-(-length // 2), times - 1)
-
-
-def waves(count: int, width: int) -> torch.Tensor:
-    """[count, width] float32: sines, then cosines (Vaswani et al. 2017)."""
-    half = width // 2
-    turns = torch.exp(-math.log(_SLOWEST) / (half - 1) * torch.arange(half, dtype=torch.float64))
-    angles = torch.arange(count)[:, None] * turns
-    return torch.cat([angles.sin(), angles.cos()], dim=1).to(torch.float32)
+    if isinstance(spec, ConformerSpec):
+        return ear_conformer.most_numbers(spec, frames) * max(dtype.itemsize, 4)  # attention's are in float32
+    return ear_transformer.most_numbers(spec, frames) * dtype.itemsize

@@ -1,8 +1,8 @@
 """Which families of models hear: what their configs say of it -> HearingSpec, and what their folders call a tower's tensors.
 
-config.json has the tower ("audio_config"). How a sound becomes a spectrogram is the same for all of them, Whisper's; a feature
-extractor whose settings say otherwise is refused. Both files are untrusted: whatever is read is bounded. Keys that a file leaves
-out have transformers' defaults.
+config.json has the tower ("audio_config"). How a sound becomes a spectrogram is the same for all of them, Whisper's, but for
+Gemma 4 (`ears_gemma4.py`); a feature extractor whose settings say otherwise is refused. Both files are untrusted: whatever is
+read is bounded. Keys that a file leaves out have transformers' defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import HOP, RATE, WINDOW, EarSpec, HearingSpec, Transcript
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.ears_gemma4 import GEMMA4_EAR_NAMES, gemma4
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     activation_of,
@@ -198,6 +199,7 @@ QWEN3_FIRST_NAMES = weights_and_biases(
     _QWEN3 | {"projector.up": "audio_tower.proj1", "projector.down": "audio_tower.proj2"}
 )
 EARS: dict[str, EarFamily] = {
+    "Gemma4ForConditionalGeneration": EarFamily(gemma4, GEMMA4_EAR_NAMES),
     "Qwen2AudioForConditionalGeneration": EarFamily(_qwen2_audio, QWEN2_NAMES),
     "Qwen3ASRForConditionalGeneration": EarFamily(_qwen3_asr, QWEN3_NAMES, QWEN3_FIRST_NAMES),
     "VoxtralForConditionalGeneration": EarFamily(_voxtral, VOXTRAL_NAMES),

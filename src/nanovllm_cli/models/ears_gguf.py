@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.hearing_spec import EarSpec, HearingSpec
+from nanovllm_cli.hearing_spec import AnyEar, ConformerSpec, HearingSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.ear import ear_shapes
+from nanovllm_cli.models.ear_conformer import NORMS
 from nanovllm_cli.models.ears import EARS
+from nanovllm_cli.models.towers_gemma4 import BOUNDS
 
 Shapes = Mapping[str, tuple[int, ...]]
 Config = dict[str, Any]
@@ -24,17 +26,23 @@ Config = dict[str, Any]
 class EarProjector:
     """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
     it belongs to. audio: of what metadata and shapes say, the section of a config that is the family's own. names: of its
-    modules, beside those of layers."""
+    modules, beside those of layers, which are in `layer`."""
 
     model: str
     texts: tuple[str, ...]
     audio: Callable[[ConfigReader, Shapes], Config]
     names: Mapping[str, str]
+    layer: Mapping[str, tuple[str, ...]]
 
 
 def hears(read: ConfigReader) -> bool:
     """Whether a file is of what hears, and sees nothing."""
-    return read.flag("clip.has_audio_encoder", False) and not read.flag("clip.has_vision_encoder", False)
+    return hears_too(read) and not read.flag("clip.has_vision_encoder", False)
+
+
+def hears_too(read: ConfigReader) -> bool:
+    """Whether a file is of what hears, whether or not it sees."""
+    return read.flag("clip.has_audio_encoder", False)
 
 
 def ear_projector_of(read: ConfigReader) -> EarProjector:
@@ -60,23 +68,29 @@ def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
         "architectures": [projector.model], "text_config": {"hidden_size": out},
         "audio_config": audio | projector.audio(read, shapes),
     }  # fmt: skip
-    spec = EARS[projector.model].read(ConfigReader(config, read.where), ConfigReader({}, read.where))
-    eps = read.number("clip.audio.attention.layer_norm_epsilon", spec.tower.eps)
-    return replace(spec, tower=replace(spec.tower, eps=eps))
+    settings = {"feature_size": audio["num_mel_bins"]}
+    spec = EARS[projector.model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
+    tower = spec.tower
+    if isinstance(tower, ConformerSpec):  # of which llama.cpp's converter once wrote another epsilon than it has
+        return spec
+    return replace(spec, tower=replace(tower, eps=read.number("clip.audio.attention.layer_norm_epsilon", tower.eps)))
 
 
-def ear_names_in_gguf(spec: EarSpec, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Our names (`ear_shapes`) -> those in a file, whose rows lie behind each other in ours. names: see `EarProjector`."""
-    modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in (_NAMES | dict(names)).items()}
+def ear_names_in_gguf(spec: AnyEar, projector: EarProjector) -> dict[str, tuple[str, ...]]:
+    """Our names (`ear_shapes`) -> those in a file, whose rows lie behind each other in ours."""
+    modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in projector.names.items()}
     for i in range(spec.num_layers):
-        modules |= {f"layers.{i}.{ours}": tuple(f"a.blk.{i}.{each}" for each in theirs) for ours, theirs in _LAYER.items()}
+        layer = projector.layer.items()
+        modules |= {f"layers.{i}.{ours}": tuple(f"a.blk.{i}.{each}" for each in theirs) for ours, theirs in layer}
     found = {}
     for ours in ear_shapes(spec):
         module, _, kind = ours.rpartition(".")
+        if ours in modules:
+            module, kind = ours, "weight"
         theirs = modules[module]
         if ours.endswith(".qkv.bias") and not spec.key_bias:
             theirs = theirs[0], theirs[2]
-        found[ours] = tuple(f"{each}.{kind}" for each in theirs)
+        found[ours] = tuple(f"{each}.{last}" for each in theirs for last in (BOUNDS if kind == "bounds" else (kind,)))
     return found
 
 
@@ -107,17 +121,53 @@ def _qwen3(read: ConfigReader, shapes: Shapes) -> Config:
     return {"downsample_hidden_size": _rows(read, shapes, "a.conv2d.1.weight"), "output_dim": out}
 
 
+def _gemma4(read: ConfigReader, shapes: Shapes) -> Config:
+    """How many rows one sees, and what scores reach up to, no file says: as all have it."""
+    hidden, inner, layers, heads = (
+        read.integer(f"clip.audio.{key}")
+        for key in ("embedding_length", "feed_forward_length", "block_count", "attention.head_count")
+    )
+    if inner != 4 * hidden:
+        raise CheckpointError(f"{read.where}: rows of {hidden} become {inner} in its MLPs, not {4 * hidden}", BROKEN)
+    kernel = shapes.get("a.blk.0.conv_dw.weight", ())
+    if len(kernel) != 2:
+        raise CheckpointError(f"{read.where}: tensor 'a.blk.0.conv_dw.weight' is no matrix: {list(kernel)}", BROKEN)
+    return {
+        "model_type": "gemma4_audio", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "subsampling_conv_channels": [_rows(read, shapes, f"a.conv1d.{i}.weight") for i in (0, 1)],
+        "conv_kernel_size": kernel[1], "output_proj_dims": _rows(read, shapes, "a.pre_encode.out.weight"),
+        "use_clipped_linears": "a.blk.0.ffn_up.input_min" in shapes,
+    }  # fmt: skip
+
+
 _NAMES = {"front0": "a.conv1d.1", "front1": "a.conv1d.2", "positions": "a.position_embd", "post_norm": "a.post_ln"}
 _LAYER = {
     "attention_norm": ("ln1",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_out",), "mlp_norm": ("ln2",),
     "up": ("ffn_up",), "down": ("ffn_down",),
 }  # fmt: skip
-_TWO = {"projector.up": "mm.a.mlp.1", "projector.down": "mm.a.mlp.2"}
+_TWO = _NAMES | {"projector.up": "mm.a.mlp.1", "projector.down": "mm.a.mlp.2"}
+_CONFORMER = {
+    "front0": "a.conv1d.0", "front0.norm": "a.conv1d.0.norm", "front1": "a.conv1d.1", "front1.norm": "a.conv1d.1.norm",
+    "front_out": "a.input_projection", "out": "a.pre_encode.out", "projector.out": "mm.a.input_projection",
+}  # fmt: skip
+_CONFORMER_NORMS = (
+    "ffn_norm", "ffn_post_norm", "attn_pre_norm", "attn_post_norm", "conv_norm", "norm_conv", "ffn_norm_1", "ffn_post_norm_1",
+    "ln2",
+)  # fmt: skip
+_CONFORMER_LAYER = {
+    **{ours: (theirs,) for ours, theirs in zip(NORMS, _CONFORMER_NORMS, strict=True)},
+    "first.up": ("ffn_up",), "first.down": ("ffn_down",), "second.up": ("ffn_up_1",), "second.down": ("ffn_down_1",),
+    "qkv": ("attn_q", "attn_k", "attn_v"), "query_scale": ("per_dim_scale",), "distances": ("attn_k_rel",),
+    "out": ("attn_out",), "conv.up": ("conv_pw1",), "conv.kernel": ("conv_dw",), "conv.down": ("conv_pw2",),
+}  # fmt: skip
 EAR_PROJECTORS = {
-    "voxtral": EarProjector("VoxtralForConditionalGeneration", ("llama",), _voxtral, _TWO),
-    "qwen2a": EarProjector("Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, {"projector.out": "mm.a.fc"}),
+    "gemma4a": EarProjector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4, _CONFORMER, _CONFORMER_LAYER),
+    "voxtral": EarProjector("VoxtralForConditionalGeneration", ("llama",), _voxtral, _TWO, _LAYER),
+    "qwen2a": EarProjector(
+        "Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, _NAMES | {"projector.out": "mm.a.fc"}, _LAYER
+    ),
     "qwen3a": EarProjector(
         "Qwen3ASRForConditionalGeneration", ("qwen3vl",), _qwen3,
-        _TWO | {"front_out": "a.conv_out", **{f"front{i}": f"a.conv2d.{i + 1}" for i in range(3)}},
+        _TWO | {"front_out": "a.conv_out", **{f"front{i}": f"a.conv2d.{i + 1}" for i in range(3)}}, _LAYER,
     ),
 }  # fmt: skip

@@ -6,6 +6,7 @@ On a CPU the matrices and attention are the decoder's (`tower_products.py`, `tow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from nanovllm_cli.models.tower_products import Product, activated, product
 
 ROWS_TOGETHER = 8192
 """Of an MLP, whose inner rows are several times as wide: more of them at once only take memory."""
+_SLOWEST = 1e4  # sines and cosines of positions go down to so many positions a turn, in radians
 
 
 class TowerRows(NamedTuple):
@@ -58,18 +60,49 @@ class LayersSpec(Protocol):
     def eps(self) -> float: ...
 
 
-class Layers:
+class Matrices:
     """tensors: by our names, of these shapes, on one device; norms and bounds in float32 and all others in the type of the matrix
     that is called `first`."""
 
     def __init__(
-        self, spec: LayersSpec, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], first: str
+        self, eps: float, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], first: str
     ) -> None:
-        self.spec = spec
+        self._eps = eps
         matrices = _matrices(shapes)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in matrices}
         self._products = {name: _products(name, tensors) for name in matrices}
         self._dtype, self._device = tensors[f"{first}.weight"].dtype, tensors[f"{first}.weight"].device
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        products, bounds = self._products[name]
+        if bounds is None:
+            return products[0](x)
+        parts = [
+            part(x.clamp(low, high)).clamp_(least, most)
+            for part, (low, high, least, most) in zip(products, bounds, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _two_layers(self, name: str, x: torch.Tensor, activation: str = "gelu", *, gated: bool = False) -> torch.Tensor:
+        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), activation, gated=gated))
+
+    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        """A layer norm is one that has a bias. eps: the spec's, if not given."""
+        gain, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
+        x, eps = x.to(torch.float32), self._eps if eps is None else eps
+        if bias is None:
+            return functional.rms_norm(x, gain.shape, gain, eps).to(self._dtype)
+        return functional.layer_norm(x, gain.shape, gain, bias, eps).to(self._dtype)
+
+
+class Layers(Matrices):
+    """tensors, shapes, first: see `Matrices`."""
+
+    def __init__(
+        self, spec: LayersSpec, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], first: str
+    ) -> None:
+        super().__init__(spec.eps, tensors, shapes, first)
+        self.spec = spec
 
     def _layer(self, layer: str, x: torch.Tensor, attend: Attend) -> None:
         """Adds to x, in place."""
@@ -91,33 +124,12 @@ class Layers:
             made.append(self._two_layers(name, rows, self.spec.activation, gated=self.spec.gated))
         return made[0] if len(made) == 1 else torch.cat(made)
 
-    def _two_layers(self, name: str, x: torch.Tensor, activation: str = "gelu", *, gated: bool = False) -> torch.Tensor:
-        return self._linear(f"{name}.down", activated(self._linear(f"{name}.up", x), activation, gated=gated))
-
-    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        products, bounds = self._products[name]
-        if bounds is None:
-            return products[0](x)
-        parts = [
-            part(x.clamp(low, high)).clamp_(least, most)
-            for part, (low, high, least, most) in zip(products, bounds, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
     def _normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._norm(name, x) if self.spec.normed else x
 
     def _scaled(self, name: str, x: torch.Tensor) -> torch.Tensor:
         gain = self._tensors.get(f"{name}.weight")
         return x if gain is None else x * gain
-
-    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-        """A layer norm is one that has a bias. eps: the spec's, if not given."""
-        gain, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
-        x, eps = x.to(torch.float32), self.spec.eps if eps is None else eps
-        if bias is None:
-            return functional.rms_norm(x, gain.shape, gain, eps).to(self._dtype)
-        return functional.layer_norm(x, gain.shape, gain, bias, eps).to(self._dtype)
 
 
 def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Product], list[list[float]] | None]:
@@ -133,3 +145,11 @@ def _matrices(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """By name: what has a weight of two dimensions, but for tables of positions."""
     return {name.removesuffix(".weight") for name, shape in shapes.items()
             if name.endswith(".weight") and len(shape) == 2 and name not in ("positions.weight", "lead.weight")}  # fmt: skip
+
+
+def waves(count: int, width: int) -> torch.Tensor:
+    """[count, width] float32: sines, then cosines (Vaswani et al. 2017)."""
+    half = width // 2
+    turns = torch.exp(-math.log(_SLOWEST) / (half - 1) * torch.arange(half, dtype=torch.float64))
+    angles = torch.arange(count)[:, None] * turns
+    return torch.cat([angles.sin(), angles.cos()], dim=1).to(torch.float32)

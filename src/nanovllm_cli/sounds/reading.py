@@ -18,7 +18,7 @@ from nanovllm_cli.sent import Recent
 from nanovllm_cli.sounds.decoding import decoded
 from nanovllm_cli.sounds.resampling import resampled
 from nanovllm_cli.sounds.source import SOUND
-from nanovllm_cli.sounds.spectrogram import log_mel
+from nanovllm_cli.sounds.spectrogram import log_mel, universal_log_mel
 from nanovllm_cli.sounds.wav import read_wave
 from nanovllm_cli.vision_spec import Clip, Sound
 
@@ -103,6 +103,10 @@ def _too_long(where: str, longest: float) -> UsageError:
 def cut(samples: np.ndarray, spec: HearingSpec) -> tuple[Sound, ...]:
     """The pieces of samples at 16 kHz."""
     bins, heard = spec.tower.num_bins, len(samples)
+    if spec.spectrogram == "universal":
+        length = (spec.piece + 1) * HOP
+        alone = [universal_log_mel(samples[first : first + length], bins) for first in range(0, heard, length)]
+        return tuple(Sound.of(values.astype("<f4").tobytes(), len(values), len(values), bins) for values in alone if len(values))
     padded = max(heard, spec.least)
     if spec.padded:
         padded = -(-padded // (spec.piece * HOP)) * spec.piece * HOP

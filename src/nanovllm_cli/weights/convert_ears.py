@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.hearing_spec import HearingSpec
+from nanovllm_cli.hearing_spec import ConformerSpec, EarSpec, HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.ear import waves
 from nanovllm_cli.models.ears import EARS, ear_family
 from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_names_in_gguf, hearing_from_gguf
+from nanovllm_cli.models.tower_layers import waves
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
 from nanovllm_cli.weights.hearing import ear_parts, read_hearing
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.vision import read_whole
+from nanovllm_cli.weights.vision import bounds_of, read_whole
 
 _CONVOLVED = "a.conv1d.", "a.conv2d.", "a.conv_out."
 """Whose matrices llama.cpp wants in float16."""
+_WHOLE = re.compile(r"a\.conv1d\..*|a\.input_projection\..*|a\.blk\.\d+\.conv_dw\..*")
+"""Those of a conformer that it wants in float32."""
 _POSITIONS = "a.position_embd.weight"
 _NUM_WAVES = 1500
 """Positions that its files have of those that follow from nothing but their number."""
 
 
+class EarPart(NamedTuple):
+    """What a file is to have of what hears. view: the folder, of which the steps are. names: of its tensors that are in it."""
+
+    view: CheckpointView
+    steps: list[Step]
+    keys: dict[str, Any]
+    names: frozenset[str]
+
+
 def ear_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     """As `convert_mmproj.tower_file`; None for a model that hears nothing."""
+    part = ear_part(source, outtype)
+    if part is None:
+        return None
+    header = tower_header(name, file_type(plain_type_of(part.steps)), part.keys)
+    return TowerFile(part.view, part.steps, header, part.names, 0, "hears")
+
+
+def ear_part(source: Checkpoint, outtype: str) -> EarPart | None:
+    """None for a model that hears nothing. Raises as `convert_mmproj.tower_file`."""
     spec = read_hearing(source)
     if spec is None:
         return None
@@ -38,20 +60,22 @@ def ear_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in map(view.info, view.names()):
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        if info.name.startswith(_CONVOLVED) or info.name == _POSITIONS:
+        if isinstance(spec.tower, ConformerSpec):
+            after = "F32" if _WHOLE.fullmatch(info.name) else after
+        elif info.name.startswith(_CONVOLVED) or info.name == _POSITIONS:
             after = "F16" if info.name.endswith(".weight") and info.name != _POSITIONS else "F32"
         steps.append(
             Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, gguf_bytes(info.shape, after))
         )
     shapes = {step.name: step.shape for step in steps}
-    if not spec.tower.positions:
+    if isinstance(spec.tower, EarSpec) and not spec.tower.positions:
         value = waves(_NUM_WAVES, spec.tower.hidden_size)
         shape = tuple(value.shape)
         steps.append(Step(_POSITIONS, None, shape, "-", 0, "F32", gguf_bytes(shape, "F32"), value=value))
-    header = tower_header(name, file_type(plain_type_of(steps)), _keys(spec, label))
-    found = hearing_from_gguf(ConfigReader({key: field.value for key, field in header.items()}, "the file"), shapes)
+    keys = _keys(spec, label)
+    found = hearing_from_gguf(ConfigReader(keys, "the file"), shapes)
     check_spec(replace(spec, tokens=found.tokens), found)
-    return TowerFile(view, steps, header, frozenset(each for names in parts.values() for each in names), 0, "hears")
+    return EarPart(view, steps, keys, frozenset(each for names in parts.values() for each in names))
 
 
 class _EarView(CheckpointView):
@@ -62,27 +86,42 @@ class _EarView(CheckpointView):
         self.format = "gguf"
         self._reader = open_reader(source)
         self._ones = 1 if spec.tower.front == "line" else 2
-        names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label].names)
+        names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label])
         self._own = {each: own for ours, theirs in names.items() for each, own in zip(theirs, parts[ours], strict=True)}
+        self._ours = {each: ours for ours, theirs in names.items() for each in theirs}
 
     def names(self) -> list[str]:
         return list(self._own)
 
     def info(self, name: str) -> TensorInfo:
         info = self._inner.info(self._own[name])
-        return TensorInfo(name, (*info.shape, *self._behind(name)), info.dtype_name, info.num_bytes)
+        kind = "F32" if self._is_exact(name) else info.dtype_name
+        return TensorInfo(name, self._shape(name, info.shape), kind, info.num_bytes)
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        whole = read_whole(self._reader, self._own[name])
-        whole = whole.view(*whole.shape, *self._behind(name))
+        own, ours = self._own[name], self._ours[name]
+        if ours.endswith(".bounds"):
+            return bounds_of(self._inner, [own])
+        whole = read_whole(self._reader, own)
+        if ours.endswith(".query_scale"):
+            return functional.softplus(whole.to(torch.float32))
+        whole = whole.view(self._shape(name, tuple(whole.shape)))
         return whole if rows is None else whole[slice(*rows)]
 
     def release(self, name: str) -> None:
         """Reading lets pages go."""
 
-    def _behind(self, name: str) -> tuple[int, ...]:
-        """A convolution's bias has a row for each channel there."""
-        return (1,) * self._ones if name.startswith(_CONVOLVED) and name.endswith(".bias") else ()
+    def _shape(self, name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        """A convolution's bias has a row for each channel there; a bound is a vector of one; of a convolution along time, whose
+        channels see nothing but themselves, is not said that each sees one."""
+        if name.startswith(_CONVOLVED) and name.endswith(".bias"):
+            return *own, *(1,) * self._ones
+        if self._ours[name].endswith(".kernel"):
+            return own[0], own[-1]
+        return own or (1,)
+
+    def _is_exact(self, name: str) -> bool:
+        return self._ours[name].endswith((".bounds", ".query_scale"))
 
 
 def _label(source: Checkpoint) -> str:
@@ -94,12 +133,14 @@ def _label(source: Checkpoint) -> str:
 
 
 def _keys(spec: HearingSpec, label: str) -> dict[str, Any]:
-    tower = spec.tower
+    tower, where = spec.tower, "clip.audio.projector_type" if label in ("qwen3a", "gemma4a") else "clip.projector_type"
     keys: dict[str, Any] = {
-        "clip.has_audio_encoder": True, "clip.audio.projector_type" if label == "qwen3a" else "clip.projector_type": label,
+        "clip.has_audio_encoder": True, where: label,
         "clip.audio.projection_dim": tower.out_size, "clip.audio.embedding_length": tower.hidden_size,
         "clip.audio.feed_forward_length": tower.intermediate_size, "clip.audio.block_count": tower.num_layers,
         "clip.audio.attention.head_count": tower.num_heads, "clip.audio.num_mel_bins": tower.num_bins,
         "clip.audio.attention.layer_norm_epsilon": tower.eps,
     }  # fmt: skip
-    return keys | ({"clip.audio.projector.stack_factor": tower.joined} if label == "voxtral" else {})
+    if isinstance(tower, EarSpec) and label == "voxtral":
+        keys["clip.audio.projector.stack_factor"] = tower.joined
+    return keys

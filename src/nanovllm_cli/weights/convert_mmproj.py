@@ -12,20 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gguf.constants import LlamaFileType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.models.towers import TOWERS, tower_family
 from nanovllm_cli.models.towers_gguf import PROJECTORS, Projector, names_in_gguf, vision_from_gguf
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
-from nanovllm_cli.weights.convert_ears import ear_file
+from nanovllm_cli.weights.convert_ears import EarPart, ear_file, ear_part
 from nanovllm_cli.weights.convert_names import halves_to_pairs
 from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
-from nanovllm_cli.weights.gguf_writer import Header
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import names_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
@@ -41,14 +38,17 @@ _OF_ANY_SIZE = 256
 def tower_or_note(source: Checkpoint, outtype: str, name: str) -> tuple[TowerFile | None, list[str]]:
     """What it sees or hears by, or a line for why that is left out."""
     try:
-        return tower_file(source, outtype, name), []
+        tower = tower_file(source, outtype, name)
+        return tower, [] if tower is None else list(tower.notes)
     except (CheckpointError, UnsupportedError) as error:
-        return None, [f"what it {'sees' if ear_family(source.config) is None else 'hears'} by: {error.message}"]
+        sees = tower_family(source.config) is not None and source.config.get("vision_config") is not None
+        return None, [f"what it {'sees' if sees else 'hears'} by: {error.message}"]
 
 
 def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
-    """Of a model that sees, or hears; None for one that does neither. name: of the model. Raises UnsupportedError for a tower
-    that such a file can't say, CheckpointError for one that is broken."""
+    """Of a model that sees, or hears, or both; None for one that does neither. name: of the model. Raises UnsupportedError for a
+    tower that such a file can't say, CheckpointError for one that is broken; what a model hears by, beside what it sees by, is
+    left out then, with a note."""
     spec = read_vision(source)
     if spec is None:
         return ear_file(source, outtype, name)
@@ -67,9 +67,43 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
     if label == "pixtral":
         steps.append(_line_end(source, spec))
-    header = _header(spec, label, name, file_type(plain_type_of(steps)))
-    _check(header, {info.name: info.shape for info in infos}, spec)
-    return TowerFile(view, steps, header, frozenset(each for names in parts.values() for each in names), len(spec.tower.deep))
+    keys, kind_of_file = _keys(spec, label), file_type(plain_type_of(steps))
+    _check(keys, {info.name: info.shape for info in infos}, spec)
+    names = frozenset(each for own in parts.values() for each in own)
+    ears, notes = _ears(source, outtype)
+    if ears is None:
+        return TowerFile(view, steps, tower_header(name, kind_of_file, keys), names, len(spec.tower.deep), notes=tuple(notes))
+    header = tower_header(name, kind_of_file, keys | ears.keys)
+    both, all_steps, all_names = _BothViews(view, ears.view), [*steps, *ears.steps], names | ears.names
+    return TowerFile(both, all_steps, header, all_names, len(spec.tower.deep), "sees and hears")
+
+
+def _ears(source: Checkpoint, outtype: str) -> tuple[EarPart | None, list[str]]:
+    """Of a model that sees, and may hear; or a line for why that is left out."""
+    try:
+        return ear_part(source, outtype), []
+    except (CheckpointError, UnsupportedError) as error:
+        return None, [f"what it hears by: {error.message}"]
+
+
+class _BothViews(CheckpointView):
+    """Tensors of two, as names have it."""
+
+    def __init__(self, first: CheckpointView, second: CheckpointView) -> None:
+        super().__init__(first)
+        self._of = {name: each for each in (first, second) for name in each.names()}
+
+    def names(self) -> list[str]:
+        return list(self._of)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._of[name].info(name)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        return self._of[name].tensor(name, rows)
+
+    def release(self, name: str) -> None:
+        self._of[name].release(name)
 
 
 class _TowerView(CheckpointView):
@@ -143,7 +177,7 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
     raise UnsupportedError(f"{source.path}: no file is written of what such a model sees by", f"known: {', '.join(PROJECTORS)}")
 
 
-def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Header:
+def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     tower, size = spec.tower, spec.size
     side = {"tiles": size.tile, "canvas": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
@@ -177,11 +211,10 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
     if label == "qwen3vl_merger":
         keys["clip.vision.is_deepstack_layers"] = [layer in tower.deep for layer in range(tower.num_layers)]
-    return tower_header(name, kind, keys)
+    return keys
 
 
-def _check(header: Header, shapes: dict[str, tuple[int, ...]], spec: VisionSpec) -> None:
-    """Reads the header as it will be read. Which token stands for an image is not its matter."""
-    read = ConfigReader({key: field.value for key, field in header.items()}, "the file")
-    found = vision_from_gguf(read, shapes)
+def _check(keys: dict[str, Any], shapes: dict[str, tuple[int, ...]], spec: VisionSpec) -> None:
+    """Reads the keys as they will be read. Which token stands for an image is not their matter."""
+    found = vision_from_gguf(ConfigReader(keys, "the file"), shapes)
     check_spec(replace(spec, tokens=found.tokens), found)

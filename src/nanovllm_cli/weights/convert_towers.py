@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 from gguf.constants import GGUFType, LlamaFileType
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.hearing_spec import Sense
+from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ears_gguf import hears_too
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
 from nanovllm_cli.weights.convert_tensors import Step, main_type, slices
 from nanovllm_cli.weights.files import some, without_quant
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, HeaderBuilder
+from nanovllm_cli.weights.hearing_gguf import compared_ear, read_ear
 from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj
 from nanovllm_cli.weights.writer import OutputFile
 
@@ -36,7 +39,7 @@ class Written(NamedTuple):
 @dataclass
 class TowerFile:
     """What will be written. names: of the folder's tensors that it holds; num_deep: of decoder layers behind which it adds.
-    does: what the model does by it."""
+    does: what the model does by it. notes: of what it does, too, and that is left out."""
 
     checkpoint: Checkpoint
     steps: list[Step]
@@ -44,6 +47,7 @@ class TowerFile:
     names: frozenset[str]
     num_deep: int
     does: str = "sees"
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +72,18 @@ class TowerFile:
                 writer.write_all(lambda tensor: slices(self.checkpoint, by_name[tensor.name]), progress)
                 file.file.flush()
                 with open_mmproj(file.temporary) as written:
-                    check_mmproj(written, read_mmproj(written))
+                    _check_written(written)
                 file.commit()
         finally:
             progress.done()
         return Written(path, True, self.does)
+
+
+def _check_written(file: Checkpoint) -> None:
+    spec = read_mmproj(file)
+    check_mmproj(file, spec)
+    if not isinstance(spec, HearingSpec) and hears_too(ConfigReader(file.config, str(file.path))):
+        compared_ear(file, read_ear(file).tower)
 
 
 def plain_type_of(steps: list[Step]) -> str:

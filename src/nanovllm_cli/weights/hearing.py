@@ -9,18 +9,19 @@ import re
 from collections.abc import Mapping
 
 import torch
+from torch.nn import functional
 
-from nanovllm_cli.hearing_spec import EarSpec, HearingSpec
+from nanovllm_cli.hearing_spec import AnyEar, HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ear import Ear, ear_dtype, ear_shapes
 from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.vision import compared, read_whole, settings_of
+from nanovllm_cli.weights.vision import bounds_of, compared, read_whole, settings_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector)\.")
+_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector|embed_audio)\.")
 _FRONT = "front0.weight", "front1.weight", "front2.weight"
 
 
@@ -55,12 +56,13 @@ def load_ear(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, devi
     reader = open_reader(checkpoint)
     tensors = {}
     for ours, theirs in _compared(checkpoint, spec.tower, reader).items():
-        parts = [read_whole(reader, name) for name in theirs]
+        is_bound = ours.endswith(".bounds")
+        parts = [bounds_of(checkpoint, theirs)] if is_bound else [read_whole(reader, name) for name in theirs]
         tensors[ours] = put_together(ours, parts, spec.tower).to(device, ear_dtype(ours, dtype)).contiguous()
     return Ear(spec.tower, tensors)
 
 
-def _compared(checkpoint: Checkpoint, spec: EarSpec, reader: WeightReader) -> dict[str, list[str]]:
+def _compared(checkpoint: Checkpoint, spec: AnyEar, reader: WeightReader) -> dict[str, list[str]]:
     family = ear_family(checkpoint.config)
     assert family is not None
     plain = {name: _ROOT.sub(r"\1.", name, count=1) for name in reader.names() if _ROOT.match(name)}
@@ -70,21 +72,29 @@ def _compared(checkpoint: Checkpoint, spec: EarSpec, reader: WeightReader) -> di
     return compared(checkpoint.path, reader, plain, names, stored_ear_shapes(spec))
 
 
-def stored_ear_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
-    """Of what files have for each of ours, all that lies behind each other in it taken together."""
+def stored_ear_shapes(spec: AnyEar, *, of_file: bool = False) -> dict[str, tuple[int, ...]]:
+    """Of what folders have for each of ours, or GGUF files, all that lies behind each other in it taken together."""
     shapes = ear_shapes(spec)
     for name, (rows, *others) in list(shapes.items()):
         if name in _FRONT:
             places = (3,) if spec.front == "line" else (3, 3)
             shapes[name] = (rows, others[0] // math.prod(places), *places)
+        elif name.endswith(".bounds"):
+            shapes[name] = (rows * others[0],)
+        elif name.endswith(".kernel") and not of_file:
+            shapes[name] = (rows, 1, *others)
         elif name.endswith(".qkv.bias") and not spec.key_bias:
             shapes[name] = (rows // 3 * 2,)
     return shapes
 
 
-def put_together(ours: str, parts: list[torch.Tensor], spec: EarSpec) -> torch.Tensor:
+def put_together(ours: str, parts: list[torch.Tensor], spec: AnyEar, *, of_file: bool = False) -> torch.Tensor:
     """As `ear_shapes` has it."""
     if ours.endswith(".qkv.bias") and not spec.key_bias:
         parts = [parts[0], torch.zeros_like(parts[0]), parts[1]]
     whole = torch.cat(parts)
-    return whole.flatten(1) if ours in _FRONT else whole
+    if ours.endswith(".query_scale") and not of_file:
+        return functional.softplus(whole.to(torch.float32))
+    if ours.endswith(".bounds"):
+        return whole.view(-1, 4)
+    return whole.flatten(1) if ours in _FRONT or ours.endswith(".kernel") else whole

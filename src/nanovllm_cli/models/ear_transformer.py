@@ -1,0 +1,132 @@
+"""Towers for sounds whose layers are those of a vision tower, each row of which sees all of a piece (`EarSpec`). See `ear.py`.
+
+Convolutions are products: what a kernel sees of its input is put behind each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional
+
+from nanovllm_cli.hearing_spec import EarSpec
+from nanovllm_cli.models.tower_attention import Windows, attention
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, waves
+from nanovllm_cli.models.tower_products import activated
+
+_CHUNKS_TOGETHER = 4
+"""Whose convolutions are computed at once: what their kernels see is nine times as large as they are."""
+
+
+class Transformer(Layers):
+    """tensors: by our names (`transformer_shapes`), on one device, norms and positions in float32 and all others in one type."""
+
+    spec: EarSpec
+
+    def __init__(self, spec: EarSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, tensors, transformer_shapes(spec), "front0")
+
+    def stages(self, values: torch.Tensor, heard: int) -> Stages:
+        """Of [frames, bins] in float32. See `Ear.stages`."""
+        spec = self.spec
+        values = values.to(self._device, self._dtype)
+        x = (self._along_line if spec.front == "line" else self._over_plane)(values)
+        x = x[: spec.num_rows(heard)].contiguous()
+        none = torch.empty(len(x), 0, device=self._device)
+        attend = attention(Windows(((1, len(x)),), (none, none)), spec.num_heads, spec.head_dim, x)
+        for i in range(spec.num_layers):
+            if i:
+                yield
+            self._layer(f"layers.{i}", x, attend)
+        if spec.pooled > 1:
+            x = _together(x, spec.pooled).to(torch.float32).mean(dim=1)
+        x = self._norm("post_norm", x)
+        if spec.joined > 1:
+            x = _together(x, spec.joined).flatten(1)
+        if spec.projector == "one":
+            return TowerRows(self._linear("projector.out", x))
+        return TowerRows(self._two_layers("projector", x, spec.projector_activation))
+
+    def _along_line(self, values: torch.Tensor) -> torch.Tensor:
+        """[frames, bins] -> [frames / 2, hidden_size]."""
+        for i in (0, 1):
+            seen = functional.pad(values, (0, 0, 1, 1)).unfold(0, 3, 1 + i).flatten(1)  # a band's frames behind each other
+            values = self._activated(f"front{i}", seen)
+        positions = self._tensors["positions.weight"][: len(values)]
+        return (values + positions).to(self._dtype)
+
+    def _over_plane(self, values: torch.Tensor) -> torch.Tensor:
+        """[frames, bins] -> [rows, hidden_size], chunks behind each other; the last is filled up with zeros."""
+        spec = self.spec
+        chunks = functional.pad(values, (0, 0, 0, -len(values) % spec.chunk)).view(-1, spec.chunk, spec.num_bins, 1)
+        made = []
+        for first in range(0, len(chunks), _CHUNKS_TOGETHER):
+            planes = chunks[first : first + _CHUNKS_TOGETHER].transpose(1, 2)  # [chunks, bands, frames, channels]
+            for i in range(3):
+                seen = functional.pad(planes, (0, 0, 1, 1, 1, 1)).unfold(1, 3, 2).unfold(2, 3, 2)
+                shape = *seen.shape[:3], spec.channels
+                planes = self._activated(f"front{i}", seen.flatten(3).flatten(0, 2)).view(shape)
+            made.append(planes.permute(0, 2, 3, 1).flatten(2))  # a frame's channels behind each other, the bands of each
+        together = torch.cat(made)
+        rows = self._linear("front_out", together.flatten(0, 1)).view(*together.shape[:2], -1)
+        return (rows + waves(together.shape[1], spec.hidden_size).to(self._device)).to(self._dtype).flatten(0, 1)
+
+    def _activated(self, name: str, seen: torch.Tensor) -> torch.Tensor:
+        return activated(self._linear(name, seen.contiguous()), "gelu", gated=False)
+
+
+def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
+    """See `ear_shapes`."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def matrix(name: str, out: int, width: int, bias: bool = True) -> None:
+        shapes[f"{name}.weight"] = (out, width)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+
+    def norm(name: str) -> None:
+        shapes.update({f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)})
+
+    if spec.front == "line":
+        matrix("front0", hidden, 3 * spec.num_bins)
+        matrix("front1", hidden, 3 * hidden)
+        shapes["positions.weight"] = (spec.positions, hidden)
+    else:
+        for i in range(3):
+            matrix(f"front{i}", spec.channels, 9 * (spec.channels if i else 1))
+        matrix("front_out", hidden, spec.channels * _halved(spec.num_bins, 3), bias=False)
+    for i in range(spec.num_layers):
+        norm(f"layers.{i}.attention_norm")
+        matrix(f"layers.{i}.qkv", 3 * hidden, hidden)
+        matrix(f"layers.{i}.out", hidden, hidden)
+        norm(f"layers.{i}.mlp_norm")
+        matrix(f"layers.{i}.up", inner, hidden)
+        matrix(f"layers.{i}.down", hidden, inner)
+    norm("post_norm")
+    joined = spec.joined * hidden
+    if spec.projector == "one":
+        matrix("projector.out", spec.out_size, joined, spec.projector_bias)
+    else:
+        matrix("projector.up", spec.projector_size, joined, spec.projector_bias)
+        matrix("projector.down", spec.out_size, spec.projector_size, spec.projector_bias)
+    return shapes
+
+
+def most_numbers(spec: EarSpec, frames: int) -> int:
+    """About as many as are held at once while a piece of so many frames is computed."""
+    rows = spec.num_rows(frames)
+    seen = 3 * spec.hidden_size * frames
+    if spec.front == "plane":
+        seen = _CHUNKS_TOGETHER * 12 * spec.channels * spec.chunk * spec.num_bins // 8 + frames * spec.num_bins
+    return max(2 * seen, 17 * spec.hidden_size * rows + 2 * spec.intermediate_size * min(rows, ROWS_TOGETHER))
+
+
+def _together(x: torch.Tensor, count: int) -> torch.Tensor:
+    """[n, width] -> [n / count, count, width]; what is left over goes."""
+    return x[: len(x) // count * count].view(-1, count, x.shape[-1])
+
+
+def _halved(length: int, times: int) -> int:
+    return length if not times else _halved(-(-length // 2), times - 1)
