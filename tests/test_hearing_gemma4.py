@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from engines import engine_for, run, save, worker_for
 from hearing import prompt_with
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.hearing_spec import ConformerSpec, HearingSpec
+from nanovllm_cli.hearing_spec import ConformerSpec, HearingSpec, Senses
 from nanovllm_cli.models import ear_conformer
 from nanovllm_cli.models.ear import Ear, work_bytes
 from nanovllm_cli.models.tower_layers import next_stage
@@ -199,7 +200,7 @@ def hearing_of(folder: Path, bins: int) -> HearingSpec:
     from dataclasses import replace
 
     spec, _ = open_ear(folder)
-    return replace(spec, tower=replace(spec.tower, num_bins=bins))
+    return replace(spec, tower=msgspec.structs.replace(spec.tower, num_bins=bins))
 
 
 def test_a_long_sound_is_further_pieces_and_none_of_it_is_lost(made: Callable[[str], Made]) -> None:
@@ -233,7 +234,7 @@ def test_tokens_of_a_sound_lie_between_its_beginning_and_its_end(
     clip = Clip(cut(noise(480_000 + 5000).astype(np.float32), spec), 30.3)
     asked = asks(spec.transcript, tokenizer, {"type": "audio"}, "de")
     messages = [*asked.messages, {"role": "user", "content": "<|audio|>"}]
-    prompt = prepare_chat(tokenizer, ChatTemplate(template), messages, images=[clip], vision=spec)
+    prompt = prepare_chat(tokenizer, ChatTemplate(template), messages, images=[clip], senses=Senses(hearing=spec))
     ids = list(prompt.ids)
     token, begin, end = (tokenizer.control_tokens[word] for word in WORDS[3:])
     first = ids.index(token)
@@ -255,7 +256,7 @@ def test_what_follows_sounds_is_what_transformers_has(tmp_path: Path) -> None:
     Gemma4AudioFeatureExtractor(feature_size=BINS).save_pretrained(tmp_path)
     worker = worker_for(save(model, tmp_path), dtype="float32")
     assert worker.sight is not None
-    spec = worker.sight.spec
+    spec = worker.sight.senses.hearing
     assert isinstance(spec, HearingSpec)
     sounds = [sound_of(frames(count)) for count in (101, 7, 50)]
     prompt = prompt_with(spec, [5, sounds[0], 3, sounds[1], sounds[2], 6], token=TOKEN)

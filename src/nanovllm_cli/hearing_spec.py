@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from msgspec import Struct
+
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, VisionSpec
 
 RATE = 16_000
@@ -19,8 +21,7 @@ HOP, WINDOW = 160, 400
 """Samples from one frame of a spectrogram to the next, and in each of them (Whisper, Radford et al. 2022)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EarSpec:
+class EarSpec(Struct, frozen=True, tag="transformer"):
     """A transformer that reads spectrograms of num_bins bands (Whisper's encoder, Radford et al. 2022).
 
     front: what makes rows of frames. "line": two convolutions along time, the second of which halves it, and learned positions,
@@ -85,8 +86,7 @@ class EarSpec:
         return rows * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + 2 * rows)
 
 
-@dataclass(frozen=True, slots=True)
-class ConformerSpec:
+class ConformerSpec(Struct, frozen=True, tag="conformer"):
     """A tower of attention to what was shortly before and of convolutions (Gulati et al. 2020), as the Universal Speech Model
     (Zhang et al. 2023) and Gemma 4 have it, which reads spectrograms of num_bins bands.
 
@@ -155,6 +155,7 @@ class ConformerSpec:
 
 
 AnyEar = EarSpec | ConformerSpec
+"""Which of both one is, it says itself on its way to other processes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import AnyEar, ConformerSpec, HearingSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
@@ -47,7 +49,8 @@ def hears_too(read: ConfigReader) -> bool:
 
 def ear_projector_of(read: ConfigReader) -> EarProjector:
     """UnsupportedError for those that nothing here computes."""
-    name = read.text("clip.projector_type", read.text("clip.audio.projector_type", "none"))
+    own = read.text("clip.audio.projector_type", "none")
+    name = read.text("clip.projector_type", own) if hears(read) else own
     if name not in EAR_PROJECTORS:
         raise UnsupportedError(
             f"{read.where}: sounds by the projector {name[:40]!r} are not supported", f"known: {', '.join(EAR_PROJECTORS)}"
@@ -73,7 +76,7 @@ def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
     tower = spec.tower
     if isinstance(tower, ConformerSpec):  # of which llama.cpp's converter once wrote another epsilon than it has
         return spec
-    return replace(spec, tower=replace(tower, eps=read.number("clip.audio.attention.layer_norm_epsilon", tower.eps)))
+    return replace(spec, tower=structs.replace(tower, eps=read.number("clip.audio.attention.layer_norm_epsilon", tower.eps)))
 
 
 def ear_names_in_gguf(spec: AnyEar, projector: EarProjector) -> dict[str, tuple[str, ...]]:

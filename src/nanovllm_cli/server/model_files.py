@@ -43,4 +43,4 @@ def _sees_by_mmproj(path: Path, config: EngineConfig) -> bool:
     found: str | Path | None = config.mmproj
     if found is None and config.mmproj_auto:
         found = resolve(str(path), offline=True).mmproj
-    return found is not None and what_comes_by(Path(found)) == "images"
+    return found is not None and "images" in what_comes_by(Path(found))

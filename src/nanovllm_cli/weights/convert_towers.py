@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gguf.constants import GGUFType, LlamaFileType
+from msgspec import to_builtins
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
-from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.ears_gguf import hears_too
+from nanovllm_cli.hearing_spec import Sense
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
 from nanovllm_cli.weights.convert_tensors import Step, main_type, slices
 from nanovllm_cli.weights.files import some, without_quant
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, HeaderBuilder
-from nanovllm_cli.weights.hearing_gguf import compared_ear, read_ear
 from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj
 from nanovllm_cli.weights.writer import OutputFile
 
@@ -72,18 +70,11 @@ class TowerFile:
                 writer.write_all(lambda tensor: slices(self.checkpoint, by_name[tensor.name]), progress)
                 file.file.flush()
                 with open_mmproj(file.temporary) as written:
-                    _check_written(written)
+                    check_mmproj(written, read_mmproj(written))
                 file.commit()
         finally:
             progress.done()
         return Written(path, True, self.does)
-
-
-def _check_written(file: Checkpoint) -> None:
-    spec = read_mmproj(file)
-    check_mmproj(file, spec)
-    if not isinstance(spec, HearingSpec) and hears_too(ConfigReader(file.config, str(file.path))):
-        compared_ear(file, read_ear(file).tower)
 
 
 def plain_type_of(steps: list[Step]) -> str:
@@ -107,7 +98,7 @@ def tower_header(name: str, kind: LlamaFileType, keys: Mapping[str, Any]) -> Hea
 
 def check_spec(wanted: Sense, found: Sense) -> None:
     """found: what a file's header is read as. UnsupportedError where that is another tower."""
-    if lost := sorted(_differences(asdict(wanted), asdict(found))):
+    if lost := sorted(_differences(to_builtins(wanted), to_builtins(found))):
         raise UnsupportedError(f"a GGUF file can't say this of a tower: {some(lost)}", "keep the model as a Hugging Face folder")
 
 

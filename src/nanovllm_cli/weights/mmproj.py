@@ -2,8 +2,8 @@
 it says, whether its tensors are there, the tower itself. And whether it is of this model: nothing in either file names the other.
 
 Which tensors these are is in `models/towers_gguf.py`. Block types become plain numbers. What the file may have beside a tower is
-left aside: what hears, where it sees, too, and the embedding of a token, which the model has as well. A file that only hears is
-read by `hearing_gguf.py`.
+left aside: what hears, where nothing here does so, and the embedding of a token, which the model has as well. What hears is read
+by `hearing_gguf.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.ears_gguf import ear_projector_of, hears
+from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_projector_of, hears, hears_too
 from nanovllm_cli.models.tower import Tower, tower_dtype
 from nanovllm_cli.models.towers_gguf import names_in_gguf, projector_of, vision_from_gguf
 from nanovllm_cli.progress import LoadProgress
@@ -48,9 +48,10 @@ def open_mmproj(path: str | Path) -> Checkpoint:
 
 def read_mmproj(file: Checkpoint) -> Senses:
     """Raises CheckpointError for a file that is broken, UnsupportedError for what no tower here can be."""
-    if hears(_metadata(file)):
+    read = _metadata(file)
+    if hears(read):
         return Senses(hearing=read_ear(file))
-    return Senses(vision_from_gguf(_metadata(file), _shapes(file)))
+    return Senses(vision_from_gguf(read, _shapes(file)), read_ear(file) if _hears_as_known(read) else None)
 
 
 def check_mmproj(file: Checkpoint, senses: Senses) -> None:
@@ -106,10 +107,11 @@ def with_mmproj(
 
 
 def what_comes_by(path: Path) -> str:
-    """images or sounds; images where a file can't say."""
+    """images, sounds, or both; images where a file can't say."""
     try:
         with open_mmproj(path) as file:
-            return "sounds" if hears(_metadata(file)) else "images"
+            read = _metadata(file)
+            return "sounds" if hears(read) else "images and sounds" if _hears_as_known(read) else "images"
     except NanovllmError:
         return "images"
 
@@ -134,6 +136,11 @@ def _check_tokens(senses: Senses, path: str | Path, control_tokens: Collection[s
     needed = {token for each in every for token in (each.instead or each.token, each.line_end, each.last_end)} - {""}
     if missing := needed.difference(control_tokens):
         raise UsageError(f"{path} is of models with the tokens {some(sorted(missing))}, which this one lacks", ANOTHER_FILE)
+
+
+def _hears_as_known(read: ConfigReader) -> bool:
+    """Whether a file that one sees by is also one that something here hears by."""
+    return hears_too(read) and read.text("clip.audio.projector_type", "none") in EAR_PROJECTORS
 
 
 def _metadata(file: Checkpoint) -> ConfigReader:
