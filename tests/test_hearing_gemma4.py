@@ -35,10 +35,14 @@ from sounding import in_base64, noise
 from sounding import wav as saved
 from test_llm import write_byte_tokenizer
 from test_models import CASES
+from test_tower_gemma4 import VISION
 from test_towers import TEXT, copy
+from test_towers import draw as colours
+from test_towers import image as shown
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor  # noqa: E402
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil  # noqa: E402
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor  # noqa: E402
 
 BINS = 34
@@ -274,6 +278,46 @@ def test_what_follows_sounds_is_what_transformers_has(tmp_path: Path) -> None:
     ids = torch.tensor([list(whole)])
     with torch.inference_mode():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), input_features=values, input_features_mask=mask).logits
+    expected = logits[0, len(prompt) - 1 : -1].log_softmax(-1).max(-1)
+    assert [token for token, _ in answers[0]] == expected.indices.tolist()
+    torch.testing.assert_close(torch.tensor([each for _, each in answers[0]]), expected.values, rtol=1e-3, atol=1e-3)
+
+def test_one_that_sees_too_does_both_in_one_prompt(tmp_path: Path) -> None:
+    """An image and sounds in turns; in small steps and with parts of towers in steps of their own, the same."""
+    text = CASES["gemma4, keys of other layers"].to_dict() | {"pad_token_id": 0}
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=VISION | {"use_clipped_linears": True}, audio_config=AUDIO, audio_token_id=TOKEN,
+        image_token_id=TOKEN + 1,
+    )  # fmt: skip
+    model = draw(transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager"))
+    Gemma4AudioFeatureExtractor(feature_size=BINS).save_pretrained(tmp_path)
+    images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=3, max_soft_tokens=70)
+    worker = worker_for(save(model, tmp_path), dtype="float32")
+    assert worker.sight is not None
+    vision, hearing = worker.sight.senses
+    assert vision is not None
+    assert hearing is not None
+    pixels, values = colours(2 * 12, 3 * 12), frames(27)
+    sound, seen = sound_of(values), shown(pixels)
+    ids = [5, *[TOKEN] * 7, 8, 9, *[TOKEN + 1] * 6, 4, *[TOKEN] * 7, 3]
+    prompt = TokenIds(ids, [hearing.placed(sound, 1), vision.placed(seen, 10), hearing.placed(sound, 17)])
+    assert worker.sight.senses.fits(prompt.images, len(prompt))
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    answers = []
+    for settings in ({}, {"max_num_batched_tokens": 7}, {"token_work": vision.tower.layer_work(seen) // 9}):
+        (output,) = run(engine_for(worker, **settings), [(prompt, greedy)])
+        drawn = output.outputs[0]
+        answers.append([(token, each.logprob) for token, each in zip(drawn.token_ids, drawn.logprobs, strict=True)])
+        worker.sight._kept.clear()
+    assert answers[0] == answers[1] == answers[2]
+    given = images(images=[pixels], do_resize=False, return_tensors="pt")
+    whole = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
+    with torch.inference_mode():
+        logits = model(
+            input_ids=whole, attention_mask=torch.ones_like(whole), pixel_values=given["pixel_values"],
+            image_position_ids=given["image_position_ids"], input_features=torch.from_numpy(np.stack([values] * 2)),
+            input_features_mask=torch.ones(2, len(values), dtype=torch.bool),
+        ).logits  # fmt: skip
     expected = logits[0, len(prompt) - 1 : -1].log_softmax(-1).max(-1)
     assert [token for token, _ in answers[0]] == expected.indices.tolist()
     torch.testing.assert_close(torch.tensor([each for _, each in answers[0]]), expected.values, rtol=1e-3, atol=1e-3)
