@@ -82,6 +82,7 @@ class MoESpec:
     norm_topk of theirs alone. scoring, selection_bias, scale, expert_scale: see `mixture.Scoring`. groups, groups_taken: experts
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
+    averaged: half of the sum of both is what comes out.
 
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
 
@@ -102,6 +103,7 @@ class MoESpec:
     groups_taken: int = 1
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    averaged: bool = False
     scales_input: bool = False
     apart: bool = False
 

@@ -14,6 +14,7 @@ from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.cohere import COHERE, COHERE2
+from nanovllm_cli.models.cohere2_moe import COHERE2_MOE, family_of_cohere2moe
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
@@ -99,6 +100,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "BitnetForCausalLM": BITNET,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
+    "Cohere2MoeForCausalLM": COHERE2_MOE,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
     "Qwen2AudioForConditionalGeneration": QWEN2_AUDIO,
@@ -248,6 +250,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "apertus": APERTUS,
     "arcee": ARCEE,
     "cohere2": COHERE2,
+    "cohere2moe": COHERE2_MOE,
     "command-r": COHERE,
     "deepseek2": DEEPSEEK2,
     "qwen2": QWEN2,
@@ -346,7 +349,7 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
-    by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4}.get(name)
+    by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4, "cohere2moe": family_of_cohere2moe}.get(name)
     return _look_up(name, GGUF_ARCHITECTURES) if by_more is None else by_more(metadata)
 
 

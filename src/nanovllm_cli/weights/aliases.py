@@ -226,6 +226,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "sarvam": {"30b": "sarvamai/sarvam-30b"},
     "command-r": {"35b": "CohereLabs/c4ai-command-r-v01"},
     "command-r7b": {"7b": "CohereLabs/c4ai-command-r7b-12-2024"},
+    "command-a-plus": {"05-2026": "CohereLabs/command-a-plus-05-2026"},
+    "north-mini-code": {"30b-a3b": "CohereLabs/North-Mini-Code-1.0"},
     "glm-edge": {"1.5b": "zai-org/glm-edge-1.5b-chat", "4b": "zai-org/glm-edge-4b-chat"},
     "glm4": {"9b": "zai-org/GLM-4-9B-0414", "32b": "zai-org/GLM-4-32B-0414"},
     "glm4.1v": {"9b": "zai-org/GLM-4.1V-9B-Thinking"},
