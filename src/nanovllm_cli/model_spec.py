@@ -126,13 +126,19 @@ class MoESpec:
 class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
     of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
-    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered."""
+    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered. after_eps: of norms of what
+    attention and MLP add, where that is another."""
 
     eps: float
     offset: float = 0.0
     stored_offset: float = 0.0
     centered: bool = False
     shifted: bool = False
+    after_eps: float | None = None
+
+    def named(self, name: str) -> NormSpec:
+        """That of a block's norm of this name."""
+        return self if self.after_eps is None or not name.startswith("after_") else replace(self, eps=self.after_eps)
 
 
 BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]
@@ -241,7 +247,8 @@ class ModelSpec:
     per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens
     that have some, the first ones; those behind have the first one's; 0: all. has_head: without one no token is drawn, and texts
     are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an embedding goes into the first
-    layer as it is. ends_normed: whether there is a norm behind the last layer."""
+    layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
+    layer; last_norm: where that is another than those of layers."""
 
     architecture: str
     vocab_size: int
@@ -253,6 +260,7 @@ class ModelSpec:
     head_bias: bool = False
     has_head: bool = True
     embedding_scale: float = 1.0
+    embedding_normed: bool = False
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -261,6 +269,7 @@ class ModelSpec:
     entry: EntrySpec | None = None
     distances: DistanceSpec | None = None
     ends_normed: bool = True
+    last_norm: NormSpec | None = None
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:

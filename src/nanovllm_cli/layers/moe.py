@@ -44,8 +44,7 @@ class MoE:
         x = plain(x, self.ops)
         logits = self._logits(x)
         own = self.mixture(self.read(x, logits), logits, slots)
-        own = own if self.shared is None else self.ops.add(own, self._shared(self.shared, x))
-        return self.ops.scale(own, 0.5) if self.spec.averaged else own
+        return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x), 0.5 if self.spec.averaged else 1.0)
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Linear.onto`."""

@@ -67,6 +67,7 @@ from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
+from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
@@ -171,6 +172,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,
+    "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
@@ -309,6 +311,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "mistral3": MINISTRAL3,
     "mistral4": MISTRAL4,
     "jais2": JAIS2,
+    "muse-glimmer": MUSE_GLIMMER,
     "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H_MOE,
