@@ -246,7 +246,8 @@ class ModelSpec:
     embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
     per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens
     that have some, the first ones; those behind have the first one's; 0: all. has_head: without one no token is drawn, and texts
-    are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an embedding goes into the first
+    are embedded alone; tied_head holds then, so that no weight is asked for. head_rows: of a head that has fewer than the
+    embedding, so that tokens behind those are read and never drawn; 0: all. entry: None where an embedding goes into the first
     layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
     layer; last_norm: where that is another than those of layers."""
 
@@ -259,6 +260,7 @@ class ModelSpec:
     tied_head: bool = False
     head_bias: bool = False
     has_head: bool = True
+    head_rows: int = 0
     embedding_scale: float = 1.0
     embedding_normed: bool = False
     residual_scale: float = 1.0
@@ -310,6 +312,11 @@ class ModelSpec:
     def mixers(self) -> list[MixerSpec | None]:
         """Of each layer, None where it has none; what a KV cache has to keep follows from them."""
         return [block.mixer for block in self.blocks]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that may be drawn, the first ones."""
+        return self.head_rows or self.vocab_size
 
     @property
     def attentions(self) -> list[AttentionSpec]:

@@ -219,7 +219,7 @@ class Decoder:
         self.backend = kit.backend
         self.chosen = kit.chosen
         if shared is None:
-            self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head, spec.head_bias)
+            self.head = Head(spec.num_drawn, spec.hidden_size, kit, spec.tied_head, spec.head_bias)
             self.embedding = Embedding(
                 self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
             )
@@ -348,7 +348,7 @@ class Decoder:
         return self.finish(self.head(hidden))
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap of the head's own output."""
-        if self.spec.logit_scale == 1.0 and not self.spec.logit_softcap:
-            return logits
-        return self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
+        """Scale and cap of the head's own output, and -inf of tokens that it has no rows for."""
+        if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
+            logits = self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
+        return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
-from nanovllm_cli.models.apertus import APERTUS
+from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
 from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
@@ -96,6 +96,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
     "ApertusForCausalLM": APERTUS,
+    "Apertus1p5ForConditionalGeneration": APERTUS_1_5,
+    "Apertus1p5TextForCausalLM": APERTUS_1_5,
     "ArceeForCausalLM": ARCEE,
     "BitNetForCausalLM": BITNET,
     "BitnetForCausalLM": BITNET,

@@ -221,6 +221,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "7b": "tencent/Hunyuan-7B-Instruct",
     },
     "apertus": {"8b": "swiss-ai/Apertus-8B-Instruct-2509", "70b": "swiss-ai/Apertus-70B-Instruct-2509"},
+    "apertus1.5": {"8b": "swiss-ai/Apertus-v1.5-8B"},
+    "muse-glimmer": {"30b": "meta-models/Muse-Glimmer-30B"},
     "ling2": {"mini": "inclusionAI/Ling-mini-2.0", "flash": "inclusionAI/Ling-flash-2.0", "1t": "inclusionAI/Ling-1T"},
     "ring2": {"mini": "inclusionAI/Ring-mini-2.0", "flash": "inclusionAI/Ring-flash-2.0", "1t": "inclusionAI/Ring-1T"},
     "sarvam": {"30b": "sarvamai/sarvam-30b"},

@@ -80,7 +80,7 @@ _CARRIED = {
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
     "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
-    "prefix_dense_intermediate_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
+    "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
