@@ -178,7 +178,7 @@ def test_of_a_whole_one_the_part_that_writes(tmp_path: Path) -> None:
 def test_a_file_has_no_place_for_a_head_of_fewer_rows(tmp_path: Path) -> None:
     whole = with_tokenizer(Apertus1p5TextConfig(**TEXT))
     pruned = Apertus1p5TextConfig(**whole.to_dict() | {"output_vocab_size": ROWS})
-    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a apertus1p5 model: head_rows"):
+    with pytest.raises(UnsupportedError, match="of an Apertus: a head of fewer rows than the embedding"):
         make_gguf(save(random_model(pruned), tmp_path / "pruned"), tmp_path / "m.gguf")
     folder = save(random_model(whole), tmp_path / "whole")
     make_gguf(folder, tmp_path / "m.gguf")

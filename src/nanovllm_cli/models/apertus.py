@@ -85,6 +85,13 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {f".xielu.{part}": [getattr(curve, part) for curve in curves] for part in XIELU_PARTS}
 
 
+def _keys_of_whole_heads(spec: ModelSpec) -> dict[str, GGUFField]:
+    if spec.head_rows:
+        what = "GGUF cannot say this of an Apertus: a head of fewer rows than the embedding"
+        raise UnsupportedError(what, "keep the model as a folder")
+    return _keys(spec)
+
+
 APERTUS = Family(
     "apertus",
     qk_norm=True,
@@ -105,4 +112,5 @@ APERTUS = Family(
     gguf_keys=_keys,
 )  # fmt: skip
 APERTUS_1_5 = replace(APERTUS, name="apertus1p5", gguf_name="apertus", hf=_fewer_drawn,
+                      gguf_keys=_keys_of_whole_heads,
                       defaults={**APERTUS.defaults, "vocab_size": 266752})  # fmt: skip
