@@ -37,6 +37,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<|start_header_id|>[func_name1(params)]": ("pythonic", None),
     "<|channel|>analysis to=functions.": ("harmony", "harmony"),
     "<|im_start|>": ("json", None),
+    "'<|start|>assistant to=self<|message|>' + message": ("json", "muse"),
     "'<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' <seed:think>": ("seed", "seed"),
     "<minimax:tool_call>\\n<invoke name= <parameter name= </think>": ("minimax", "think"),
     """'<function name="' ~ name ~ '">' '<param name="'""": ("minicpm", None),

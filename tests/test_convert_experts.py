@@ -101,6 +101,8 @@ WRITTEN = {
     "hunyuan moe, 3 of 5 and shared, another base": "hunyuan-moe",
     "sarvam moe, 3 of 8 in two of four groups": "bailingmoe2",
     "apertus": "apertus",
+    "command a+, 2 of 5 and shared": "cohere2moe",
+    "command a+, 2 of 5 by a softmax": "cohere2moe",
     "llama4, as published": "llama4",
     "mistral4, 3 of 5 and shared": "mistral4",
 }
@@ -455,6 +457,10 @@ QUANTIZED |= {
         TEXTS["llama4, as published"], **WIDE, intermediate_size_mlp=512, moe_layers=None, layer_types=None, no_rope_layers=None,
     ),
     "apertus": lambda: changed(TEXTS["apertus"], **WIDE),
+    "command a+": lambda: changed(
+        TEXTS["command a+, 2 of 5 and shared"], **WIDE | {"intermediate_size": 256}, prefix_dense_intermediate_size=512,
+        layer_types=None, mlp_layer_types=["dense", *["sparse"] * 7],
+    ),
 }  # fmt: skip
 MIXES = {"q4_k_m": 15, "q4_k_s": 14, "q5_k_m": 17, "q3_k_m": 12, "q6_k": 18, "q8_0": 7, "q2_k_m": 10, "q4_0": 2}
 
@@ -479,7 +485,7 @@ def test_types_are_those_of_llama_cpps_quantizer(case: str, tmp_path: Path) -> N
 PEER = [
     "glm4 moe, 2 of 5 and shared", "ernie 4.5, 2 of 5 and shared", "granite moe, 2 of 5", "granite 4 h",
     "granite 4 h, 2 of 5 and shared", "hunyuan moe, 3 of 5 and shared, another base",
-    "sarvam moe, 3 of 8 in two of four groups", "apertus",
+    "sarvam moe, 3 of 8 in two of four groups", "apertus", "command a+, 2 of 5 and shared", "command a+, 2 of 5 by a softmax",
     "mistral4, 3 of 5 and shared", "ministral3, queries that grow", "llama4, as published",
 ]  # fmt: skip
 

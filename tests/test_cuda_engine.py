@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Apertus1p5TextConfig,
     ApertusConfig,
     ArceeConfig,
     BitNetConfig,
@@ -183,6 +184,7 @@ OTHERS: dict[str, Any] = {
                          "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
     ),
     "apertus": ApertusConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}),
+    "apertus 1.5": Apertus1p5TextConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}, output_vocab_size=129),
     "bitnet": BitNetConfig(**SHAPE | {"head_dim": 8}),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     BitNetConfig,
     Cohere2Config,
+    Cohere2MoeConfig,
     CohereConfig,
     CwmConfig,
     DeepseekV2Config,
@@ -362,6 +363,21 @@ CASES: dict[str, Any] = {
     "command r": CohereConfig(**SMALL | {"head_dim": 8, "tie_word_embeddings": True}, logit_scale=0.25, attention_bias=True),
     "command r7b": Cohere2Config(
         **SMALL | {"head_dim": 8, "num_hidden_layers": 5, "tie_word_embeddings": True, "sliding_window": 20}, logit_scale=0.7,
+    ),
+    "command a+, 2 of 5 and shared": Cohere2MoeConfig(
+        **SMALL | {"num_hidden_layers": 4, "intermediate_size": 33, "tie_word_embeddings": True}, sliding_window=20,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], num_experts=5,
+        mlp_layer_types=["dense", *["sparse"] * 3], prefix_dense_intermediate_size=70, num_shared_experts=2,
+        expert_selection_fn="sigmoid", logit_scale=0.7,
+    ),
+    "command a+, 3 of 7, sums, weights as they are, positions with windows alone": Cohere2MoeConfig(
+        **TWO_LAYERS | {"head_dim": 8, "intermediate_size": 33}, sliding_window=20, num_experts=7, num_experts_per_tok=3,
+        first_k_dense_replace=1, prefix_dense_sliding_window_pattern=3, num_shared_experts=1, expert_selection_fn="sigmoid",
+        shared_expert_combination_strategy="sum", norm_topk_prob=False, attention_bias=True, sliding_window_pattern=1,
+    ),
+    "command a+, 2 of 5 by a softmax": Cohere2MoeConfig(
+        **TWO_LAYERS | {"intermediate_size": 33}, sliding_window=20, num_experts=5, rms_norm_eps=1e-5, norm_topk_prob=False,
+        sliding_window_pattern=2,
     ),
     "exaone 4, a window in most layers, the first without": Exaone4Config(
         **SMALL | {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
@@ -764,7 +780,7 @@ COUNTED = [
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
-    "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
+    "command r7b", "command a+, 2 of 5 and shared", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -970,7 +986,8 @@ DEFAULTS = {
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
     "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
     "Starcoder2ForCausalLM": Starcoder2Config,
-    "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Exaone4ForCausalLM": Exaone4Config,
+    "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Cohere2MoeForCausalLM": Cohere2MoeConfig,
+    "Exaone4ForCausalLM": Exaone4Config,
     "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
     "HunYuanMoEV1ForCausalLM": lambda: HunYuanMoEV1Config(head_dim=128),
     "Ernie4_5ForCausalLM": Ernie4_5Config,

@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm_cli.constraint import ReasoningPhase
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import (
     HARMONY,
+    MUSE,
     THINK,
     prompt_opens_reasoning,
     reasoning_format,
     split,
 )
-from nanovllm_cli.text.reasoning_harmony import HarmonyParser
+from nanovllm_cli.text.reasoning_harmony import HarmonyParser, MuseParser
 from nanovllm_cli.text.reasoning_parsers import BlockParser, ReasoningParser, ReasoningSplitter
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
@@ -101,6 +103,7 @@ FORMATS = {
     "<seed:think>": "seed",
     "<|channel>thought": "gemma",
     "<|channel|>analysis<|message|>": "harmony",
+    "'<|start|>assistant to=self<|message|>' + reasoning": "muse",
     "<|im_start|>": None,
 }
 
@@ -179,6 +182,45 @@ def test_harmony_prompt_that_begins_a_channel() -> None:
     assert run(parser, "hm<|end|><|start|>assistant<|channel|>final<|message|>yes") == ("hm", "yes")
 
 
+TO_SELF, TO_USER = " to=self<|message|>", " to=user<|message|>"
+TO_TOOL = '<|start|>assistant to=now<|message|><atem:function_calls>\n</atem:function_calls><|eot|>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{TO_SELF}hm<|eom|><|start|>assistant{TO_USER}yes<|eot|>", ("hm", "yes")),
+        (f"{TO_SELF}a<|eom|><|start|>assistant{TO_SELF}b<|eom|><|start|>assistant{TO_USER}yes", ("ab", "yes")),
+        (f"{TO_USER}yes, to=self <|eot|>", ("", "yes, to=self ")),
+        ("<|message|>yes<|eot|>", ("", "yes")),
+        (f"{TO_SELF[1:]}hm<|eom|><|start|>assistant{TO_USER}yes<|eot|>", ("hm", "yes")),
+        (f"{TO_SELF}so it must end{TO_USER}yes<|eot|>", ("so it must end", "yes")),
+        (f"{TO_SELF}cut to=user<|mess", ("cut to=user<|mess", "")),
+        (f"{TO_SELF}hm<|eom|>{TO_TOOL}", ("hm", TO_TOOL)),
+        (f"{TO_SELF}hm<|eom|><|start|>assistant to=us", ("hm", "")),
+        ("no format at all", ("", "no format at all")),
+        ("x" * 5000, ("", "x" * 5000)),
+    ],
+)
+def test_messages_of_a_muse(text: str, expected: tuple[str, str]) -> None:
+    """As llama.cpp's template of Muse Glimmer has them."""
+    assert run(MUSE.parser("<|start|>assistant"), text) == expected
+    assert run(MUSE.parser("<|start|>assistant"), *text) == expected
+    assert split(text, MUSE, "<|start|>assistant") == expected
+    for cut in range(min(len(text), 99)):
+        assert run(MUSE.parser(), text[:cut], text[cut:]) == expected
+
+
+def test_a_muse_whose_prompt_begins_a_message() -> None:
+    assert run(MUSE.parser(f"<|start|>assistant{TO_SELF}"), f"hm<|eom|><|start|>assistant{TO_USER}yes") == ("hm", "yes")
+    assert run(MUSE.parser(f"<|start|>user<|message|>{TO_SELF}<|eot|><|start|>assistant"), f"{TO_USER}yes") == ("", "yes")
+    for form in (True, False):
+        assert MUSE.phase(f"<|start|>assistant{TO_USER}", 9, to_content=form) is None
+    for prompt, begun in (("<|start|>assistant", False), (f"<|start|>assistant{TO_SELF}", True)):
+        assert MUSE.phase(prompt, 9, to_content=True) == ReasoningPhase(TO_SELF, TO_USER, True, 9)
+        assert MUSE.phase(prompt, 9, to_content=False) == ReasoningPhase(TO_SELF, "<|eom|>", begun, 9)
+
+
 GEMMA = reasoning_format("{{ '<|channel>thought\\n<channel|>' }}")
 MODEL = "<|turn>model\n"
 NO_THOUGHT = "<|channel>thought\n<channel|>"
@@ -244,7 +286,7 @@ def test_gemmas_tags_stay_in_the_text_for_the_parser() -> None:
 def test_any_stream_is_read_in_linear_time(piece: str, inside: bool) -> None:
     blocks = BlockParser("<|channel>thought", "<channel|>", marker="<|channel>", starts_inside=inside)
     blocks.push(piece * 20_000)
-    for parser in (ReasoningParser(starts_inside=inside), HarmonyParser(), HarmonyParser("analysis"), blocks):
+    for parser in (ReasoningParser(starts_inside=inside), HarmonyParser(), MuseParser("analysis"), blocks):
         began = time.thread_time()
         for _ in range(20_000):
             parser.push(piece)

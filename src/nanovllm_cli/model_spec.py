@@ -82,6 +82,7 @@ class MoESpec:
     norm_topk of theirs alone. scoring, selection_bias, scale, expert_scale: see `mixture.Scoring`. groups, groups_taken: experts
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
+    averaged: half of the sum of both is what comes out.
 
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
 
@@ -102,6 +103,7 @@ class MoESpec:
     groups_taken: int = 1
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    averaged: bool = False
     scales_input: bool = False
     apart: bool = False
 
@@ -124,13 +126,19 @@ class MoESpec:
 class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
     of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
-    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered."""
+    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered. after_eps: of norms of what
+    attention and MLP add, where that is another."""
 
     eps: float
     offset: float = 0.0
     stored_offset: float = 0.0
     centered: bool = False
     shifted: bool = False
+    after_eps: float | None = None
+
+    def named(self, name: str) -> NormSpec:
+        """That of a block's norm of this name."""
+        return self if self.after_eps is None or not name.startswith("after_") else replace(self, eps=self.after_eps)
 
 
 BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]
@@ -238,8 +246,10 @@ class ModelSpec:
     embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
     per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens
     that have some, the first ones; those behind have the first one's; 0: all. has_head: without one no token is drawn, and texts
-    are embedded alone; tied_head holds then, so that no weight is asked for. entry: None where an embedding goes into the first
-    layer as it is. ends_normed: whether there is a norm behind the last layer."""
+    are embedded alone; tied_head holds then, so that no weight is asked for. head_rows: of a head that has fewer than the
+    embedding, so that tokens behind those are read and never drawn; 0: all. entry: None where an embedding goes into the first
+    layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
+    layer; last_norm: where that is another than those of layers."""
 
     architecture: str
     vocab_size: int
@@ -250,7 +260,9 @@ class ModelSpec:
     tied_head: bool = False
     head_bias: bool = False
     has_head: bool = True
+    head_rows: int = 0
     embedding_scale: float = 1.0
+    embedding_normed: bool = False
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -259,6 +271,7 @@ class ModelSpec:
     entry: EntrySpec | None = None
     distances: DistanceSpec | None = None
     ends_normed: bool = True
+    last_norm: NormSpec | None = None
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:
@@ -299,6 +312,11 @@ class ModelSpec:
     def mixers(self) -> list[MixerSpec | None]:
         """Of each layer, None where it has none; what a KV cache has to keep follows from them."""
         return [block.mixer for block in self.blocks]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that may be drawn, the first ones."""
+        return self.head_rows or self.vocab_size
 
     @property
     def attentions(self) -> list[AttentionSpec]:

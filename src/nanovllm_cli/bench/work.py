@@ -56,7 +56,7 @@ class ModelWork(NamedTuple):
         for attention in spec.attentions:
             kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kept)
-        head = 2.0 * spec.vocab_size * spec.hidden_size
+        head = 2.0 * spec.num_drawn * spec.hidden_size
         linear, looks = _multiplied(spec)
         of_prompts, looks_of_prompts = _multiplied(spec.for_prompts)
         shares = of_prompts / linear, looks_of_prompts / looks if looks else 1.0

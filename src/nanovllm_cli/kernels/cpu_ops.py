@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -79,3 +80,6 @@ class CpuOps:
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return cpu.scale(x, factor, cap)
+
+    def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, count), value=-math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -95,3 +96,13 @@ class CudaOps:
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return scale.scale(self.launcher, x, factor, cap)
+
+    def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        wide = torch.empty(len(x), x.shape[1] + count, dtype=x.dtype, device=x.device)
+
+        def fill() -> None:
+            wide[:, : x.shape[1]].copy_(x)
+            wide[:, x.shape[1] :].fill_(-math.inf)
+
+        self.launcher.torch_op(fill)
+        return wide

@@ -103,6 +103,9 @@ class Ops(Protocol):
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 
+    def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """x [T, n] with so many columns of -inf behind it. On a CPU no part of what is recorded."""
+
     def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """x [T, n] -> [T, n], of logits [T, E] fp32, as `reference.best_gate` has it."""
 

@@ -44,10 +44,11 @@ class MoE:
         x = plain(x, self.ops)
         logits = self._logits(x)
         own = self.mixture(self.read(x, logits), logits, slots)
-        return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x))
+        return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x), 0.5 if self.spec.averaged else 1.0)
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Linear.onto`."""
+        assert not self.spec.averaged, "no model adds halves there"
         x = plain(x, self.ops)
         shared = None
         if self.shared is not None:

@@ -1,4 +1,6 @@
-"""Apertus: Llama with norms of heads, and MLPs without a gate whose activation has two learned numbers a layer (xIELU)."""
+"""Apertus: Llama with norms of heads, and MLPs without a gate whose activation has two learned numbers a layer (xIELU). 1.5 sees
+and hears by tokens of its vocabulary; its text is the same, but for a head that may lack these tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from nanovllm_cli.models.names import XIELU_PARTS
 MOST = 1e3
 """Of one of its numbers: what is published has some below 1 and some below 10."""
 _LAYER = "model.layers.{i}"
+_PREFIXES = "model.", "model.language_model.", "language_model.model."
 
 
 def _with(spec: ModelSpec, numbers: Sequence[Sequence[float]], where: str) -> ModelSpec:
@@ -37,10 +40,26 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _with(spec, [(0.20338232, -1.05022561, 0.5, -1e-6)] * spec.num_layers, read.where)
 
 
+def _fewer_drawn(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    spec = _from_hf(spec, read)
+    if not read.has("output_vocab_size"):
+        return spec
+    rows = read.integer("output_vocab_size")
+    if rows > spec.vocab_size:
+        raise CheckpointError(f"{read.where}: a head of {rows} rows, of {spec.vocab_size} tokens", BROKEN)
+    if rows == spec.vocab_size:
+        return spec
+    if spec.tied_head:
+        raise UnsupportedError(f"{read.where}: a head that is the embedding and has fewer rows", ANOTHER)
+    return replace(spec, head_rows=rows)
+
+
 def _from_tensors(spec: ModelSpec, values: ReadValues, where: str) -> ModelSpec:
     numbers = []
+    first = f"layers.0.mlp.act_fn.{XIELU_PARTS[0]}"
+    prefix = next((prefix for prefix in _PREFIXES if values(prefix + first) is not None), _PREFIXES[0])
     for i in range(spec.num_layers):
-        names = [f"{_LAYER.format(i=i)}.mlp.act_fn.{part}" for part in XIELU_PARTS]
+        names = [f"{prefix}layers.{i}.mlp.act_fn.{part}" for part in XIELU_PARTS]
         found = [values(name) or () for name in names]
         wrong = [name for name, each in zip(names, found, strict=True) if len(each) != 1]
         if wrong:
@@ -66,6 +85,13 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {f".xielu.{part}": [getattr(curve, part) for curve in curves] for part in XIELU_PARTS}
 
 
+def _keys_of_whole_heads(spec: ModelSpec) -> dict[str, GGUFField]:
+    if spec.head_rows:
+        what = "GGUF cannot say this of an Apertus: a head of fewer rows than the embedding"
+        raise UnsupportedError(what, "keep the model as a folder")
+    return _keys(spec)
+
+
 APERTUS = Family(
     "apertus",
     qk_norm=True,
@@ -85,3 +111,6 @@ APERTUS = Family(
     gguf=_from_gguf,
     gguf_keys=_keys,
 )  # fmt: skip
+APERTUS_1_5 = replace(APERTUS, name="apertus1p5", gguf_name="apertus", hf=_fewer_drawn,
+                      gguf_keys=_keys_of_whole_heads,
+                      defaults={**APERTUS.defaults, "vocab_size": 266752})  # fmt: skip

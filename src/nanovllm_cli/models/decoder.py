@@ -47,7 +47,7 @@ class Block:
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
         self.closing = {name: StreamNorm(model.norm, width, kit) for name in spec.norms} if spec.order == "original" else {}
-        self.norms = {} if self.closing else {name: RMSNorm(model.norm, width, kit) for name in spec.norms}
+        self.norms = {} if self.closing else {name: RMSNorm(model.norm.named(name), width, kit) for name in spec.norms}
         self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
@@ -219,7 +219,7 @@ class Decoder:
         self.backend = kit.backend
         self.chosen = kit.chosen
         if shared is None:
-            self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head, spec.head_bias)
+            self.head = Head(spec.num_drawn, spec.hidden_size, kit, spec.tied_head, spec.head_bias)
             self.embedding = Embedding(
                 self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
             )
@@ -230,7 +230,8 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
-        self.norm = RMSNorm(spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
+        self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
+        self.embedding_norm = RMSNorm(NormSpec(spec.norm.eps), spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
         self.distances = None if spec.distances is None else Distances(spec.distances, spec.attentions[0].num_heads, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
@@ -324,6 +325,8 @@ class Decoder:
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         """What the first block reads: the residual stream [T, hidden], and what has still to join it."""
         residual = self.embedding(batch.token_ids, batch.token_table)
+        if self.embedding_norm is not None:
+            residual = self.embedding_norm.alone(residual)
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
         if batch.images is not None:
@@ -345,7 +348,7 @@ class Decoder:
         return self.finish(self.head(hidden))
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap of the head's own output."""
-        if self.spec.logit_scale == 1.0 and not self.spec.logit_softcap:
-            return logits
-        return self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
+        """Scale and cap of the head's own output, and -inf of tokens that it has no rows for."""
+        if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
+            logits = self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
+        return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits

@@ -24,7 +24,8 @@ class ExpertKeys:
     many-th has. shared: experts of this size that every token takes; shared_size: one of another size,
     which each token weighs. switch: what is false, or 0, where there are none. scale: of weights. groups: how many
     there are, and how many of them are looked at. norm_in_gguf: GGUF files say
-    whether a token's weights are made 1 together. scoring, selection_bias: as in MoESpec, for there are no keys."""
+    whether a token's weights are made 1 together. scoring, selection_bias: as in MoESpec, for there are no keys; scoring_key:
+    or there is one, which names the function, and scoring is what GGUF files mean that say nothing."""
 
     count: tuple[str, ...]
     size: str
@@ -39,6 +40,7 @@ class ExpertKeys:
     groups: tuple[str, str] | None = None
     norm_in_gguf: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring_key: str | None = None
     selection_bias: bool = False
 
 
@@ -83,6 +85,8 @@ def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, la
     norm = keys.norm_topk if isinstance(keys.norm_topk, bool) else read.flag(keys.norm_topk, False)
     expert = replace(dense, intermediate_size=read.integer(keys.size))
     mixture = _mixture(read, count, read.integer(keys.taken), expert, norm, keys)
+    if keys.scoring_key is not None:
+        mixture = replace(mixture, scoring=_scoring(read, keys.scoring_key))
     if keys.scale is not None:
         mixture = replace(mixture, scale=read.number(keys.scale, 1.0))
     if keys.shared is not None and (shared := read.integer(keys.shared, 0, least=0)):
@@ -112,9 +116,10 @@ def mlps_from_gguf(
     says_norm = by_sigmoid or (keys is not None and keys.norm_in_gguf)
     if scale != 1.0 and not says_norm:
         raise UnsupportedError(f"{read.where}: weights of experts times {scale:g}", "known: 1")
-    known = (0, 2) if by_sigmoid else (0, 1, 3)  # nothing, or: sigmoid; softmax, of all logits or of the chosen ones
-    if read.integer(key("expert_gating_func"), 0, least=0) not in known:
-        name = "sigmoid" if by_sigmoid else "softmax"
+    either = keys is not None and keys.scoring_key is not None
+    known = (0, 1, 2) if either else (0, 2) if by_sigmoid else (0, 1, 3)  # nothing; softmax; sigmoid; softmax of the chosen ones
+    if (function := read.integer(key("expert_gating_func"), 0, least=0)) not in known:
+        name = "softmax or a sigmoid" if either else "sigmoid" if by_sigmoid else "softmax"
         raise UnsupportedError(f"{read.where}: experts that are not weighed by a {name}", f"known: {name}")
     groups = read.integer(key("expert_group_count"), 1)
     if groups > 1 and (keys is None or keys.groups is None):
@@ -124,6 +129,8 @@ def mlps_from_gguf(
     always = keys is not None and keys.norm_topk is True
     norm = read.flag(key("expert_weights_norm"), False) if says_norm and not always else True
     mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm, keys)
+    if either and function:
+        mixture = replace(mixture, scoring="softmax" if function == BY_SOFTMAX else "sigmoid")
     mixture = _in_groups(mixture, groups, read.integer(key("expert_group_used_count"), groups), read)
     shared = size * read.integer(key("expert_shared_count"), 0, least=0)
     shared = read.integer(key("expert_shared_feed_forward_length"), shared, least=0)
@@ -148,6 +155,14 @@ def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_
     if (name := read.text(key, "sigmoid")) != "sigmoid":
         raise UnsupportedError(f"{read.where}: experts that are weighed by {name!r}", "known: sigmoid")
     return spec
+
+
+def _scoring(read: ConfigReader, key: str) -> Literal["softmax", "sigmoid"]:
+    match read.text(key):
+        case "softmax" | "sigmoid" as name:
+            return name
+        case name:
+            raise UnsupportedError(f"{read.where}: experts that are weighed by {name[:40]!r}", "known: softmax, sigmoid")
 
 
 def _in_groups(mixture: MoESpec, groups: int, taken: int, read: ConfigReader) -> MoESpec:
@@ -184,6 +199,8 @@ def gguf_fields(spec: ModelSpec, keys: ExpertKeys | None) -> dict[str, float]:
         fields |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.groups_taken}
     if mixture.scoring == "sigmoid":
         fields["expert_gating_func"] = BY_SIGMOID
+    elif keys.scoring_key is not None:
+        fields["expert_gating_func"] = BY_SOFTMAX
     return fields
 
 

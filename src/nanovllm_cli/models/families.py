@@ -319,6 +319,7 @@ def spec_from_gguf(
     if family.gguf_parallel and "blk.0.ffn_norm.weight" not in names:
         spec = spec.in_order("parallel")
     spec = family.gguf(spec, whole, key)
+    spec = spec if family.gguf_values is None else family.gguf_values(spec, values, whole.where)
     if not any(name.endswith(".ssm_norm.weight") for name in names):
         spec = _without_state_norms(spec)
     if spec.entry is not None and "token_types.weight" not in names:

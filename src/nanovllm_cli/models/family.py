@@ -82,8 +82,10 @@ class Family:
     tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a
     config; they get the spec that the rest makes. tensors: of a folder, too; their third is what it is called in messages.
     gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a
-    word. gguf_keys: what they say beyond what all do, by keys without the architecture, but for those that begin with a dot,
-    which have none; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one tensor.
+    word. gguf_values: what small tensors of theirs say, those whose names end in gguf_told_by, which no layer asks for;
+    gguf_tables: the same tensors, as they are written. gguf_keys: what they say beyond what all do, by keys without the
+    architecture, but for those that begin with a dot, which have none; None: they are not written. gguf_gate_up: they have gate
+    and up of a layer's experts in one tensor.
     gguf_parallel: those without norms of MLPs have these read what attention reads, whatever they say in words. gguf_unread: and
     keys and values of layers that read those of others, which llama.cpp asks for though nothing reads them. gguf_heads_dealt: and
     value heads of the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn.
@@ -126,6 +128,9 @@ class Family:
     hf: FromHF = lambda spec, read: spec
     tensors: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
     gguf: FromGGUF = lambda spec, read, key: spec
+    gguf_values: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
+    gguf_told_by: tuple[str, ...] = ()
+    gguf_tables: Callable[[ModelSpec], Mapping[str, list[float]]] = lambda spec: {}
     gguf_name: str = ""
     gguf_activation: str = "silu"
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}

@@ -35,6 +35,7 @@ def num_guessed(vocab_size: int) -> int:
 def mtp_spec(spec: ModelSpec) -> ModelSpec:
     """Of the layer behind a model's own: one as its last, with the attention of the last that has one."""
     assert spec.embedding_scale == spec.residual_scale == 1.0, "no model with such a layer has these"
+    assert spec.head_rows == 0, "nor fewer tokens to draw"
     attention = next(mixer for mixer in reversed(spec.mixers) if isinstance(mixer, AttentionSpec))
     blocks = (replace(spec.blocks[-1], mixer=attention),)
     return replace(spec, blocks=blocks, vocab_size=num_guessed(spec.vocab_size))

@@ -9,11 +9,12 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
-from nanovllm_cli.models.apertus import APERTUS
+from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
 from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.cohere import COHERE, COHERE2
+from nanovllm_cli.models.cohere2_moe import COHERE2_MOE, family_of_cohere2moe
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
@@ -66,6 +67,7 @@ from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
+from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
@@ -94,11 +96,14 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
     "ApertusForCausalLM": APERTUS,
+    "Apertus1p5ForConditionalGeneration": APERTUS_1_5,
+    "Apertus1p5TextForCausalLM": APERTUS_1_5,
     "ArceeForCausalLM": ARCEE,
     "BitNetForCausalLM": BITNET,
     "BitnetForCausalLM": BITNET,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
+    "Cohere2MoeForCausalLM": COHERE2_MOE,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
     "Qwen2AudioForConditionalGeneration": QWEN2_AUDIO,
@@ -171,6 +176,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,
+    "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
@@ -250,6 +256,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "apertus": APERTUS,
     "arcee": ARCEE,
     "cohere2": COHERE2,
+    "cohere2moe": COHERE2_MOE,
     "command-r": COHERE,
     "deepseek2": DEEPSEEK2,
     "qwen2": QWEN2,
@@ -309,6 +316,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "mistral3": MINISTRAL3,
     "mistral4": MISTRAL4,
     "jais2": JAIS2,
+    "muse-glimmer": MUSE_GLIMMER,
     "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H_MOE,
@@ -349,7 +357,7 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
-    by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4}.get(name)
+    by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4, "cohere2moe": family_of_cohere2moe}.get(name)
     return _look_up(name, GGUF_ARCHITECTURES) if by_more is None else by_more(metadata)
 
 

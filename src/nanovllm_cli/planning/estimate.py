@@ -72,8 +72,10 @@ def plan_weights(
     """
     name = facts.stored if wanted is None else wanted.name
     if reader is None:
-        outer = dense_bytes(facts.spec.vocab_size, facts.spec.hidden_size, dtype)
-        kept = {each.name: each.count * outer if _is_plain(each) else each.num_bytes for each in facts.classes}
+        counts = facts.spec.num_drawn, facts.spec.vocab_size
+        head, outer = (dense_bytes(count, facts.spec.hidden_size, dtype) for count in counts)
+        plain = {each.name: each.count * (head if each.name == "head" else outer) for each in facts.classes if _is_plain(each)}
+        kept = {each.name: plain.get(each.name, each.num_bytes) for each in facts.classes}
         total = sum(kept.values())
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
         skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, parameters(facts.spec)["per layer"])
@@ -223,7 +225,7 @@ def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
     """Operations of a token; the head is multiplied for those that are drawn from."""
     numbers = parameters(spec)
     layers = sum(numbers[part] for part in ("per layer", "attention", "conv", "mlp")) - spec.num_idle
-    return 2.0 * (layers + with_head * spec.vocab_size * spec.hidden_size)
+    return 2.0 * (layers + with_head * spec.num_drawn * spec.hidden_size)
 
 
 def _attention(spec: ModelSpec, keys: float) -> float:

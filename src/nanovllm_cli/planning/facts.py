@@ -107,8 +107,8 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     hidden = spec.hidden_size
     found = dict.fromkeys(CLASSES, 0)
     found["embedding"] = spec.vocab_size * hidden
-    found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
-    found["head"] += spec.vocab_size * spec.head_bias
+    found["head"] = 0 if spec.tied_head else spec.num_drawn * hidden
+    found["head"] += spec.num_drawn * spec.head_bias
     found["norms"] = hidden * (1 + spec.norm.shifted) * spec.ends_normed
     if spec.entry is not None:
         found["embedding"] += (spec.entry.positions + spec.entry.segments) * hidden

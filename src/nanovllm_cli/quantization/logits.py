@@ -113,10 +113,10 @@ class MeasuredModel:
             return self.model.run(self.model.prepare(replace(batch, logit_rows=rows)), self._cache)
 
     def logits(self, hidden: Hidden) -> torch.Tensor:
-        """[R, V] float32 of hidden rows, on the host."""
+        """[R, V] float32 of hidden rows, on the host: of the tokens that may be drawn."""
         self._platform.enter()
         with torch.inference_mode():
-            return self.model.logits(hidden).cpu()
+            return self.model.logits(hidden)[:, : self.model.spec.num_drawn].cpu()
 
     def free_bytes(self) -> int:
         return self._platform.available_bytes()

@@ -72,13 +72,17 @@ def cut(
 
 
 def check_fits(windows: Windows, spec: ModelSpec) -> None:
-    """Raises CheckpointError and DoesNotFitError for a model that has no such tokens, or no such positions."""
+    """Raises CheckpointError and DoesNotFitError for a model that has no such tokens, or no such positions, UsageError for tokens
+    that it has no probability of."""
     largest, ctx_size = max(map(max, windows.ids)), len(windows.ids[0])
     if largest >= spec.vocab_size:
         raise CheckpointError(
             f"the tokenizer gives token {largest}, and the model has {spec.vocab_size} of them",
             "the folder mixes files of different models",
         )
+    scored = max(max(window[windows.first + 1 :]) for window in windows.ids)
+    if scored >= spec.num_drawn:
+        raise UsageError(f"the text has token {scored}, which the model reads and never writes", "leave such tokens out")
     if ctx_size > spec.max_position:
         raise DoesNotFitError(
             f"a window has {ctx_size:,} tokens, and the model's context {spec.max_position:,}", "take a smaller --ctx-size"
@@ -88,7 +92,7 @@ def check_fits(windows: Windows, spec: ModelSpec) -> None:
 def check_alike(ids: Sequence[int], others: Sequence[int], spec: ModelSpec, other: ModelSpec) -> None:
     """Raises UsageError for two models that do not say the same tokens, given the ids that each makes of a text."""
     check_same_ids(ids, others)
-    if spec.vocab_size != other.vocab_size:
+    if (spec.vocab_size, spec.num_drawn) != (other.vocab_size, other.num_drawn):
         raise UsageError(
             f"one model has {spec.vocab_size} tokens and the other {other.vocab_size}: their probabilities can't be compared",
             "name two forms of one model",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.constraint import ReasoningPhase
-from nanovllm_cli.text.reasoning_harmony import harmony_channel, harmony_parser
+from nanovllm_cli.text.reasoning_harmony import TO_USER, harmony_channel, harmony_parser, muse_channel, muse_parser
 from nanovllm_cli.text.reasoning_parsers import (
     BlockParser,
     ReasoningDelta,
@@ -49,14 +49,19 @@ class ReasoningFormat:
     ) -> ReasoningSplitter:
         """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning. calls, ends: see
         `ReasoningParser`."""
-        if self.name == "harmony":
-            return harmony_parser(prompt)
+        if self.in_messages:
+            return harmony_parser(prompt) if self.name == "harmony" else muse_parser(prompt)
         inside = is_inside or prompt_opens_reasoning(prompt, self)
         if self.anywhere:
             return BlockParser(self.open, self.close, marker=self.visible[0], starts_inside=inside)
         after = not inside and prompt.rstrip().endswith(self.close)
         parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after, calls=calls, ends=ends)
         return parser if self.wrap is None else WrappedParser(parser, self.wrap)
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether it is messages of their own, whose headers tell them apart."""
+        return self.name in ("harmony", "muse")
 
     def is_of(self, template_source: str) -> bool:
         """Whether a chat template writes it."""
@@ -69,17 +74,17 @@ class ReasoningFormat:
         budget: most tokens of reasoning. to_content: what follows is constrained as the content alone; in harmony everything is
         reasoning then, until the message to the user begins, and so it is in Solar's.
         """
-        if self.begins and to_content:
+        if self.begins and to_content and not self.in_messages:
             return ReasoningPhase(self.open, self.begins, True, budget)
-        if self.name != "harmony":
+        if not self.in_messages:
             if prompt.rstrip().endswith(self.close):
                 return None
             return ReasoningPhase(self.open, self.close, prompt_opens_reasoning(prompt, self), budget)
-        channel = harmony_channel(prompt)
+        channel = (harmony_channel if self.name == "harmony" else muse_channel)(prompt)
         if channel not in ("", "analysis"):
             return None
         if to_content:
-            return ReasoningPhase(self.open, "<|channel|>final<|message|>", True, budget)
+            return ReasoningPhase(self.open, self.begins, True, budget)
         return ReasoningPhase(self.open, self.close, channel == "analysis", budget)
 
 
@@ -96,6 +101,15 @@ HARMONY = ReasoningFormat(
     "<|end|>",
     ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
     signs=(("<|channel|>analysis",),),
+    begins="<|channel|>final<|message|>",
+)
+MUSE = ReasoningFormat(
+    "muse",
+    " to=self<|message|>",
+    "<|eom|>",
+    ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+    signs=((" to=self<|message|>",),),
+    begins=TO_USER,
 )
 THINK = _tags("think", "<think>", "</think>")
 ASR = ReasoningFormat("asr", "language ", "<asr_text>", ("<asr_text>",))
@@ -103,6 +117,7 @@ ASR = ReasoningFormat("asr", "language ", "<asr_text>", ("<asr_text>",))
 _COHERES = Wrap(("<|START_RESPONSE|>",), "<|END_RESPONSE|>"), Wrap(("<|START_TEXT|>",), "<|END_TEXT|>")
 FORMATS: tuple[ReasoningFormat, ...] = (
     HARMONY,
+    MUSE,
     _tags("mistral", "[THINK]", "[/THINK]"),
     _tags("cohere_text", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[1], (("<|START_THINKING|>", "<|START_TEXT|>"),)),
     _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[0]),

@@ -1,14 +1,16 @@
-"""gpt-oss' answers, which are messages with channels (Harmony), a piece at a time: whose channel a piece of text is of."""
+"""gpt-oss' answers, which are messages with channels (Harmony), a piece at a time: whose channel a piece of text is of. Muse's
+are messages to itself, to tools and to the user.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm_cli.text.reasoning_parsers import ReasoningDelta, overlap
 
-_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-_END = re.compile("|".join(map(re.escape, _MARKS)))
+TO_USER = " to=user<|message|>"
 
 
 class HarmonyPiece(NamedTuple):
@@ -25,11 +27,16 @@ class HarmonyParser:
     """
 
     _MAX_HEADER = 4096
+    _ENDS: tuple[str, ...] = ("<|end|>", "<|return|>", "<|call|>")
+    _BEGINS: tuple[str, ...] = ("<|start|>", "<|channel|>")
+    _channel_of: Callable[[str], str] = staticmethod(lambda header: _channel_of(header))
 
     def __init__(self, starts_in: str = "") -> None:
         """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
         self._channel = starts_in or "header"
         self._held = ""
+        self._marks = self._ENDS + self._BEGINS
+        self._mark = re.compile("|".join(map(re.escape, self._marks)))
 
     @property
     def num_held(self) -> int:
@@ -60,20 +67,20 @@ class HarmonyParser:
                     position += 1
                     continue
                 end += len("<|message|>")
-                self._channel = _channel_of(text[position:end])
+                self._channel = self._channel_of(text[position:end])
                 if self._channel == "tool":
                     found.append(HarmonyPiece("call header", text[position:end]))
                 position = end
                 continue
-            match = _END.search(text, position)
-            end = match.start() if match else len(text) - _longest_overlap(text, position)
+            match = self._mark.search(text, position)
+            end = match.start() if match else len(text) - self._longest_overlap(text, position)
             found.append(HarmonyPiece(self._kind, text[position:end]))
             position = end
             if match is None:
                 break
             if self._channel == "tool":
                 found.append(HarmonyPiece("call end", match.group()))
-            if match.group() not in ("<|start|>", "<|channel|>"):
+            if match.group() not in self._BEGINS:
                 position = match.end()
             self._channel = "header"
         self._held = text[position:]
@@ -90,6 +97,19 @@ class HarmonyParser:
     def _kind(self) -> str:
         return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
 
+    def _longest_overlap(self, text: str, position: int) -> int:
+        tail = text[max(position, len(text) - max(map(len, self._marks))) :]
+        return max(overlap(tail, mark) for mark in self._marks)
+
+
+class MuseParser(HarmonyParser):
+    """Muse's messages: to=self is reasoning, what is to the user is content. Those to tools pass as they do in Harmony. One to
+    the user may begin in reasoning that has to end."""
+
+    _ENDS = ("<|eom|>", "<|eot|>")
+    _BEGINS = ("<|start|>", TO_USER)
+    _channel_of = staticmethod(lambda header: _muse_channel_of(header))
+
 
 def harmony_parser(prompt: str = "") -> HarmonyParser:
     """A parser of gpt-oss's channels for the answer to a rendered prompt."""
@@ -103,11 +123,6 @@ def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
     )
 
 
-def _longest_overlap(text: str, position: int) -> int:
-    tail = text[max(position, len(text) - 16) :]
-    return max(overlap(tail, mark) for mark in _MARKS)
-
-
 def _channel_of(header: str) -> str:
     """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
     name = header.rpartition("<|channel|>")[2].partition("<|message|>")[0].split() if "<|channel|>" in header else []
@@ -116,8 +131,28 @@ def _channel_of(header: str) -> str:
     return name[0] if name else "final"
 
 
+def _muse_channel_of(header: str) -> str:
+    """The same of `<|start|>assistant to=…<|message|>`."""
+    recipient = re.search(r"(?:^| )to=([^\s<]*)", header)
+    return {"self": "analysis", "user": "final", "": "final"}.get(recipient[1], "tool") if recipient else "final"
+
+
 def harmony_channel(prompt: str) -> str:
     """The channel that the end of a prompt has opened, or nothing."""
+    return _opened(prompt, _channel_of)
+
+
+def muse_parser(prompt: str = "") -> MuseParser:
+    """A parser of Muse's messages for the answer to a rendered prompt."""
+    return MuseParser(starts_in=muse_channel(prompt))
+
+
+def muse_channel(prompt: str) -> str:
+    """See `harmony_channel`."""
+    return _opened(prompt, _muse_channel_of)
+
+
+def _opened(prompt: str, channel_of: Callable[[str], str]) -> str:
     start = prompt.rfind("<|start|>")
     tail = prompt[start:] if start >= 0 else ""
-    return _channel_of(tail) if tail.endswith("<|message|>") else ""
+    return channel_of(tail) if tail.endswith("<|message|>") else ""

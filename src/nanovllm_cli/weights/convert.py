@@ -245,11 +245,12 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         named |= mtp_on_both_sides(ahead, further, mtp_gguf_names(family, spec.num_layers))
     tower, notes = tower_or_note(source, outtype, model_name)
     notes += _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec, tower)
-    missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains
     steps = []
     for name, (theirs, shape) in with_ba_as_one(named, source).items():
         info = source.info(name)
         after = info.dtype_name if is_blocks(info.dtype_name) else gguf_type(theirs, shape, info.dtype_name, outtype)
+        norm = spec.last_norm or spec.norm if theirs == "output_norm.weight" else spec.norm
+        missing = norm.offset - norm.stored_offset  # llama.cpp's Gemma has it in the gains
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))

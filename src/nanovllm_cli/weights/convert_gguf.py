@@ -79,6 +79,8 @@ _CARRIED = {
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
     "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base",
+    "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
+    "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
@@ -130,7 +132,7 @@ def gguf_header(
         if isinstance(flags := keys.get("attention.recurrent_layers"), list):
             keys["attention.recurrent_layers"] = [*map(bool, flags), False]
     sayable = _sayable_rope(spec, family, keys, context_length)
-    tensors = divisor_tensors(sayable.spec)
+    tensors = divisor_tensors(sayable.spec) | {name: torch.tensor(row) for name, row in family.gguf_tables(spec).items()}
     notes = [*sayable.notes, *_unused_keys(checkpoint)]
     builder.add_type("model")
     notes += _add_card(builder, checkpoint, folder, name, spec)

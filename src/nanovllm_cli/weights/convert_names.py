@@ -163,9 +163,9 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
     if (distances := spec.distances) is not None and distances.buckets:
         shapes["distances.weight"] = (distances.buckets, spec.attentions[0].num_heads)
     if not spec.tied_head:
-        shapes["head.weight"] = (spec.vocab_size, hidden)
+        shapes["head.weight"] = (spec.num_drawn, hidden)
     if spec.head_bias:
-        shapes["head.bias"] = (spec.vocab_size,)
+        shapes["head.bias"] = (spec.num_drawn,)
     if spec.per_layer_width:
         every = spec.per_layer_width * spec.num_layers
         rows = spec.per_layer_rows or spec.vocab_size

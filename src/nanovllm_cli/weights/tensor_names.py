@@ -118,7 +118,9 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens, or that no
     layer reads, or that a pooled vector goes through behind the layers."""
     names = set(names)
-    aside = {name for name in names if name.startswith(family_of(checkpoint).aside or ("\0",))}
+    family = family_of(checkpoint)
+    aside = {name for name in names if name.startswith(family.aside or ("\0",))}
+    aside |= {name for name in names if checkpoint.format == "gguf" and name.endswith(family.gguf_told_by)}
     behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint)) & names
     return aside | behind | _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
