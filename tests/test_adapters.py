@@ -89,6 +89,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "nemotron h": (TEXTS["nemotron h"], {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
     "falcon h1": (TEXTS["falcon h1"], {"target_modules": ["in_proj", *MIXED[2:], "down_proj"]}),
     "youtu": (TEXTS["youtu"], {}),
+    "lara mini": (
+        TEXTS["lara mini, 3 of 5 and shared"],
+        {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "o_proj"]},
+    ),
     "pythia": (TEXTS["pythia"], {}),
     "gpt2": (TEXTS["gpt2"], {"fan_in_fan_out": True}),
     "gpt2, untied": (TEXTS["gpt2, exact gelu, untied"], {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),

@@ -61,6 +61,7 @@ from transformers import (
     HyperCLOVAXConfig,
     Jais2Config,
     LagunaConfig,
+    LaraMiniConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
@@ -171,6 +172,10 @@ LAGUNA = {
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
+    "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 33, "shared_expert_intermediate_size": 41,
+}
 GEMMA_4 = SMALL | {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 40,
     "sliding_window": 20, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
@@ -463,6 +468,11 @@ CASES: dict[str, Any] = {
         **SMALL, **DELTA, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, shared_expert_intermediate_size=41,
         layer_types=DELTA_LAYERS[:3], mlp_only_layers=[1],
     ),
+    "lara mini, 3 of 5 and shared": LaraMiniConfig(**LARA),
+    "lara mini, weights as they are, a key head each": LaraMiniConfig(**LARA | {
+        "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "norm_topk_prob": False,
+        "linear_num_key_heads": 4, "tie_word_embeddings": False,
+    }),
     "qwen2 moe, 2 of 5 and shared": Qwen2MoeConfig(
         **{name: value for name, value in SMALL.items() if name != "head_dim"}, num_experts=5, num_experts_per_tok=2,
         moe_intermediate_size=33, shared_expert_intermediate_size=41, mlp_only_layers=[0],
@@ -762,6 +772,7 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
+    "lara mini, 3 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
@@ -951,7 +962,7 @@ DEFAULTS = {
     "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
     "Gemma3nForCausalLM": Gemma3nTextConfig,
     "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
-    "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
+    "LaraMiniForCausalLM": LaraMiniConfig, "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig,
@@ -1307,6 +1318,14 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "ministral3, queries that grow", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
         CheckpointError, "'llama_4_scaling_beta' must be a number",
     ),
+    "linear layers alone": (
+        "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention"] * 4}, CheckpointError, "no layer has attention",
+    ),
+    "a window of nothing": ("lara mini, 3 of 5 and shared", {"sliding_window": None}, CheckpointError, "no 'sliding_window'"),
+    "a layer of another kind": (
+        "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention", "chunked_attention"] * 2}, UnsupportedError,
+        "layer type 'chunked_attention'",
+    ),
     "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
 }  # fmt: skip
 
@@ -1326,6 +1345,7 @@ def test_configs_that_are_read_and_can_not_be_run(case: str, tmp_path: Path) -> 
 INPUT = "model.layers.1.shared_mlp.input_linear.weight"
 STACK = "model.layers.1.block_sparse_moe.input_linear.weight"
 CHOOSES = "model.layers.2.mlp.moe_statics.e_score_correction_bias"
+JOINED = "model.layers.0.linear_attn.in_proj.weight"
 TAPS = "model.layers.2.conv.conv.weight"
 MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a row less": ("granite 4, all attention", INPUT, lambda t: t[:-1], "gate_proj.weight (expected [74, 48], found [73"),
@@ -1340,6 +1360,8 @@ MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str
     "taps of fewer channels": ("lfm2", TAPS, lambda t: t[1:], f"{TAPS} (expected [48, 3], found [47, 3])"),
     "taps of two rows": ("lfm2", TAPS, lambda t: t.repeat(1, 2, 1), f"{TAPS} (expected [48, 3], found [48, 2, 3])"),
     "taps of no channel": ("lfm2", TAPS, lambda t: t[:0], f"{TAPS} (expected [48, 3], found [0, 3])"),
+    "a row of a delta rule's too much": ("lara mini, 3 of 5 and shared", JOINED, lambda t: torch.cat([t, t[:1]]),
+                                         f"1 not part of the model: {JOINED}"),
     "a bias too short": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:, :4], f"{CHOOSES}.0 (expected [5], found [4])"),
 }
 
@@ -1390,7 +1412,7 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2",
-                                  "nemotron h, 3 of 5 and shared"])
+                                  "nemotron h, 3 of 5 and shared", "lara mini, 3 of 5 and shared"])
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:

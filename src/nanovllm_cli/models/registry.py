@@ -60,6 +60,7 @@ from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
+from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
@@ -152,6 +153,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
     "LagunaForCausalLM": LAGUNA,
+    "LaraMiniForCausalLM": LARA_MINI,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,

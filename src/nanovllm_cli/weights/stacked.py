@@ -31,6 +31,7 @@
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too;
                                                             weight_scale_inv of both, of blocks of rows
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
+    LaraMini    linear_attn.in_proj.weight [N, K]           in_proj_qkv.weight, in_proj_z, in_proj_b and in_proj_a, in this order
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
                                                                 queries, its key and its value lie together; biases alike
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
@@ -135,7 +136,7 @@ def _inner_kind(config: _Config) -> Any:
 def _has_halves(config: _Config) -> bool:
     """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
     kinds = [config.get("model_type"), _inner_kind(config)]
-    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4")) for kind in kinds)
+    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4", "lara_mini")) for kind in kinds)
 
 
 def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -257,6 +258,20 @@ def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config:
         yield f"{place}.{name}.{kind}", _Part(stack, None, tuple(own))
 
 
+def _delta_parts(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """What a delta rule reads its input by, one part behind the other."""
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+    sizes = [size for name in names if type(size := config.get(f"linear_{name}")) is int and 0 < size <= MAX_PARTS]
+    if len(sizes) < len(names):
+        return
+    keys, key_dim, values, value_dim = sizes
+    rows = {"qkv": 2 * keys * key_dim + values * value_dim, "z": values * value_dim, "b": values, "a": values}
+    if sum(rows.values()) != shape[0]:
+        return
+    for part, end in zip(rows, itertools.accumulate(rows.values()), strict=True):
+        yield f"{found[1]}.in_proj_{part}.weight", _Part(stack, None, slice(end - rows[part], end))
+
+
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
     """Gate and up, of so many rows together, or down."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
@@ -304,6 +319,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
          _of_one_column),
         (re.compile(r"backbone\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
+        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj\.weight"), 2, _delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
         (re.compile(r"((?:bert\.)?encoder\.layer\.\d+\.mlp)\.gated_layers\.weight"), 2, _granite_shared),
     ],
