@@ -89,6 +89,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "nemotron h": (TEXTS["nemotron h"], {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
     "falcon h1": (TEXTS["falcon h1"], {"target_modules": ["in_proj", *MIXED[2:], "down_proj"]}),
     "youtu": (TEXTS["youtu"], {}),
+    "olmo hybrid": (
+        TEXTS["olmo hybrid"],
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj", "down_proj"]},
+    ),
     "lara mini": (
         TEXTS["lara mini, 3 of 5 and shared"],
         {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "o_proj"]},

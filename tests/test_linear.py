@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LaraMiniConfig
+from safetensors.torch import load_file, save_file
+from transformers import LaraMiniConfig, OlmoHybridConfig
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from quantizing import quantize
+from test_convert import SETTINGS, TINY
 from test_convert_families import with_tokenizer
 from test_delta import LONG, REPEATING, check_nothing_is_lost
-from test_models import LARA, prompts
-from test_quant_engine import expected_logits, logits_of
+from test_models import LARA, OLMO_HYBRID, prompts
+from test_quant_engine import difference, expected_logits, logits_of
 
 LONGER = {"max_position_embeddings": 2048}
-MODELS = {"lara mini": LaraMiniConfig(**LARA | LONGER)}
+MODELS = {"lara mini": LaraMiniConfig(**LARA | LONGER), "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID | LONGER)}
 PROMPTS = [[5], LONG[:270], [*LONG[:256], 3], LONG[300:370]]
 ASKED = [(ids, greedy(12, logprobs=2)) for ids in PROMPTS]
 ASKED += [(ids, greedy(24, allowed_token_ids=(3, 4))) for ids in REPEATING[:2]]
@@ -64,7 +67,8 @@ def test_every_bit_is_the_same_together_in_chunks_preempted_and_behind_guesses(
 
 
 WIDE = {"hidden_size": 128, "num_hidden_layers": 2, "linear_value_head_dim": 32}
-QUANTIZED = {"lara mini": LaraMiniConfig(**LARA | WIDE)}
+OLMO_OF_TWO = OLMO_HYBRID | WIDE | {"intermediate_size": 96, "num_attention_heads": 4}
+QUANTIZED = {"lara mini": LaraMiniConfig(**LARA | WIDE), "olmo hybrid": OlmoHybridConfig(**OLMO_OF_TWO)}
 
 
 @pytest.mark.parametrize("case", QUANTIZED)
@@ -73,6 +77,47 @@ def test_weights_that_are_rounded_as_they_are_read_are_near_to_the_model(case: s
     worker = worker_for(save(model, tmp_path), quant="int8-weight-only", dtype="float32")
     found, wanted = logits_of(worker, tokens), expected_logits(model, tokens)
     assert 1e-3 < float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).median()) < 0.05  # some choose other experts
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
+def test_a_quantized_folder_is_near_to_the_model(algorithm: str, tmp_path: Path) -> None:
+    """Of q, k and v and z apart, and one layer that norms what it adds."""
+    model, tokens = random_model(with_tokenizer(QUANTIZED["olmo hybrid"])), prompts(512)[:4]
+    source = save(model, tmp_path / "source")
+    for name in SETTINGS:
+        shutil.copy(TINY / name, source / name)
+    quantize("int8:group=32", tmp_path / "made", source, algorithm=algorithm, num_samples=4)
+    worker = worker_for(tmp_path / "made", dtype="float32", activations="exact")
+    found, wanted = logits_of(worker, tokens), expected_logits(model, tokens)
+    assert 1e-3 < float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).median()) < 0.05
+    names = {name.split(".")[-2] for name, tensor in load_file(tmp_path / "made" / "model.safetensors").items()
+             if ".linear_attn." in name and tensor.dtype in (torch.int8, torch.int32)}  # fmt: skip
+    assert names == {"q_proj", "k_proj", "v_proj", "g_proj", "o_proj"}
+
+
+def test_an_olmo_hybrid_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """transformers saves another name of a norm, and taps that are divided evenly."""
+    model = random_model(MODELS["olmo hybrid"])
+    saved = save(model, tmp_path / "saved")
+    tensors = load_file(saved / "model.safetensors")
+    tensors["model.layers.3.post_attention_layernorm.weight"] = tensors.pop("model.layers.3.feedforward_layer_norm.weight")
+    for i in range(3):
+        place = f"model.layers.{i}.linear_attn"
+        whole = model.state_dict()[f"{place}.conv1d.weight"]
+        assert [len(tensors[f"{place}.{part}_conv1d.weight"]) for part in "qkv"] == [48, 48, 48]
+        for part, rows in zip("qkv", torch.split(whole, [32, 32, 80]), strict=True):
+            tensors[f"{place}.{part}_conv1d.weight"] = rows.clone()
+    published = tmp_path / "published"
+    shutil.copytree(saved, published)
+    save_file(tensors, published / "model.safetensors")
+    tokens = prompts(513)
+    found = [logits_of(worker_for(each), tokens) for each in (saved, published)]
+    assert torch.equal(*found)
+    assert difference(found[0], expected_logits(model, tokens)) < 1e-4
+    tensors["model.layers.1.linear_attn.k_conv1d.weight"] = tensors["model.layers.1.linear_attn.k_conv1d.weight"][1:].clone()
+    save_file(tensors, published / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_conv1d.weight \(expected \[32, 4\], found \[31, 4\]\)"):
+        worker_for(published)
 
 
 def test_a_folder_whose_matrices_lie_together_is_not_quantized(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
     Qwen2_5_VLConfig,
@@ -172,6 +173,7 @@ LAGUNA = {
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+OLMO_HYBRID = {name: value for name, value in SMALL.items() if name != "head_dim"} | DELTA | {"num_hidden_layers": 4}
 LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
     "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
     "moe_intermediate_size": 33, "shared_expert_intermediate_size": 41,
@@ -473,6 +475,11 @@ CASES: dict[str, Any] = {
         "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "norm_topk_prob": False,
         "linear_num_key_heads": 4, "tie_word_embeddings": False,
     }),
+    "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID, rope_parameters={"rope_type": "default", "rope_theta": None}),
+    "olmo hybrid, positions, biases, betas up to 1": OlmoHybridConfig(**OLMO_HYBRID | {
+        "num_hidden_layers": 3, "attention_bias": True, "linear_allow_neg_eigval": False, "linear_num_key_heads": 4,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+    }),
     "qwen2 moe, 2 of 5 and shared": Qwen2MoeConfig(
         **{name: value for name, value in SMALL.items() if name != "head_dim"}, num_experts=5, num_experts_per_tok=2,
         moe_intermediate_size=33, shared_expert_intermediate_size=41, mlp_only_layers=[0],
@@ -772,7 +779,7 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
-    "lara mini, 3 of 5 and shared",
+    "lara mini, 3 of 5 and shared", "olmo hybrid", "olmo hybrid, positions, biases, betas up to 1",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
@@ -972,7 +979,7 @@ DEFAULTS = {
     "GlmForCausalLM": GlmConfig, "CwmForCausalLM": CwmConfig, "HeliumForCausalLM": HeliumConfig, "Jais2ForCausalLM": Jais2Config,
     "NemotronForCausalLM": NemotronConfig, "MinistralForCausalLM": MinistralConfig, "VaultGemmaForCausalLM": VaultGemmaConfig,
     "HyperCLOVAXForCausalLM": HyperCLOVAXConfig,
-    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
+    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config, "OlmoHybridForCausalLM": OlmoHybridConfig,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
     "AfmoeForCausalLM": AfmoeConfig, "ApertusForCausalLM": ApertusConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
@@ -1322,6 +1329,8 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention"] * 4}, CheckpointError, "no layer has attention",
     ),
     "a window of nothing": ("lara mini, 3 of 5 and shared", {"sliding_window": None}, CheckpointError, "no 'sliding_window'"),
+    "attention alone": ("olmo hybrid", {"layer_types": ["full_attention"] * 4}, CheckpointError, "all layers have attention"),
+    "another activation of taps": ("olmo hybrid", {"hidden_act": "gelu"}, UnsupportedError, "another activation than silu"),
     "a layer of another kind": (
         "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention", "chunked_attention"] * 2}, UnsupportedError,
         "layer type 'chunked_attention'",
@@ -1412,7 +1421,7 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2",
-                                  "nemotron h, 3 of 5 and shared", "lara mini, 3 of 5 and shared"])
+                                  "nemotron h, 3 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid"])
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:

@@ -70,6 +70,7 @@ from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.phi import PHI, PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -175,6 +176,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
+    "OlmoHybridForCausalLM": OLMO_HYBRID,
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
