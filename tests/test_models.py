@@ -60,6 +60,7 @@ from transformers import (
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     Jais2Config,
+    KimiLinearConfig,
     LagunaConfig,
     LaraMiniConfig,
     Lfm2Config,
@@ -174,6 +175,11 @@ LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 OLMO_HYBRID = {name: value for name, value in SMALL.items() if name != "head_dim"} | DELTA | {"num_hidden_layers": 4}
+KIMI = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")} | {
+    "num_hidden_layers": 5, "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 18, "qk_rope_head_dim": 6,
+    "v_head_dim": 14, "linear_head_dim": 12, "linear_num_heads": 6, "num_local_experts": 5, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 33,
+}
 LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
     "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
     "moe_intermediate_size": 33, "shared_expert_intermediate_size": 41,
@@ -474,6 +480,12 @@ CASES: dict[str, Any] = {
     "lara mini, weights as they are, a key head each": LaraMiniConfig(**LARA | {
         "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "norm_topk_prob": False,
         "linear_num_key_heads": 4, "tie_word_embeddings": False,
+    }),
+    "kimi linear, 3 of 5 and shared": KimiLinearConfig(**KIMI),
+    "kimi linear, 3 of 8 in two of four groups, queries by another rank": KimiLinearConfig(**KIMI | {
+        "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "q_lora_rank": 16,
+        "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "linear_num_heads": 5,
+        "mlp_layer_types": ["dense", "dense", "sparse"], "linear_conv_kernel_dim": 3,
     }),
     "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID, rope_parameters={"rope_type": "default", "rope_theta": None}),
     "olmo hybrid, positions, biases, betas up to 1": OlmoHybridConfig(**OLMO_HYBRID | {
@@ -780,6 +792,7 @@ COUNTED = [
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "lara mini, 3 of 5 and shared", "olmo hybrid", "olmo hybrid, positions, biases, betas up to 1",
+    "kimi linear, 3 of 5 and shared", "kimi linear, 3 of 8 in two of four groups, queries by another rank",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
@@ -799,7 +812,8 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              "block_sparse_moe": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    counts = ("layer_scalar", "e_score_correction_bias")
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(counts)]
     for name, parameter in [*model.named_parameters(), *scalars]:
         counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()
     config = CASES[case].to_dict() | {"architectures": [type(model).__name__]}
@@ -969,7 +983,8 @@ DEFAULTS = {
     "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
     "Gemma3nForCausalLM": Gemma3nTextConfig,
     "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
-    "LaraMiniForCausalLM": LaraMiniConfig, "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
+    "KimiLinearForCausalLM": KimiLinearConfig, "LaraMiniForCausalLM": LaraMiniConfig,
+    "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig,
@@ -1421,7 +1436,8 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2",
-                                  "nemotron h, 3 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid"])
+                                  "nemotron h, 3 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid",
+                                  "kimi linear, 3 of 5 and shared"])
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:

@@ -80,6 +80,7 @@ class Family:
     experts: what its configs call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its
     tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a
     config; they get the spec that the rest makes. tensors: of a folder, too; their third is what it is called in messages.
+    modules: parts of names that its layers have in transformers, and so PEFT's adapters -> as folders have them.
     gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a
     word. gguf_keys: what they say beyond what all do, by keys without the architecture, but for those that begin with a dot,
     which have none; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one tensor.
@@ -124,6 +125,7 @@ class Family:
     hf: FromHF = lambda spec, read: spec
     tensors: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
     gguf: FromGGUF = lambda spec, read, key: spec
+    modules: Mapping[str, str] = field(default_factory=dict)
     gguf_name: str = ""
     gguf_activation: str = "silu"
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}

@@ -59,6 +59,7 @@ from nanovllm_cli.models.granite import (
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
+from nanovllm_cli.models.kimi import KIMI_LINEAR
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
@@ -153,6 +154,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
     "LagunaForCausalLM": LAGUNA,
     "LaraMiniForCausalLM": LARA_MINI,
     "Lfm2ForCausalLM": LFM2,
@@ -300,6 +302,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
     "internlm2": INTERNLM2,
+    "kimi-linear": KIMI_LINEAR,
     "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,

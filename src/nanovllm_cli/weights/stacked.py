@@ -26,6 +26,8 @@
                                                                 Granite's and Nemotron's mamba.conv1d.weight alike
     Mamba-2     blk.3.ssm_a [N, 1], ssm_norm.weight [G, N]      the same [N] and [G N], which some files have anyway; ssm_d alike,
                                                                 and ERNIE's exp_probs_b.bias [1, E]
+    Kimi Linear self_attn.A_log [1, 1, H, 1]                the same [H]; GGUF's ssm_a, and ssm_conv1d_q.weight [1, N, 1, K],
+                                                                whose ones are not always there
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too;
@@ -183,7 +185,9 @@ def _as_a_vector(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
 
 
 def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    if shape[1] == 1:
+    if len(shape) == 4 and shape[0] == shape[2] == 1:
+        yield stack, _Part(stack, 0, _ALL, flat=True)
+    elif len(shape) < 4 and shape[1] == 1:
         yield stack, _Part(stack, None, _ALL, flat=True)
 
 
@@ -292,6 +296,9 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
         (re.compile(r"blk\.\d+\.ssm_[ad]"), 2, _of_one_column),
+        (re.compile(r"blk\.\d+\.ssm_a"), 4, _as_a_vector),
+        (re.compile(r"blk\.\d+\.ssm_conv1d_[qkv]\.weight"), 3, _of_one_column),
+        (re.compile(r"blk\.\d+\.ssm_conv1d_[qkv]\.weight"), 4, _of_one_column),
         (re.compile(r"blk\.\d+\.(?:ssm_norm\.weight|exp_probs_b\.bias)"), 2, _as_a_vector),
     ],
     "hf": [
@@ -318,6 +325,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\."
                     r"(?:conv\.conv|(?:linear_attn|mamba|self_attn)\.(?:[qkv]_)?conv1d)\.weight"), 3,
          _of_one_column),
+        (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"backbone\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj\.weight"), 2, _delta_parts),
@@ -404,6 +412,7 @@ class _Unstacked(CheckpointView):
             own = own[:, 0] if part.flat else own[None] if part.lying else own.flatten() if part.whole else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
+            own = own[:, 0] if part.flat else own
         own = own.T if part.turned else own
         own = own.flatten() if part.number else own
         if isinstance(part.rows, tuple):
