@@ -1344,6 +1344,22 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention"] * 4}, CheckpointError, "no layer has attention",
     ),
     "a window of nothing": ("lara mini, 3 of 5 and shared", {"sliding_window": None}, CheckpointError, "no 'sliding_window'"),
+    "positions of a Kimi": (
+        "kimi linear, 3 of 5 and shared", {"mla_use_nope": False}, UnsupportedError, "attention has positions",
+    ),
+    "experts of a Kimi by a softmax": (
+        "kimi linear, 3 of 5 and shared", {"moe_router_activation_func": "softmax"}, UnsupportedError, "weighed by 'softmax'",
+    ),
+    "experts of a Kimi between dense layers": (
+        "kimi linear, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]}, UnsupportedError,
+        "experts in other layers than all behind the first ones",
+    ),
+    "a layer of a Kimi that is in no list": (
+        "kimi linear, 3 of 5 and shared",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [5]}}, CheckpointError,
+        "its lists must name each of 5 layers once",
+    ),
+    "odd heads of a Kimi": ("kimi linear, 3 of 5 and shared", {"linear_head_dim": 13}, UnsupportedError, "not an even number"),
     "attention alone": ("olmo hybrid", {"layer_types": ["full_attention"] * 4}, CheckpointError, "all layers have attention"),
     "another activation of taps": ("olmo hybrid", {"hidden_act": "gelu"}, UnsupportedError, "another activation than silu"),
     "a layer of another kind": (

@@ -69,8 +69,10 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     check_activation(read)
     spec = scored_by_sigmoids(only_behind_the_first(spec, read), read, "moe_router_activation_func")
     kinds, linear = _kinds(read, spec.num_layers), read.section("linear_attn_config")
-    keys = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "short_conv_kernel_size": "linear_conv_kernel_dim"}
-    delta = _delta(*(linear.integer(key, read.integer(usual)) for key, usual in keys.items()), read.where)
+    heads = linear.integer("num_heads", read.integer("linear_num_heads"))
+    dim = linear.integer("head_dim", read.integer("linear_head_dim"))
+    width = linear.integer("short_conv_kernel_size", read.integer("linear_conv_kernel_dim"))
+    delta = _delta(heads, dim, width, read.where)
     spec = with_latents(spec, latent_dims(read), None, 1.0, spec.attention.num_heads, read.where)
     return with_delta(spec, delta, [kind == LINEAR for kind in kinds], read.where)
 
