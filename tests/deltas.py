@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from emulation.compare import close_to_rounding, random
-from nanovllm_cli.kernels import reference
-from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels import state_rules
+from nanovllm_cli.kernels.states import ByChannel, States
 
 
 class Share(NamedTuple):
@@ -27,7 +27,8 @@ Chunks = list[list[int | Share]]
 
 
 class Case(NamedTuple):
-    """Heads and dims of keys, then of values; taps; see Chunks. mamba: the rule of Mamba-2, with a bias of its taps or none."""
+    """Heads and dims of keys, then of values; taps; see Chunks. mamba: the rule of Mamba-2, with a bias of its taps or none.
+    most: the largest beta. by_channel: with a decay of each channel."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -36,6 +37,8 @@ class Case(NamedTuple):
     tiled: bool = False
     mamba: bool = False
     bias: bool = False
+    most: float = 1.0
+    by_channel: bool = False
 
 
 def space(keys: tuple[int, int], values: tuple[int, int], width: int, steps: Chunks, bias: bool) -> Case:
@@ -69,6 +72,10 @@ CASES = [
     Case((1, 40), (1, 72), 5, [[70], [64], [1]]),
     Case((2, 16), (4, 24), 4, GUESSED),
 ]
+TURNED = [case._replace(most=2.0) for case in (CASES[1], CASES[2], CASES[5], CASES[10])]
+"""With betas up to 2."""
+CHANNELS = [case._replace(by_channel=True) for case in (CASES[0], CASES[3], CASES[4], CASES[5], CASES[6], CASES[8], CASES[10])]
+"""With a decay of each channel."""
 SPACES = [
     space((1, 16), (1, 16), 4, [[1], *[[1]] * 20], bias=True),
     space((1, 16), (4, 16), 4, [[5, 37, 1], *[[1, 1, 1]] * 30], bias=True),
@@ -92,7 +99,7 @@ class Kept:
         self.case = case
         (num_keys, key_dim), (num_values, value_dim) = case.keys, case.values
         self.channels = 2 * num_keys * key_dim + num_values * value_dim
-        self.num_gates = num_values if case.mamba else 2 * num_values
+        self.num_gates = num_values * (1 if case.mamba else 1 + key_dim if case.by_channel else 2)
         self.lens = [0] * len(case.steps[0])
         longest = sum(max(_size(share) for share in step) for step in case.steps)
         num_states = len(self.lens) + 2
@@ -107,7 +114,7 @@ class Kept:
         )
         self.taps = random(case.width, self.channels, dtype=dtype)
         self.decay = -random(num_values, dtype=torch.float32).abs()
-        self.decay_bias = random(num_values, dtype=torch.float32)
+        self.decay_bias = random(num_values * (key_dim if case.by_channel else 1), dtype=torch.float32)
         self.norm = random(0 if case.mamba else value_dim, dtype=torch.float32)
         self.skip = random(num_values, dtype=torch.float32) if case.mamba else None
         self.taps_bias = random(self.channels, dtype=dtype) if case.bias else None
@@ -119,7 +126,7 @@ class Kept:
     @property
     def weights(self) -> dict[str, Any]:
         return {"taps": self.taps, "decay": self.decay, "decay_bias": self.decay_bias, "norm": self.norm, "eps": 1e-6,
-                "skip": self.skip, "taps_bias": self.taps_bias, "tiled": self.case.tiled}  # fmt: skip
+                "skip": self.skip, "taps_bias": self.taps_bias, "tiled": self.case.tiled, "most": self.case.most}  # fmt: skip
 
     def step(self, chunks: list[int | Share]) -> tuple[dict[str, Any], torch.Tensor]:
         """Arguments of a step, by what both wrappers call them, and what it has to give, in float64."""
@@ -136,8 +143,13 @@ class Kept:
                 if count:
                     expected.append(self._advance(projected[first : first + count], gates[first : first + count], i))
                 first += count
-        return self.weights | {
-            "projected": projected, "gates": gates, "states": self.states,
+        apart: dict[str, Any] = {"projected": projected, "gates": gates}
+        if self.case.by_channel:
+            z, rates = projected[:, self.channels :].contiguous(), gates[:, num_values:].contiguous()
+            apart = {"projected": projected[:, : self.channels].contiguous(), "gates": gates[:, :num_values].contiguous(),
+                     "by_channel": ByChannel(rates, z)}  # fmt: skip
+        return self.weights | apart | {
+            "states": self.states,
             "query_starts": torch.tensor([0, *counts]).cumsum(0).int(),
             "kv_lens": torch.tensor([self.lens[i] for i in shares]).int(), "known_lens": torch.tensor(known_lens).int(),
             "state_of": self.state_of[list(shares)],
@@ -149,13 +161,16 @@ class Kept:
         before, state = self.past[sequence][self.lens[sequence]]
         if self.skip is None:
             norm = self.norm.double()
-            out, state = reference.gated_delta(
-                x, gates, taps, decay, decay_bias, norm, 1e-6, state, before.double(), self.case.tiled
-            )
+            rest = decay, decay_bias, norm, 1e-6, state, before.double()
+            if self.case.by_channel:
+                apart = x[:, : self.channels], gates[:, : len(decay)], gates[:, len(decay) :], x[:, self.channels :]
+                out, state = state_rules.channel_delta(*apart, taps, *rest)
+            else:
+                out, state = state_rules.gated_delta(x, gates, taps, *rest, self.case.tiled, self.case.most)
         else:
             bias = None if self.taps_bias is None else self.taps_bias.double()
-            rest = decay, decay_bias, self.skip.double(), state, before.double()
-            out, state = reference.state_space(x, gates, taps, bias, *rest)
+            of_space = decay, decay_bias, self.skip.double(), state, before.double()
+            out, state = state_rules.state_space(x, gates, taps, bias, *of_space)
         known = torch.cat([before, projected[:, : self.channels]])
         self.lens[sequence] += len(projected)
         self.past[sequence][self.lens[sequence]] = known[len(known) - self.case.width + 1 :], state
@@ -206,7 +221,9 @@ def check_same_bits(delta: Callable[..., torch.Tensor], case: Case) -> None:
         kept.states.stamps.fill_(total + 1)
         for start in range(0, total, size):
             end = min(total, start + size)
-            own = {"projected": args["projected"][start:end].clone(), "gates": args["gates"][start:end].clone(),
-                   "kv_lens": torch.tensor([end]).int(), "known_lens": torch.tensor([max(start + 1, end - guesses)]).int(),
-                   "query_starts": torch.tensor([0, end - start]).int()}  # fmt: skip
+            own = {name: args[name][start:end].clone() for name in ("projected", "gates")}
+            if (more := args.get("by_channel")) is not None:
+                own["by_channel"] = ByChannel(*(each[start:end].clone() for each in more))
+            own |= {"kv_lens": torch.tensor([end]).int(), "known_lens": torch.tensor([max(start + 1, end - guesses)]).int(),
+                    "query_starts": torch.tensor([0, end - start]).int()}  # fmt: skip
             assert torch.equal(delta(**(args | own)), whole[start:end])

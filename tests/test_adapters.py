@@ -89,6 +89,19 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "nemotron h": (TEXTS["nemotron h"], {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
     "falcon h1": (TEXTS["falcon h1"], {"target_modules": ["in_proj", *MIXED[2:], "down_proj"]}),
     "youtu": (TEXTS["youtu"], {}),
+    "kimi linear": (
+        TEXTS["kimi linear, 3 of 5 and shared"],
+        {"target_modules": ["q_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj",
+                            "kv_a_proj_with_mqa", "kv_b_proj", "down_proj"]},
+    ),
+    "olmo hybrid": (
+        TEXTS["olmo hybrid"],
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj", "down_proj"]},
+    ),
+    "lara mini": (
+        TEXTS["lara mini, 3 of 5 and shared"],
+        {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "o_proj"]},
+    ),
     "pythia": (TEXTS["pythia"], {}),
     "gpt2": (TEXTS["gpt2"], {"fan_in_fan_out": True}),
     "gpt2, untied": (TEXTS["gpt2, exact gelu, untied"], {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),

@@ -82,6 +82,7 @@ WRITTEN = {
     "qwen2 moe, 2 of 5 and shared": "qwen2moe",
     "qwen3.5 moe, 2 of 5 and shared": "qwen35moe",
     "qwen3-next, 3 of 5 and shared": "qwen3next",
+    "kimi linear, 3 of 5 and shared": "kimi-linear",
     "glm4 moe, 2 of 5 and shared": "glm4moe",
     "glm4 moe, norms of heads": "glm4moe",
     "gpt-oss, 2 of 5": "gpt-oss",

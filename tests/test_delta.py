@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3_5TextConfig
 
-from deltas import CASES, SPACES, Case, Kept, check, check_same_bits
+from deltas import CASES, CHANNELS, SPACES, TURNED, Case, Kept, check, check_same_bits
 from emulation.compare import GENERATOR, close_to_rounding, random
 from engines import SMALL, engine_for, failing_once, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.engine import Engine
@@ -37,7 +37,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("case", [*CASES, *SPACES])
+@pytest.mark.parametrize("case", [*CASES, *TURNED, *CHANNELS, *SPACES])
 def test_equal_to_the_formula(case: Case, dtype: torch.dtype, threads: int) -> None:
     cpu.set_num_threads(threads)
     check(case, dtype, delta.gated_delta)
@@ -47,9 +47,11 @@ def test_equal_to_the_formula(case: Case, dtype: torch.dtype, threads: int) -> N
 @pytest.mark.parametrize("values", [(2, 40), (2, 64), (8, 64)])
 def test_a_token_has_the_same_bits_whatever_it_is_computed_with(values: tuple[int, int], mamba: bool) -> None:
     check_same_bits(delta.gated_delta, Case((2 if values[0] == 8 else 1, 24), values, 4, [[83]], mamba=mamba, bias=mamba))
+    if not mamba:
+        check_same_bits(delta.gated_delta, Case((values[0], 24), values, 4, [[83]], by_channel=True))
 
 
-@pytest.mark.parametrize("case", [CASES[3], SPACES[1], SPACES[5]])
+@pytest.mark.parametrize("case", [CASES[3], CHANNELS[1], SPACES[1], SPACES[5]])
 def test_heads_that_share_keys_have_the_same_bits_together(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (1, 8):

@@ -11,7 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from deltas import CASES, MAX_GUESSES, SPACES, Case, Chunks, Kept, Share, check, check_same_bits, space
+from deltas import (
+    CASES,
+    CHANNELS,
+    MAX_GUESSES,
+    SPACES,
+    TURNED,
+    Case,
+    Chunks,
+    Kept,
+    Share,
+    check,
+    check_same_bits,
+    space,
+)
 from emulation.compare import close_to_rounding
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
@@ -38,6 +51,17 @@ def test_equal_to_the_formula(index: int, order: int) -> None:
 @pytest.mark.parametrize("index", range(len(SPACES)))
 def test_equal_to_the_formula_of_a_state_space(index: int, order: int) -> None:
     check(SPACES[index], HALF if index % 3 == 2 else BF16, on(Emulator(order)))
+
+
+@pytest.mark.parametrize("case", TURNED)
+def test_betas_go_up_to_two(case: Case) -> None:
+    check(case, BF16, on(Emulator(1)))
+
+
+def test_a_decay_of_each_channel_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a delta rule with a decay of each channel on a GPU") as caught:
+        check(CHANNELS[0], BF16, on(Emulator()))
+    assert caught.value.hint == "add --device cpu"
 
 
 def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -61,7 +61,9 @@ from transformers import (
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     Jais2Config,
+    KimiLinearConfig,
     LagunaConfig,
+    LaraMiniConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
@@ -85,6 +87,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
     Qwen2_5_VLConfig,
@@ -172,6 +175,16 @@ LAGUNA = {
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+OLMO_HYBRID = {name: value for name, value in SMALL.items() if name != "head_dim"} | DELTA | {"num_hidden_layers": 4}
+KIMI = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")} | {
+    "num_hidden_layers": 5, "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 18, "qk_rope_head_dim": 6,
+    "v_head_dim": 14, "linear_head_dim": 12, "linear_num_heads": 6, "num_local_experts": 5, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 33,
+}
+LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
+    "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 33, "shared_expert_intermediate_size": 41,
+}
 GEMMA_4 = SMALL | {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 40,
     "sliding_window": 20, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
@@ -479,6 +492,22 @@ CASES: dict[str, Any] = {
         **SMALL, **DELTA, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, shared_expert_intermediate_size=41,
         layer_types=DELTA_LAYERS[:3], mlp_only_layers=[1],
     ),
+    "lara mini, 3 of 5 and shared": LaraMiniConfig(**LARA),
+    "lara mini, weights as they are, a key head each": LaraMiniConfig(**LARA | {
+        "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "norm_topk_prob": False,
+        "linear_num_key_heads": 4, "tie_word_embeddings": False,
+    }),
+    "kimi linear, 3 of 5 and shared": KimiLinearConfig(**KIMI),
+    "kimi linear, 3 of 8 in two of four groups, queries by another rank": KimiLinearConfig(**KIMI | {
+        "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "q_lora_rank": 16,
+        "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "linear_num_heads": 5,
+        "mlp_layer_types": ["dense", "dense", "sparse"], "linear_conv_kernel_dim": 3,
+    }),
+    "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID, rope_parameters={"rope_type": "default", "rope_theta": None}),
+    "olmo hybrid, positions, biases, betas up to 1": OlmoHybridConfig(**OLMO_HYBRID | {
+        "num_hidden_layers": 3, "attention_bias": True, "linear_allow_neg_eigval": False, "linear_num_key_heads": 4,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+    }),
     "qwen2 moe, 2 of 5 and shared": Qwen2MoeConfig(
         **{name: value for name, value in SMALL.items() if name != "head_dim"}, num_experts=5, num_experts_per_tok=2,
         moe_intermediate_size=33, shared_expert_intermediate_size=41, mlp_only_layers=[0],
@@ -778,6 +807,8 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
+    "lara mini, 3 of 5 and shared", "olmo hybrid", "olmo hybrid, positions, biases, betas up to 1",
+    "kimi linear, 3 of 5 and shared", "kimi linear, 3 of 8 in two of four groups, queries by another rank",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
     "command r7b", "command a+, 2 of 5 and shared", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
@@ -797,7 +828,8 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              "block_sparse_moe": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    counts = ("layer_scalar", "e_score_correction_bias")
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(counts)]
     for name, parameter in [*model.named_parameters(), *scalars]:
         counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()
     config = CASES[case].to_dict() | {"architectures": [type(model).__name__]}
@@ -967,6 +999,7 @@ DEFAULTS = {
     "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
     "Gemma3nForCausalLM": Gemma3nTextConfig,
     "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
+    "KimiLinearForCausalLM": KimiLinearConfig, "LaraMiniForCausalLM": LaraMiniConfig,
     "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
@@ -977,7 +1010,7 @@ DEFAULTS = {
     "GlmForCausalLM": GlmConfig, "CwmForCausalLM": CwmConfig, "HeliumForCausalLM": HeliumConfig, "Jais2ForCausalLM": Jais2Config,
     "NemotronForCausalLM": NemotronConfig, "MinistralForCausalLM": MinistralConfig, "VaultGemmaForCausalLM": VaultGemmaConfig,
     "HyperCLOVAXForCausalLM": HyperCLOVAXConfig,
-    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
+    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config, "OlmoHybridForCausalLM": OlmoHybridConfig,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
     "AfmoeForCausalLM": AfmoeConfig, "ApertusForCausalLM": ApertusConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
@@ -1324,6 +1357,32 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "ministral3, queries that grow", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
         CheckpointError, "'llama_4_scaling_beta' must be a number",
     ),
+    "linear layers alone": (
+        "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention"] * 4}, CheckpointError, "no layer has attention",
+    ),
+    "a window of nothing": ("lara mini, 3 of 5 and shared", {"sliding_window": None}, CheckpointError, "no 'sliding_window'"),
+    "positions of a Kimi": (
+        "kimi linear, 3 of 5 and shared", {"mla_use_nope": False}, UnsupportedError, "attention has positions",
+    ),
+    "experts of a Kimi by a softmax": (
+        "kimi linear, 3 of 5 and shared", {"moe_router_activation_func": "softmax"}, UnsupportedError, "weighed by 'softmax'",
+    ),
+    "experts of a Kimi between dense layers": (
+        "kimi linear, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]}, UnsupportedError,
+        "experts in other layers than all behind the first ones",
+    ),
+    "a layer of a Kimi that is in no list": (
+        "kimi linear, 3 of 5 and shared",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [5]}}, CheckpointError,
+        "its lists must name each of 5 layers once",
+    ),
+    "odd heads of a Kimi": ("kimi linear, 3 of 5 and shared", {"linear_head_dim": 13}, UnsupportedError, "not an even number"),
+    "attention alone": ("olmo hybrid", {"layer_types": ["full_attention"] * 4}, CheckpointError, "all layers have attention"),
+    "another activation of taps": ("olmo hybrid", {"hidden_act": "gelu"}, UnsupportedError, "another activation than silu"),
+    "a layer of another kind": (
+        "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention", "chunked_attention"] * 2}, UnsupportedError,
+        "layer type 'chunked_attention'",
+    ),
     "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
 }  # fmt: skip
 
@@ -1343,6 +1402,7 @@ def test_configs_that_are_read_and_can_not_be_run(case: str, tmp_path: Path) -> 
 INPUT = "model.layers.1.shared_mlp.input_linear.weight"
 STACK = "model.layers.1.block_sparse_moe.input_linear.weight"
 CHOOSES = "model.layers.2.mlp.moe_statics.e_score_correction_bias"
+JOINED = "model.layers.0.linear_attn.in_proj.weight"
 TAPS = "model.layers.2.conv.conv.weight"
 MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a row less": ("granite 4, all attention", INPUT, lambda t: t[:-1], "gate_proj.weight (expected [74, 48], found [73"),
@@ -1357,6 +1417,8 @@ MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str
     "taps of fewer channels": ("lfm2", TAPS, lambda t: t[1:], f"{TAPS} (expected [48, 3], found [47, 3])"),
     "taps of two rows": ("lfm2", TAPS, lambda t: t.repeat(1, 2, 1), f"{TAPS} (expected [48, 3], found [48, 2, 3])"),
     "taps of no channel": ("lfm2", TAPS, lambda t: t[:0], f"{TAPS} (expected [48, 3], found [0, 3])"),
+    "a row of a delta rule's too much": ("lara mini, 3 of 5 and shared", JOINED, lambda t: torch.cat([t, t[:1]]),
+                                         f"1 not part of the model: {JOINED}"),
     "a bias too short": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:, :4], f"{CHOOSES}.0 (expected [5], found [4])"),
 }
 
@@ -1407,7 +1469,8 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2",
-                                  "nemotron h, 3 of 5 and shared"])
+                                  "nemotron h, 3 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid",
+                                  "kimi linear, 3 of 5 and shared"])
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:

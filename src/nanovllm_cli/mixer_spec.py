@@ -189,11 +189,13 @@ class ConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have
-    a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint
-    has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see `kernels.reference.state_space`.
-    conv_bias: of its convolution. normed: behind mamba's rule is a norm of all values, those of each key head by
-    themselves.
+    """The gated delta rule in place of attention (Qwen3-Next): see `kernels.state_rules.gated_delta`. Value heads of value_dim
+    have a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the
+    checkpoint has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see
+    `kernels.state_rules.state_space`. conv_bias: of its convolution. normed: behind mamba's rule is a norm of all values, those
+    of each key head by themselves. apart: projections and taps of q, k and v are tensors of their own. most: the largest beta.
+    eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear, see
+    `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each head.
     """
 
     num_keys: int
@@ -206,6 +208,20 @@ class DeltaSpec:
     mamba: bool = False
     conv_bias: bool = False
     normed: bool = True
+    apart: bool = False
+    most: float = 1.0
+    eps: float | None = None
+    channel_rank: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token's keys, of all heads."""
+        return self.num_keys * self.key_dim
+
+    @property
+    def num_gates(self) -> int:
+        """Numbers of a token that say how much of its states is kept and changed."""
+        return self.num_values * (1 if self.mamba else 1 + self.key_dim if self.channel_rank else 2)
 
     @property
     def values(self) -> int:
@@ -215,10 +231,14 @@ class DeltaSpec:
     @property
     def channels(self) -> int:
         """Of the convolution: queries, keys and values."""
-        return 2 * self.num_keys * self.key_dim + self.values
+        return 2 * self.keys + self.values
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
+        if rank := self.channel_rank:
+            matrices = hidden_size * (self.channels + self.values + self.num_values + 2 * rank)
+            decays = self.num_values * self.key_dim
+            return matrices + rank * (decays + self.values) + self.channels * self.width + self.num_values + decays
         gates = 1 if self.mamba else 2
         matrices = hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
         tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias

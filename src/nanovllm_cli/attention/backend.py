@@ -9,6 +9,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
+from nanovllm_cli.kernels.states import ByChannel
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -26,9 +27,9 @@ class HeadNorms(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """Of the gated delta rule, beside its projections: taps [width, channels], decay and decay_bias [V], norm [D]; see
-    `reference.gated_delta`. With skip [V] it is Mamba-2's rule, which has no norm (an empty tensor); taps_bias [channels] or
-    None: see `reference.state_space`."""
+    """Of the gated delta rule, beside its projections: taps [width, channels], decay and decay_bias [V], norm [D], with a decay
+    of each channel decay_bias [V * E]; see `state_rules.gated_delta`. With skip [V] it is Mamba-2's rule, which has no norm
+    (an empty tensor); taps_bias [channels] or None: see `state_rules.state_space`."""
 
     taps: torch.Tensor
     decay: torch.Tensor
@@ -135,6 +136,8 @@ class AttentionBackend(CacheLayout, Protocol):
         weights: DeltaWeights,
         cache: LayerCache,
         step: Any,
+        by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
-        """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `reference.gated_delta`, of each token's
-        sequence. With spec.mamba gates are [T, V]: see `reference.state_space`."""
+        """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `state_rules.gated_delta`, of each
+        token's sequence. With spec.mamba gates are [T, V]: see `state_rules.state_space`; with by_channel, too, and projected
+        is [T, channels]: see `state_rules.channel_delta`."""

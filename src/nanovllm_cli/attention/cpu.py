@@ -13,7 +13,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import conv, cpu, delta
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
-from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels.states import ByChannel, States
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 
@@ -200,6 +200,9 @@ class CpuAttention:
         weights: DeltaWeights,
         cache: LayerCache,
         step: CpuStep,
+        by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
         lengths = step.query_starts, step.kv_lens, step.known_lens
-        return delta.gated_delta(projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states)
+        return delta.gated_delta(
+            projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states, spec.most, by_channel
+        )

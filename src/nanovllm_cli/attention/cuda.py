@@ -38,7 +38,7 @@ from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles, tiling
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
-from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels.states import ByChannel, States
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 HOPPER = 90
@@ -275,9 +275,12 @@ class CudaAttention:
         weights: DeltaWeights,
         cache: LayerCache,
         step: CudaStep,
+        by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
         lengths = step.query_starts, step.kv_lens, step.known_lens
-        return gated_delta(self.launcher, projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states)
+        return gated_delta(
+            self.launcher, projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states, spec.most, by_channel
+        )
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

@@ -49,7 +49,7 @@ STATE_PARTS = 6
 
 def state_parts(mixer: DeltaSpec, dtype: torch.dtype, max_guesses: int) -> list[BlockPart]:
     """Of one of `States`."""
-    values, gates = mixer.num_values, (1 if mixer.mamba else 2) * mixer.num_values
+    values, gates = mixer.num_values, mixer.num_gates
     return [
         ((2, values, mixer.key_dim, mixer.value_dim), torch.float32),
         ((2, mixer.width - 1, mixer.channels), dtype),

@@ -22,7 +22,8 @@ def num_units(mixer: MixerSpec) -> int:
         case AttentionSpec():
             return mixer.num_heads  # what is kept of a token is for all of them, and each process keeps it
         case DeltaSpec(mamba=False):
-            return mixer.num_keys if not mixer.tiled or mixer.num_keys == mixer.num_values else 0
+            in_order = not mixer.tiled or mixer.num_keys == mixer.num_values
+            return mixer.num_keys if in_order and not mixer.channel_rank else 0
     return 0
 
 

@@ -23,7 +23,9 @@ from nanovllm_cli.engine.strategy import MOST_ROWS, most_guesses
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.gated_delta import BY_CHANNEL
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
+from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -131,6 +133,8 @@ class CudaPlatform:
             raise UnsupportedError(reason, f"use --ctx-size {spec.chunk} or less, or --device cpu")
         if spec.distances is not None:
             raise UnsupportedError("scores by distance (MPNet, ALiBi) are not computed on a GPU", "add --device cpu")
+        if any(state.channel_rank for mixer in spec.mixers if (state := state_in(mixer)) is not None):
+            raise UnsupportedError(BY_CHANNEL, "add --device cpu")
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),

@@ -1,4 +1,5 @@
-"""The gated delta rule, and Mamba-2's, on the CPU. See `delta.gated_delta` for what they do, and for the names.
+"""The gated delta rule, with a decay a head or a channel, and Mamba-2's, on the CPU. See `delta.gated_delta` for what they do,
+and for the names.
 
 A task is a sequence and some of its value heads, side by side, that share a key head: it goes through the step's tokens in their
 order, CHUNK of them at a time. Each column of a state is a recurrence of its own: a chunk's tokens run over a few, which the L1
@@ -28,6 +29,8 @@ from nanovllm_cli.kernels.simd_delta import (
     COLUMNS,
     LINE,
     TOKENS,
+    channel_step,
+    channel_step_past,
     delta_step,
     delta_step_past,
     mamba_step,
@@ -122,6 +125,16 @@ def _finish(found, gains, eps, z, first_z, line, first):
 
 
 @inner(fastmath=FAST)
+def _finish_by_sigmoid(found, gains, eps, z, first_z, line, first):
+    """line[first …] = norm(found) * sigmoid(z)."""
+    total = sum_of_squares(np.float32(0), found.ctypes.data, found.size)
+    inverse = np.float32(1.0) / np.sqrt(total / np.float32(found.size) + np.float32(eps))
+    for i in range(found.size):
+        gate = np.float32(1.0) / (np.float32(1.0) + np.exp(-load(z, first_z + i)))
+        store(line, first + i, found[i] * inverse * gains[i] * gate)
+
+
+@inner(fastmath=FAST)
 def _finish_mamba(found, v, skip, z, first_z, line, first):
     """line[first …] = (found + skip * v) * silu(z)."""
     for i in range(found.size):
@@ -143,6 +156,36 @@ def _step(source, target, stride, rows, count, k, q, v, out, kept, taken, beta, 
         for i in range(rows):
             number = floats_at(source + i * stride + 4 * j, (1,))[0]
             floats_at(target + i * stride + 4 * j, (1,))[0] = kept * number + key[i] * change
+
+
+@inner(fastmath=FAST)
+def _channel_step(source, target, stride, rows, count, k, q, v, out, key, kept, beta, alike):
+    """See `simd_delta.channel_step`, of any number of columns and rows."""
+    seen_by, found_by = floats_at(k, (rows,)), floats_at(q, (rows,))
+    added, keeps = floats_at(key, (rows,)), floats_at(kept, (rows,))
+    value, found = floats_at(v, (count,)), floats_at(out, (count,))
+    for j in range(count):
+        seen = finds = np.float32(0.0)
+        for i in range(rows):
+            number = floats_at(source + i * stride + 4 * j, (1,))[0]
+            seen += number * seen_by[i]
+            finds += number * found_by[i]
+        change = beta * (value[j] - seen)
+        found[j] = alike * change + finds
+        for i in range(rows):
+            number = floats_at(source + i * stride + 4 * j, (1,))[0]
+            floats_at(target + i * stride + 4 * j, (1,))[0] = keeps[i] * number + added[i] * change
+
+
+@inner(fastmath=FAST)
+def _decay_channels(rows, rates, bias, decay, q, k, kept, kept_q, kept_k):
+    """What a token keeps of each row of a head's state, and q and k times that; all but decay are addresses."""
+    rate, bias_of, query, key = floats_at(rates, (rows,)), floats_at(bias, (rows,)), floats_at(q, (rows,)), floats_at(k, (rows,))
+    keeps, of_q, of_k = floats_at(kept, (rows,)), floats_at(kept_q, (rows,)), floats_at(kept_k, (rows,))
+    for i in range(rows):
+        keeps[i] = np.exp(decay * softplus(rate[i] + bias_of[i]))
+    for i in range(rows):
+        of_q[i], of_k[i] = query[i] * keeps[i], key[i] * keeps[i]
 
 
 @inner
@@ -188,18 +231,22 @@ def gated_delta(arguments, thread, team):
     [N, 2, width - 1, channels], guesses [N, 2, G, channels] and guess_gates [N, 2, G, 2 V] fp32, stamps and reaches [N, 2, V]
     int32. starts [B + 1], lens, known_lens, state_of [B] int32. out [T, V * D].
     Where skip is not 0, [V] fp32, the rule is Mamba-2's: gates [T, V]. taps_bias [channels], or 0 for none. together: value
-    heads a task.
+    heads a task. Where rates is not 0, [T, V, E] fp32, a state decays by channel: gates [T, V] are b, rates a, decay_bias is
+    [V, E], guess_gates have b and then a; projected [T, channels] has no z, which is [T, V * D]. most: the largest beta.
     """
     (
         tag, projected, gates, num_tokens, taps, width, decay, decay_bias, norm, skip, taps_bias, num_keys, key_dim, num_values,
         value_dim, together, tiled, states, inputs, guesses, guess_gates, stamps, reaches, num_states, max_guesses, starts, lens,
-        known_lens, state_of, num_sequences, out, eps,
+        known_lens, state_of, num_sequences, rates, z, out, eps, most,
     ) = fields(arguments)  # fmt: skip
     values = num_values * value_dim
     channels = 2 * num_keys * key_dim + values
-    mamba, has_bias = skip != 0, taps_bias != 0
-    num_gates = num_values if mamba else 2 * num_values
-    source = carray(typed_pointer(projected, tag), (num_tokens, channels + values))
+    mamba, has_bias, by_channel = skip != 0, taps_bias != 0, rates != 0
+    own_gates = num_values if mamba or by_channel else 2 * num_values
+    num_gates = own_gates + num_values * key_dim if by_channel else own_gates
+    width_of, z_width, first_z = (channels, values, 0) if by_channel else (channels + values, channels + values, channels)
+    source = carray(typed_pointer(projected, tag), (num_tokens, width_of))
+    z_of = carray(typed_pointer(z if by_channel else projected, tag), (num_tokens, z_width))
     result = carray(typed_pointer(out, tag), (num_tokens, values))
     weight = carray(typed_pointer(taps, tag), (width, channels))
     inputs_of = carray(typed_pointer(inputs, tag), (num_states, 2, width - 1, channels))
@@ -208,7 +255,7 @@ def gated_delta(arguments, thread, team):
     stamp_of = carray(typed_pointer(stamps, np.int32(0)), (num_states, 2, num_values))
     reach_of = carray(typed_pointer(reaches, np.int32(0)), (num_states, 2, num_values))
     bias = carray(typed_pointer(taps_bias if has_bias else taps, tag), (channels,))
-    gate_of, gains = floats_at(gates, (num_tokens, num_gates)), floats_at(norm, (value_dim,))
+    gate_of, gains = floats_at(gates, (num_tokens, own_gates)), floats_at(norm, (value_dim,))
     skip_of = floats_at(skip if mamba else decay, (num_values,))
     decay_of, bias_of = floats_at(decay, (num_values,)), floats_at(decay_bias, (num_values,))
     start_of = carray(typed_pointer(starts, np.int32(0)), (num_sequences + 1,))
@@ -221,7 +268,8 @@ def gated_delta(arguments, thread, team):
     size = 4 * key_dim * value_dim
     before = whole_lines(4 * width * own)
     tokens_end = before + CHUNK * (2 * line_k + 2 * line_v) + line_k + whole_lines(4 * 4 * CHUNK)
-    memory = scratch(tokens_end + (together * size if max_guesses else 0))
+    passing_end = tokens_end + (together * size if max_guesses else 0)
+    memory = scratch(passing_end + (3 * CHUNK * line_k if by_channel else 0))
     ring = floats_at(memory.ctypes.data, (width, own))  # inputs of the token at p, p modulo width
     at_q = memory.ctypes.data + before
     at_k = at_q + CHUNK * line_k
@@ -230,6 +278,9 @@ def gated_delta(arguments, thread, team):
     product = floats_at(at_found + CHUNK * line_v, (key_dim,))
     kept, taken, beta, alike = floats_at(at_found + CHUNK * line_v + line_k, (4, CHUNK))
     passing = memory.ctypes.data + tokens_end  # the state behind guesses, which nothing keeps
+    at_kept = memory.ctypes.data + passing_end  # of each channel, and q and k times that
+    at_kept_q = at_kept + CHUNK * line_k
+    at_kept_k = at_kept_q + CHUNK * line_k
 
     tasks = num_values // together
     for task in share(num_sequences * tasks, thread, team):
@@ -295,14 +346,27 @@ def gated_delta(arguments, thread, team):
                     if mamba:
                         beta[c] = softplus(gate[h] + bias_of[h])
                         kept[c], taken[c] = np.exp(decay_of[h] * beta[c]), np.float32(0.0)
+                    elif by_channel:
+                        beta[c] = np.float32(most) / (np.float32(1.0) + np.exp(-gate[h]))
+                        rate = rates + 4 * ((begin + t + c) * num_values + h) * key_dim
+                        if t + c < 0:
+                            row_of = (index * 2 + place) * max_guesses + at - stamp
+                            rate = guess_gates + 4 * (row_of * num_gates + num_values + h * key_dim)
+                        places = at_kept + c * line_k, at_kept_q + c * line_k, at_kept_k + c * line_k
+                        bias_at = decay_bias + 4 * h * key_dim
+                        _decay_channels(key_dim, rate, bias_at, decay_of[h], at_q + c * line_k, at_k + c * line_k, *places)
                     else:
-                        beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate[h]))
+                        beta[c] = np.float32(most) / (np.float32(1.0) + np.exp(-gate[h]))
                         kept[c] = np.exp(decay_of[h] * softplus(gate[num_values + h] + bias_of[h]))
                         taken[c] = kept[c]
                     slot = at - first_guess
                     if is_passing and t + c >= 0 and slot < max_guesses:
-                        for each in range(h, num_gates, num_values):
+                        for each in range(h, own_gates, num_values):
                             guess_gates_of[index, target_place, slot, each] = gate[each]
+                        if by_channel:
+                            rate_of = floats_at(rates + 4 * ((begin + t + c) * num_values + h) * key_dim, (key_dim,))
+                            for i in range(key_dim):
+                                guess_gates_of[index, target_place, slot, num_values + h * key_dim + i] = rate_of[i]
                 behind, beside = (h - head) * size, 4 * (h - head) * value_dim
                 for first in range(0, value_dim, COLUMNS):
                     columns, offset = min(COLUMNS, value_dim - first), beside + 4 * first
@@ -314,6 +378,17 @@ def gated_delta(arguments, thread, team):
                     for c in range(chunk):
                         q, k = at_q + c * line_k, at_k + c * line_k
                         v, found = at_v + c * line_v + offset, at_found + c * line_v + offset
+                        if by_channel:
+                            of_k, of_q = at_kept_k + c * line_k, at_kept_q + c * line_k
+                            keeps = k, at_kept + c * line_k, beta[c], alike[c]
+                            if past and columns == COLUMNS:
+                                channel_step_past(seen, to, 4 * value_dim, key_dim, of_k, of_q, v, found, *keeps)
+                            elif columns == COLUMNS:
+                                channel_step(seen, to, 4 * value_dim, key_dim, of_k, of_q, v, found, *keeps)
+                            else:
+                                _channel_step(seen, to, 4 * value_dim, key_dim, columns, of_k, of_q, v, found, *keeps)
+                            seen = to
+                            continue
                         weights = kept[c], taken[c], beta[c], alike[c]
                         if past and columns == COLUMNS:
                             delta_step_past(seen, to, 4 * value_dim, key_dim, k, q, v, found, *weights)
@@ -327,9 +402,11 @@ def gated_delta(arguments, thread, team):
                     found, first = floats_at(at_found + c * line_v + beside, (value_dim,)), h * value_dim
                     if mamba:
                         v = floats_at(at_v + c * line_v + beside, (value_dim,))
-                        _finish_mamba(found, v, skip_of[h], source[token], channels + first, result[token], first)
+                        _finish_mamba(found, v, skip_of[h], z_of[token], first_z + first, result[token], first)
+                    elif by_channel:
+                        _finish_by_sigmoid(found, gains, eps, z_of[token], first, result[token], first)
                     else:
-                        _finish(found, gains, eps, source[token], channels + first, result[token], first)
+                        _finish(found, gains, eps, z_of[token], first_z + first, result[token], first)
             state = left
             t += chunk
             if t == known and known > 0:

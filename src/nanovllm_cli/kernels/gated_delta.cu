@@ -1,4 +1,4 @@
-// out [T, V * VALUE_DIM]: the gated delta rule with its convolution, gates and norm (reference.gated_delta has the formula), of a
+// out [T, V * VALUE_DIM]: the gated delta rule with its convolution, gates and norm (state_rules.gated_delta has the formula), of a
 // step's tokens behind what the cache has of their sequences. K heads of keys of KEY_DIM, V of values.
 //
 //   projected [T, channels + V * VALUE_DIM] DTYPE: channels, which are q and k [K, KEY_DIM] and v [V, VALUE_DIM], and z like v
@@ -7,7 +7,7 @@
 //   DTYPE, guesses [states, 2, G, channels] DTYPE, guess_gates [states, 2, G, gates] fp32, stamps and reaches [states, 2, V] int32
 //   starts [B + 1], lens, known_lens [B] int32: as in Batch; a length of 0 is a row of padding.  state_of [B]: a sequence's state
 //
-// MAMBA: the rule of Mamba-2 instead (reference.state_space), whose norm is a kernel of its own, behind it. gates [T, V] are
+// MAMBA: the rule of Mamba-2 instead (state_rules.state_space), whose norm is a kernel of its own, behind it. gates [T, V] are
 // a alone, and norm is not read. In this rule only: skip [V] fp32, and taps_bias [channels] DTYPE, or null.
 //
 // A step goes on from the later place that is not behind its first token: over the guesses that held there, then over its own
@@ -20,6 +20,10 @@
 // meet twice in SLOTS tokens, not at each: a warp prepares q and k, or v and z, of a token; then all go through those tokens in
 // their order, while the rows of the next ones are under way to a ring in shared memory; then a warp norms an output. What a
 // token is computed from, and in which order, does not depend on those beside it.
+// MOST: the largest beta, 1 where nothing is said.
+#ifndef MOST
+#define MOST 1.0f
+#endif
 #include "gated_delta.cuh"
 
 // silu of a lane's part of a convolution; zeros beyond the head. part: where the head begins in a row.
@@ -264,7 +268,7 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
       } else {
         prepare_values(shared, token, target, norm);
         if (threadIdx.x % WARP_SIZE == 0) {
-          if constexpr (!MAMBA) target.rate = __fdividef(1.0f, 1.0f + expf(-shared.gates[0][task / TASKS]));
+          if constexpr (!MAMBA) target.rate = __fdividef(MOST, 1.0f + expf(-shared.gates[0][task / TASKS]));
           const float step = softplus(shared.gates[GATES - 1][task / TASKS] + own_bias);
           target.kept = expf(own_decay * step);
           if constexpr (MAMBA) target.rate = step, target.overlap = skip[shared.work.head];

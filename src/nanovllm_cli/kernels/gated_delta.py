@@ -13,12 +13,13 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
-from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels.states import ByChannel, States
 
 MAX_WIDTH = 8
 """Taps: a lane has as many inputs of its channels in registers."""
 MAX_KEY_DIM, MAX_THREADS = 128, 512
 """A thread has up to 64 numbers of the state, every eighth row of up to four columns."""
+BY_CHANNEL = "a delta rule with a decay of each channel on a GPU"
 LANES = 4
 """Threads of a warp side by side in a row of the state."""
 
@@ -40,16 +41,21 @@ def gated_delta(
     kv_lens: torch.Tensor,
     known_lens: torch.Tensor,
     state_of: torch.Tensor,
+    most: float = 1.0,
+    by_channel: ByChannel | None = None,
 ) -> torch.Tensor:
-    """projected [T, 2 * K * E + 2 * V * D] -> [T, V * D]: see `reference.gated_delta`, of each sequence behind what the cache
-    has of it. With skip [V] float32 see `reference.state_space`: gates are [T, V], norm is not read, and there may be a taps_bias
-    [channels].
+    """projected [T, 2 * K * E + 2 * V * D] -> [T, V * D]: see `state_rules.gated_delta`, of each sequence behind what the cache
+    has of it. With skip [V] float32 see `state_rules.state_space`: gates are [T, V], norm is not read, and there may be a
+    taps_bias [channels].
 
     gates [T, 2 * V], decay [V], decay_bias [V], norm [D] float32; taps [width, channels]: channels are projected's without its
     last V * D. Outputs are NaN where the state has nothing that ends at the step's first token. query_starts [B + 1], kv_lens,
     known_lens [B] int32: see `Batch`; a length of 0 is a row of padding. state_of [B] int32: which state is a sequence's.
-    UnsupportedError for more than MAX_WIDTH taps, or heads larger than the registers of a block of threads.
+    most: the largest beta. UnsupportedError for more than MAX_WIDTH taps, heads larger than the registers of a block of threads,
+    or with by_channel.
     """
+    if by_channel is not None:
+        raise UnsupportedError(BY_CHANNEL, "add --device cpu")
     (tokens, _), dtype, (width, channels), mamba = projected.shape, projected.dtype, taps.shape, skip is not None
     num_states, _, num_values, key_dim, value_dim = states.matrices.shape
     num_sequences, max_guesses, num_gates = len(kv_lens), states.guesses.shape[2], num_values if mamba else 2 * num_values
@@ -90,7 +96,7 @@ def gated_delta(
         weights = taps, decay, decay_bias, None if mamba else norm, skip, taps_bias
         tensors = (projected, gates, *weights, *states, query_starts, kv_lens, known_lens, state_of, out)
         sizes = (np.int32(num_keys), np.int32(max_guesses), np.int32(tiled), np.float32(eps))
-        kernel = variant(dtype, key_dim, value_dim, width, mamba)
+        kernel = variant(dtype, key_dim, value_dim, width, mamba, most)
         launcher.launch(kernel, (num_sequences, num_values, 1), (threads, 1, 1), (*tensors, *sizes))
     return out
 
@@ -104,22 +110,20 @@ def _threads(value_dim: int) -> int:
     return -(-value_dim // (LANES * _vector(value_dim))) * WARP
 
 
-def variant(dtype: torch.dtype, key_dim: int, value_dim: int, width: int, mamba: bool = False) -> Kernel:
+def variant(dtype: torch.dtype, key_dim: int, value_dim: int, width: int, mamba: bool = False, most: float = 1.0) -> Kernel:
     piece = widest(math.gcd(key_dim, value_dim), dtype)
     dims = (("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("WIDTH", width))
     loads = (("VECTOR", _vector(value_dim)), ("PIECE", piece))
-    rule = (("MAMBA", 1),) if mamba else ()
+    rule = (("MAMBA", 1),) if mamba else (("MOST", f"{most}f"),) if most != 1.0 else ()
     return Kernel("gated_delta", "gated_delta", (("DTYPE", type_name(dtype)), *dims, *loads, *rule))
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds: Qwen3.5's, the largest heads with the most taps, and odd ones; of Mamba-2 Granite 4 H's,
-    Nemotron Nano 2's, and the same."""
+    """What the compile gate builds: Qwen3.5's, the largest heads with the most taps, and odd ones, and OLMo Hybrid's, whose
+    betas go up to 2; of Mamba-2 Granite 4 H's, Nemotron Nano 2's, and the same."""
     shapes = ((128, 128, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
     spaces = ((128, 64, 4), (128, 80, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
-    return [
-        variant(dtype, *shape, mamba)
-        for dtype in (torch.bfloat16, torch.float16)
-        for mamba, each in ((False, shapes), (True, spaces))
-        for shape in each
-    ]
+    kinds = (torch.bfloat16, torch.float16)
+    rules = [(shape, False) for shape in shapes] + [(shape, True) for shape in spaces]
+    usual = [variant(dtype, *shape, mamba) for dtype in kinds for shape, mamba in rules]
+    return usual + [variant(dtype, 96, 192, 4, most=2.0) for dtype in kinds]

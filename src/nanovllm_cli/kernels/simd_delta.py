@@ -27,9 +27,16 @@ def _put(b: ir.IRBuilder, value: Any, pointer: Any, past: bool) -> None:
         stored.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
 
 
-def _delta_code(past: bool) -> Any:
+def _delta_code(past: bool, by_row: bool = False) -> Any:
+    """by_row: what is kept of a state is a number of each row, by which what sums are made with has been multiplied already."""
+
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, target, stride, rows, k, q, v, out, kept, taken, beta, alike = args
+        kept_at = key = None
+        if by_row:
+            source, target, stride, rows, k, q, v, out, key, kept_at, beta, alike = args
+            kept = taken = F32(1.0)
+        else:
+            source, target, stride, rows, k, q, v, out, kept, taken, beta, alike = args
         zeros = ir.Constant(VF, [0.0] * LANES)
 
         def vector(base: Any, row: Any, i: int) -> Any:
@@ -61,11 +68,13 @@ def _delta_code(past: bool) -> Any:
         for i in range(_VECTORS):
             seen, found = added[2 * i : 2 * i + 2]
             place = I64(4 * LANES * i)
-            change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), b.fmul(taken, seen)))
-            b.store(fma(b, alike, change, b.fmul(kept, found)), at_address(b, out, place, VF), align=4)
+            seen, found = (seen, found) if by_row else (b.fmul(taken, seen), b.fmul(kept, found))
+            change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), seen))
+            b.store(fma(b, alike, change, found), at_address(b, out, place, VF), align=4)
             changes.append(change)
         with counted(b, rows) as row:
-            by_k = number(k, row)
+            by_k = number(k if key is None else key, row)
+            kept = kept if kept_at is None else number(kept_at, row)
             for i in range(_VECTORS):
                 state = b.load(vector(source, row, i), align=4)
                 _put(b, fma(b, by_k, changes[i], b.fmul(kept, state)), vector(target, row, i), past)
@@ -86,6 +95,21 @@ def delta_step(typing: Any, source, target, stride, rows, k, q, v, out, kept, ta
 def delta_step_past(typing: Any, source, target, stride, rows, k, q, v, out, kept, taken, beta, alike):  # type: ignore[no-untyped-def]
     """The same, with what it leaves written past the caches, to whole lines: `settle` before others read it."""
     return types.void(*[types.int64] * 8, *[types.float32] * 4), _delta_code(past=True)
+
+
+@intrinsic
+def channel_step(typing: Any, source, target, stride, rows, k, q, v, out, key, kept, beta, alike):  # type: ignore[no-untyped-def]
+    """As `delta_step`, of a rule that keeps kept [rows] of a state: k and q are times that, key is not. out = S'^T of the query
+    itself, target S' = kept * S + key (beta * (v - S^T k))^T."""
+    return types.void(*[types.int64] * 10, *[types.float32] * 2), _delta_code(past=False, by_row=True)
+
+
+@intrinsic
+def channel_step_past(  # type: ignore[no-untyped-def]
+    typing: Any, source, target, stride, rows, k, q, v, out, key, kept, beta, alike
+):
+    """See `delta_step_past`."""
+    return types.void(*[types.int64] * 10, *[types.float32] * 2), _delta_code(past=True, by_row=True)
 
 
 def _mamba_code(num_tokens: int, vectors: int, past: bool = False) -> Any:

@@ -14,6 +14,14 @@ from typing import NamedTuple
 import torch
 
 
+class ByChannel(NamedTuple):
+    """What a delta rule with a decay of each channel reads beside b, in place of a: rates [T, V * E] fp32; and z [T, V * D],
+    which its outputs are multiplied with sigmoids of."""
+
+    rates: torch.Tensor
+    z: torch.Tensor
+
+
 class States(NamedTuple):
     """Of N states, with V value heads of D dims, keys of E, a convolution over `width` tokens, and room for G guesses.
 

@@ -1,4 +1,5 @@
-"""The gated delta rule of a block, and Mamba-2's: projections around a backend that keeps a state of each sequence."""
+"""The gated delta rule of a block, with a decay a head or a channel, and Mamba-2's: projections around a backend that keeps a
+state of each sequence."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from nanovllm_cli.attention.backend import DeltaWeights, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.states import ByChannel
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
@@ -29,16 +31,15 @@ class Delta(Projected):
         assert not spec.mamba, "see Mamba"
         self._own, self._gather, cut, gates_cut = kit.own_units(spec), None, None, None
         if self._own is not None:
-            keys = spec.num_keys * spec.key_dim
-            cut = Cut((keys, keys, spec.values, spec.values), spec.num_keys, "none")
+            cut = Cut((spec.keys, spec.keys, spec.values, spec.values), spec.num_keys, "none")
             gates_cut = Cut((spec.num_values,) * 2, spec.num_keys, "none")
             self._gather = kit.gathering(spec.values, spec.num_keys)
-        self.projection = Linear(hidden_size, {"delta_qkv": spec.channels, "delta_z": spec.values}, kit, cut=cut)
+        self.projection = Linear(hidden_size, read_parts(spec) | {"delta_z": spec.values}, kit, cut=cut)
         gates = kit if gates_cut else kit.undivided
         self.gates = Linear(hidden_size, {"delta_b": spec.num_values, "delta_a": spec.num_values}, gates, cut=gates_cut)
         decay, decay_bias = kit.zeros(2, spec.num_values, dtype=torch.float32)
         gains = kit.zeros(spec.value_dim, dtype=torch.float32)
-        self.weights = DeltaWeights(kit.zeros(spec.width, spec.channels), decay, decay_bias, gains, norm.eps)
+        self.weights = DeltaWeights(kit.zeros(spec.width, spec.channels), decay, decay_bias, gains, spec.eps or norm.eps)
         self.out = Linear(spec.values, {"delta_out": hidden_size}, kit)
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
@@ -61,17 +62,59 @@ class Delta(Projected):
         return self.weights._replace(taps=torch.cat(taps, dim=1), decay=decays[0], decay_bias=decays[1])
 
     def slots(self) -> Slots:
-        own = {
-            "taps": table_slot(self.weights.taps.T),
-            "decay": WeightSlot((self._whole.num_values,), self._load_decay),
-            "decay_bias": table_slot(self.weights.decay_bias),
-            "norm.weight": table_slot(self.weights.norm),
-        }
         linears = self.projection.slots() | self.gates.slots() | self.out.slots()
-        return linears | {f"delta.{name}": slot for name, slot in own.items()}
+        return linears | tables_of(self._whole, self.weights)
 
-    def _load_decay(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
-        load_decay(self._whole, self.weights.decay, rows, first)
+
+class ChannelDelta(Projected):
+    """`DeltaSpec` with a channel_rank. What decays are made of, and gates of outputs, goes through two narrow matrices each,
+    which stay plain and whole, as they are small."""
+
+    def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
+        assert spec.channel_rank
+        assert spec.apart
+        self.spec = spec
+        self.backend = kit.backend
+        rank, decays, whole = spec.channel_rank, spec.num_values * spec.key_dim, kit.undivided
+        self.projection = Linear(hidden_size, read_parts(spec), kit)
+        self.betas = Linear(hidden_size, {"delta_b": spec.num_values}, whole)
+        self.rates = Linear(hidden_size, {"delta_f_a": rank}, whole), Linear(rank, {"delta_f_b": decays}, whole)
+        self.z = Linear(hidden_size, {"delta_g_a": rank}, whole), Linear(rank, {"delta_g_b": spec.values}, whole)
+        decay, decay_bias, gains = (kit.zeros(size, dtype=torch.float32) for size in (spec.num_values, decays, spec.value_dim))
+        self.weights = DeltaWeights(kit.zeros(spec.width, spec.channels), decay, decay_bias, gains, spec.eps or norm.eps)
+        self.out = Linear(spec.values, {"delta_out": hidden_size}, kit)
+
+    def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        betas = self.betas.weight.matmul(x, None, torch.float32)
+        rates, z = self.rates[1].weight.matmul(self.rates[0](x), None, torch.float32), self.z[1](self.z[0](x))
+        apart = ByChannel(rates, z)
+        return self.backend.recur(self.spec, self.projection(x), betas, self.weights, cache, inputs.step, apart)
+
+    def slots(self) -> Slots:
+        linears = {name: slot for each in (self.projection, self.betas, *self.rates, *self.z, self.out)
+                   for name, slot in each.slots().items()}  # fmt: skip
+        return linears | tables_of(self.spec, self.weights)
+
+
+def read_parts(spec: DeltaSpec) -> dict[str, int]:
+    """Rows of what makes queries, keys and values, by name, as a checkpoint has it."""
+    if not spec.apart:
+        return {"delta_qkv": spec.channels}
+    return {"delta_q": spec.keys, "delta_k": spec.keys, "delta_v": spec.values}
+
+
+def tables_of(spec: DeltaSpec, weights: DeltaWeights) -> Slots:
+    """Slots of a delta rule's small weights."""
+    taps = {"taps": weights.taps}
+    if spec.apart:
+        parts = torch.split(weights.taps, [spec.keys, spec.keys, spec.values], dim=1)
+        taps = {f"{part}_taps": own for part, own in zip("qkv", parts, strict=True)}
+    own = {name: table_slot(each.T) for name, each in taps.items()} | {
+        "decay": WeightSlot((spec.num_values,), lambda rows, first: load_decay(spec, weights.decay, rows, first)),
+        "decay_bias": table_slot(weights.decay_bias),
+        "norm.weight": table_slot(weights.norm),
+    }
+    return {f"delta.{name}": slot for name, slot in own.items()}
 
 
 def mamba_rows(rows: torch.Tensor, spec: DeltaSpec) -> tuple[torch.Tensor, torch.Tensor]:

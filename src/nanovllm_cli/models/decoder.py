@@ -14,7 +14,7 @@ from nanovllm_cli.kernels.ops import Addend, Hidden, plain
 from nanovllm_cli.layers.altup import AltUp, Streams
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
-from nanovllm_cli.layers.delta import Delta, Mamba
+from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.entry import entry_of
@@ -179,6 +179,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return ShortConv(spec, width, kit)
         case DeltaSpec(mamba=True):
             return Mamba(spec, norm, width, kit)
+        case DeltaSpec(channel_rank=rank) if rank:
+            return ChannelDelta(spec, norm, width, kit)
         case DeltaSpec():
             return Delta(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):

@@ -56,14 +56,7 @@ def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise UnsupportedError("latent attention with biases is not supported", ANOTHER)
     if read.integer("moe_layer_freq", 1) != 1:
         raise UnsupportedError("experts in some layers only are not supported", ANOTHER)
-    heads = spec.attention.num_heads
-    latent = LatentSpec(
-        query_rank=read.integer("q_lora_rank") if read.has("q_lora_rank") else None,
-        rank=read.integer("kv_lora_rank"),
-        key_dim=read.integer("qk_nope_head_dim"),
-        rotary_dim=read.integer("qk_rope_head_dim"),
-        value_dim=read.integer("v_head_dim"),
-    )
+    heads, latent = spec.attention.num_heads, latent_dims(read)
     max_position = read.integer("max_position_embeddings", 2048)
     rope = replace(rope_from_hf(read, latent.rotary_dim, max_position), interleaved=read.flag("rope_interleave", True))
     growth = 1.0
@@ -73,13 +66,24 @@ def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return with_latents(spec, latent, rope, growth, heads, read.where)
 
 
+def latent_dims(read: ConfigReader) -> LatentSpec:
+    return LatentSpec(
+        query_rank=read.integer("q_lora_rank") if read.has("q_lora_rank") else None,
+        rank=read.integer("kv_lora_rank"),
+        key_dim=read.integer("qk_nope_head_dim"),
+        rotary_dim=read.integer("qk_rope_head_dim"),
+        value_dim=read.integer("v_head_dim"),
+    )
+
+
 def with_latents(
-    spec: ModelSpec, latent: LatentSpec, rope: RopeSpec, growth: float, heads: int, where: str
+    spec: ModelSpec, latent: LatentSpec, rope: RopeSpec | None, growth: float, heads: int, where: str
 ) -> ModelSpec:
-    """growth: half of what its positions' stretching makes of scores."""
-    if rope.dim != latent.rotary_dim:
+    """growth: half of what its positions' stretching makes of scores. rope None: what ends all heads' keys is not rotated."""
+    if rope is not None and rope.dim != latent.rotary_dim:
         raise UnsupportedError(f"{where}: {rope.dim} rotary dims of {latent.rotary_dim}", ANOTHER)
-    for name, dim in (("rank", latent.rank), ("key_dim", latent.key_dim), ("value_dim", latent.value_dim)):
+    dims = {"rank": latent.rank, "key_dim": latent.key_dim, "value_dim": latent.value_dim, "rotary_dim": latent.rotary_dim}
+    for name, dim in dims.items():
         if dim > MAX_DIM:
             raise CheckpointError(f"{where}: a {name} of {dim}; at most {MAX_DIM} are believed", BROKEN)
         if dim % 2:

@@ -23,7 +23,7 @@ _SECTIONS = (11, 11, 10)
 """Of Qwen3.5's rotary positions; see `RopeSpec`."""
 
 _DELTA = "model.layers.{i}.linear_attn"
-_NAMES = {
+DELTA_NAMES = {
     **{f"blocks.{{i}}.delta_{part}.weight": f"{_DELTA}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")},
     "blocks.{i}.delta_out.weight": f"{_DELTA}.out_proj.weight",
     "blocks.{i}.delta.taps": f"{_DELTA}.conv1d.weight",
@@ -32,12 +32,12 @@ _NAMES = {
     "blocks.{i}.delta.norm.weight": f"{_DELTA}.norm.weight",
 }
 """The taps of a channel are a matrix of one row there; weights/stacked.py makes a row of it."""
-_SHARED_NAMES = {
+SHARED_NAMES = {
     "blocks.{i}.shared.gate_row.weight": "model.layers.{i}.mlp.shared_expert_gate.weight",
     **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight" for part in MATRICES},
 }  # fmt: skip
-_MOE_NAMES = _NAMES | QWEN_NAMES | _SHARED_NAMES
-_WEIGHED = ExpertKeys(
+_MOE_NAMES = DELTA_NAMES | QWEN_NAMES | SHARED_NAMES
+WEIGHED = ExpertKeys(
     ("num_experts",), "moe_intermediate_size", "norm_topk_prob", shared_size="shared_expert_intermediate_size"
 )
 """With a shared expert that each token weighs."""
@@ -64,35 +64,55 @@ _MTP_NAMES = {
 }
 
 
-def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
+def with_delta(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], where: str) -> ModelSpec:
+    """The same with the delta rule in these layers. CheckpointError for one that is not believed."""
     if delta.num_values % delta.num_keys:
         raise CheckpointError(f"{where}: {delta.num_values} value heads can't share {delta.num_keys} key heads evenly", BROKEN)
     if delta.width > MAX_TAPS:
         raise CheckpointError(f"{where}: convolutions over {delta.width} tokens; at most {MAX_TAPS} are believed", BROKEN)
     if all(is_linear):
         raise CheckpointError(f"{where}: no layer has attention", BROKEN)
-    spec = spec.with_attention(gated=gated, qk_norm=True, fused_qkv=False)
     blocks = (replace(block, mixer=delta if own else block.mixer) for block, own in zip(spec.blocks, is_linear, strict=True))
-    norm = NormSpec(spec.norm.eps, offset=1.0, stored_offset=stored_offset)
-    return replace(spec, blocks=tuple(blocks), norm=norm)
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
+    spec = with_delta(spec, delta, is_linear, where).with_attention(gated=gated, qk_norm=True, fused_qkv=False)
+    return replace(spec, norm=NormSpec(spec.norm.eps, offset=1.0, stored_offset=stored_offset))
+
+
+def kinds_of_layers(read: ConfigReader, layers: int, usual: Callable[[int], str], *others: str) -> list[str]:
+    """LINEAR, ATTENTION or one of `others`, of each layer; `usual`: of the i-th where the config doesn't list them."""
+    kinds, known = read.values.get("layer_types"), (LINEAR, ATTENTION, *others)
+    if kinds is None:
+        return [usual(i) for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {layers} kinds", BROKEN)
+    if unknown := [str(kind) for kind in kinds if kind not in known]:
+        raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {', '.join(known)}")
+    return kinds
+
+
+def check_activation(read: ConfigReader) -> None:
+    if read.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedError("the delta rule behind another activation than silu is not supported", ANOTHER)
+
+
+def delta_from_hf(read: ConfigReader) -> DeltaSpec:
+    keys, values = ((read.integer(f"linear_num_{of}_heads"), read.integer(f"linear_{of}_head_dim")) for of in ("key", "value"))
+    return DeltaSpec(*keys, *values, read.integer("linear_conv_kernel_dim"))
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    types, layers = read.values.get("layer_types"), spec.num_layers
-    if types is None:
-        every = read.integer("full_attention_interval", FULL_EVERY)
-        types = [LINEAR if (i + 1) % every else ATTENTION for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers:
-        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {layers} kinds", BROKEN)
-    if unknown := [str(kind) for kind in types if kind not in (LINEAR, ATTENTION)]:
-        raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {LINEAR}, {ATTENTION}")
+    def usual(i: int) -> str:
+        return LINEAR if (i + 1) % read.integer("full_attention_interval", FULL_EVERY) else ATTENTION
+
+    kinds = kinds_of_layers(read, spec.num_layers, usual)
     if read.flag("attention_bias", False):
         raise UnsupportedError("gated attention with biases is not supported", ANOTHER)
-    if read.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedError("the delta rule behind another activation than silu is not supported", ANOTHER)
-    keys, values = ((read.integer(f"linear_num_{of}_heads"), read.integer(f"linear_{of}_head_dim")) for of in ("key", "value"))
-    delta = DeltaSpec(*keys, *values, read.integer("linear_conv_kernel_dim"))
-    return _hybrid(spec, delta, [kind == LINEAR for kind in types], read.flag("attn_output_gate", True), 0.0, read.where)
+    check_activation(read)
+    gated = read.flag("attn_output_gate", True)
+    return _hybrid(spec, delta_from_hf(read), [kind == LINEAR for kind in kinds], gated, 0.0, read.where)
 
 
 def _from_hf_35(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -149,7 +169,7 @@ QWEN3_5 = Family(
     qk_norm=True,
     qkv_bias=False,
     defaults=_DEFAULTS | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4},
-    hf_names=_NAMES,
+    hf_names=DELTA_NAMES,
     gguf_names=_GGUF_NAMES,
     hf=_from_hf_35,
     gguf=_from_gguf,
@@ -162,7 +182,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
     gguf_name="qwen35moe",
-    experts=replace(_WEIGHED, norm_topk=True),
+    experts=replace(WEIGHED, norm_topk=True),
     defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2,
                           "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
                           "shared_expert_intermediate_size": 512},
@@ -172,7 +192,7 @@ QWEN3_NEXT = replace(
     QWEN3_5_MOE,
     name="qwen3_next",
     gguf_name="qwen3next",
-    experts=_WEIGHED,
+    experts=WEIGHED,
     defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_key_value_heads": 2,
                           "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "vocab_size": 151936,
                           "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
@@ -186,10 +206,10 @@ QWEN2_MOE = replace(
     QWEN2,
     name="qwen2_moe",
     gguf_name="qwen2moe",
-    experts=_WEIGHED,
+    experts=WEIGHED,
     defaults={**QWEN2.defaults, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
               "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
-    hf_names=QWEN_NAMES | _SHARED_NAMES,
+    hf_names=QWEN_NAMES | SHARED_NAMES,
     gguf_names={"blocks.{i}.shared.gate_row.weight": _GGUF_NAMES["blocks.{i}.shared.gate_row.weight"]},
     gguf=lambda spec, read, key: spec.each_mlp(lambda mlp: replace(mlp, norm_topk=False) if isinstance(mlp, MoESpec) else mlp),
 )  # fmt: skip

@@ -60,7 +60,9 @@ from nanovllm_cli.models.granite import (
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
+from nanovllm_cli.models.kimi import KIMI_LINEAR
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
+from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
@@ -71,6 +73,7 @@ from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.phi import PHI, PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -158,7 +161,9 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
     "LagunaForCausalLM": LAGUNA,
+    "LaraMiniForCausalLM": LARA_MINI,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
@@ -181,6 +186,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
+    "OlmoHybridForCausalLM": OLMO_HYBRID,
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
@@ -306,6 +312,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
     "internlm2": INTERNLM2,
+    "kimi-linear": KIMI_LINEAR,
     "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,

@@ -96,7 +96,9 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         first = "q" if latent.query_rank is None else "q_a"
         return [_Fold("attention_norm", (first, "kv_a"), "qkv"), *queries, *mlp]
     if isinstance(mixer, DeltaSpec):
-        return [_Fold("attention_norm", ("delta_qkv", "delta_z", "delta_b", "delta_a"), "delta_qkv"), *mlp]
+        parts = ("delta_q", "delta_k", "delta_v") if mixer.apart else ("delta_qkv",)
+        gates = ("delta_b", "delta_f_a", "delta_g_a") if mixer.channel_rank else ("delta_z", "delta_b", "delta_a")
+        return [_Fold("attention_norm", (*parts, *gates), "delta_qkv"), *mlp]
     if mixer.value_norm:  # which takes a scale of values off again
         kept = () if mixer.reads is not None else ("k",) if mixer.keys_are_values else ("k", "v")
         return [_Fold("attention_norm", ("q", *kept), "qkv"), *mlp]

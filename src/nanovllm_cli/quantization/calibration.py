@@ -36,7 +36,7 @@ from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
-from nanovllm_cli.layers.delta import Delta, Mamba
+from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.linear import Linear
@@ -52,7 +52,7 @@ from nanovllm_cli.quant.storage import WeightStorage
 
 EVERY_INPUT: dict[str, tuple[str, ...]] = {
     "conv_in": ("conv_in",), "conv_out": ("conv_out",),
-    "delta_qkv": ("delta_qkv", "delta_z"), "delta_out": ("delta_out",),
+    "delta_qkv": ("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z"), "delta_out": ("delta_out",),
     "mamba_in": ("mamba_in",), "mamba_out": ("mamba_out",),
     "qkv": ("attention_gate", "q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
     "gate_up": ("gate", "up"), "down": ("down",),
@@ -282,7 +282,7 @@ class _Block:
                 found = {}
             case ShortConv() as conv:
                 found = {"conv_in": conv.projection, "conv_out": conv.out}
-            case Delta() as delta:
+            case Delta() | ChannelDelta() as delta:
                 found = {"delta_qkv": delta.projection, "delta_out": delta.out}
             case Mamba() as mamba:
                 found = {"mamba_in": mamba.projection, "mamba_out": mamba.out}

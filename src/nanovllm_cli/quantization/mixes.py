@@ -65,7 +65,8 @@ def _fits(name: str, width: int) -> bool:
 
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
     """The type that differs from the mix's own, for a part of a layer: "q", "down", …"""
-    part = "v" if part in ("qkv", "delta_qkv") else part
+    part = {"qkv": "v", "delta_qkv": "v", "delta_q": "q", "delta_k": "k", "delta_v": "v"}.get(part, part)
+    part = "o" if part == "delta_out" and _is_apart(spec, layer) else part
     if spec.mixture is not None and spec.mixture.num_experts == 8 and mix not in _OF_ONE_TYPE:
         if part in ("k", "v"):
             return "Q8_0"
@@ -101,10 +102,16 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
     return None
 
 
+def _is_apart(spec: ModelSpec, layer: int) -> bool:
+    """Whether a file calls what reads a layer's states as it calls what reads values of attention."""
+    mixer = spec.mixers[layer]
+    return isinstance(mixer, DeltaSpec) and mixer.apart
+
+
 def _has_values(mixer: MixerSpec | None) -> bool:
     """Whether a layer has a weight that makes values of its own."""
     if (attention := attention_in(mixer)) is not None:
-        return attention.reads is None and not attention.keys_are_values
+        return attention.reads is None and not attention.keys_are_values and attention.latent is None
     return isinstance(mixer, DeltaSpec) and not mixer.mamba
 
 

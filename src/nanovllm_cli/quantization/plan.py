@@ -30,7 +30,7 @@ from nanovllm_cli.weights.weight_reader import refuse_factors
 KEEP = "keep"
 ATTENTION = ("attention_gate", "q", "k", "v", "qkv", "o")
 CONV = ("conv_in", "conv_out")
-DELTA = ("delta_qkv", "delta_z", "delta_out")
+DELTA = ("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
 LATENT = ("q_a", "q_b", "kv_a")
 MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *LATENT)
@@ -317,7 +317,9 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
         case ConvSpec():
             mixer = CONV
         case DeltaSpec():
-            mixer = MAMBA if read.mamba else DELTA
+            lacking = {"delta_qkv"} if read.apart else {"delta_q", "delta_k", "delta_v"}
+            lacking |= {"delta_z"} if read.channel_rank else set()
+            mixer = MAMBA if read.mamba else tuple(part for part in DELTA if part not in lacking)
         case AttentionSpec(latent=LatentSpec() as latent):
             mixer = (*(("q",) if latent.query_rank is None else ("q_a", "q_b")), "kv_a", "o")
         case _:

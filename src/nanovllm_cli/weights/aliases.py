@@ -52,6 +52,9 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "35b-a3b": "Qwen/Qwen3.5-35B-A3B",
         "122b-a10b": "Qwen/Qwen3.5-122B-A10B",
     },
+    "kimi-linear": {"48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct"},
+    "lara-mini": {"base": "translated/Lara-4-Mini-Base"},
+    "olmo-hybrid": {"7b": "allenai/Olmo-Hybrid-7B"},
     "qwen3.6": {"27b": "Qwen/Qwen3.6-27B", "35b-a3b": "Qwen/Qwen3.6-35B-A3B"},
     "qwen2.5": {
         "0.5b": "Qwen/Qwen2.5-0.5B-Instruct",

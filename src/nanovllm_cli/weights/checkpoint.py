@@ -161,13 +161,15 @@ def open_checkpoint(path: str | Path, *, of_tower: bool = False) -> Checkpoint:
     Raises ModelNotFoundError (nothing there), UnsupportedError (pickles, other formats, what is no model), CheckpointError
     (broken, incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
     """
+    from nanovllm_cli.weights.saved_names import by_published_names
+
     path = Path(path)
     if str(path).startswith(RANDOM):
         from nanovllm_cli.weights.random_weights import RandomCheckpoint
 
         return RandomCheckpoint(shape_config(str(path).removeprefix(RANDOM)), path=path)
     try:
-        checkpoint = _open_path(path)
+        checkpoint = by_published_names(_open_path(path))
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied", "check the permissions of the folder") from error
     except OSError as error:  # a name too long, a loop of links, a disk that fails

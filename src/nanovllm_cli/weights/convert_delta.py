@@ -17,6 +17,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
 _BY_HEAD = ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a", "attn_gate")
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 _COLUMNS = ("ssm_a", "ssm_d")
+_TAPS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
 
 
 def has_own_order(delta: DeltaSpec, family: Family) -> bool:
@@ -49,7 +50,9 @@ def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
         keys = delta.channels - delta.values
         return torch.cat([rows[:keys], rows_in_turn(rows[keys:])])
 
-    if delta.mamba and part in _COLUMNS:
+    if delta.channel_rank and part in _TAPS:
+        return step._replace(shape=(step.shape[0], 1, step.shape[1]))
+    if (delta.mamba or delta.channel_rank) and part in _COLUMNS:
         step = step._replace(shape=(*step.shape, 1))
     if delta.mamba and part == "ssm_norm":  # one row a group
         step = step._replace(shape=(delta.num_keys, step.shape[0] // delta.num_keys))

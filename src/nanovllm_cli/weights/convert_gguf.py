@@ -78,6 +78,9 @@ _CARRIED = {
     "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
+    "linear_attn_config", "linear_head_dim", "linear_num_heads", "model_max_length", "moe_renormalize",
+    "num_expert_group", "num_experts_per_token", "moe_router_activation_func", "mla_use_nope",
+    "use_grouped_topk",
     "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
@@ -122,7 +125,7 @@ def gguf_header(
     Raises UnsupportedError for what GGUF cannot say of this family.
     """
     builder = HeaderBuilder(family.gguf_name or family.name)
-    own = text_config(checkpoint.config)
+    own = family.config(text_config(checkpoint.config))
     config = {**family.defaults, **own}
     learned = spec.reads_both_ways or spec.entry is not None
     context_length = spec.max_position if learned else config.get("max_position_embeddings", 2048)
@@ -192,6 +195,8 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
         has_sections = "rope.dimension_sections" in keys
         return found._replace(spec=replace(found.spec, sections=rope.sections, woven=rope.woven)) if has_sections else found
     has_others = (spec.entry is not None and spec.entry.positions) or spec.distances is not None
+    if attention.latent is not None:  # which llama.cpp does not rotate in the one architecture that has none
+        return SayableRope(RopeSpec(attention.latent.rotary_dim), [])
     if keys.get("rope.scaling.finetuned", True) and not has_others:
         raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     return SayableRope(RopeSpec(attention.head_dim), [])

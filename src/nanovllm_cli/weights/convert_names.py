@@ -286,13 +286,18 @@ def _conv_shapes(conv: ConvSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     if delta.mamba:
         return _mamba_shapes(delta, hidden)
-    rows = {"qkv": delta.channels, "z": delta.values, "b": delta.num_values, "a": delta.num_values}
+    read = {"q": delta.keys, "k": delta.keys, "v": delta.values} if delta.apart else {"qkv": delta.channels}
+    rank, decays = delta.channel_rank, delta.num_values * (delta.key_dim if delta.channel_rank else 1)
+    gates = {"f_a": rank, "g_a": rank} if rank else {"z": delta.values, "a": delta.num_values}
     shapes = _linear("delta_out", hidden, delta.values, False)
-    for part, count in rows.items():
+    for part, count in (read | {"b": delta.num_values} | gates).items():
         shapes |= _linear(f"delta_{part}", count, hidden, False)
-    tables = {"decay": delta.num_values, "decay_bias": delta.num_values, "norm.weight": delta.value_dim}
+    if rank:
+        shapes |= _linear("delta_f_b", decays, rank, False) | _linear("delta_g_b", delta.values, rank, False)
+    tables = {"decay": delta.num_values, "decay_bias": decays, "norm.weight": delta.value_dim}
     shapes |= {f"delta.{name}": (size,) for name, size in tables.items()}
-    return shapes | {"delta.taps": (delta.channels, delta.width)}
+    taps = {f"{part}_taps": count for part, count in read.items()} if delta.apart else {"taps": delta.channels}
+    return shapes | {f"delta.{name}": (count, delta.width) for name, count in taps.items()}
 
 
 def _mamba_shapes(mamba: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -47,7 +47,8 @@ _VOCABULARY = ("token_embd.weight", "per_layer_token_embd.weight", "output.weigh
 _BESIDE = (".altup_router.weight", ".laurel_l.weight", ".laurel_r.weight")
 
 _IN_FLOAT32 = (
-    "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
+    "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight",
+    ".ssm_conv1d_v.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
     ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d", "position_embd.weight",
     "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight",
 )  # fmt: skip

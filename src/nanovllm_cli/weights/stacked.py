@@ -26,11 +26,14 @@
                                                                 Granite's and Nemotron's mamba.conv1d.weight alike
     Mamba-2     blk.3.ssm_a [N, 1], ssm_norm.weight [G, N]      the same [N] and [G N], which some files have anyway; ssm_d alike,
                                                                 and ERNIE's exp_probs_b.bias [1, E]
+    Kimi Linear self_attn.A_log [1, 1, H, 1]                the same [H]; GGUF's ssm_a, and ssm_conv1d_q.weight [1, N, 1, K],
+                                                                whose ones are not always there
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too;
                                                             weight_scale_inv of both, of blocks of rows
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
+    LaraMini    linear_attn.in_proj.weight [N, K]           in_proj_qkv.weight, in_proj_z, in_proj_b and in_proj_a, in this order
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
                                                                 queries, its key and its value lie together; biases alike
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
@@ -135,7 +138,7 @@ def _inner_kind(config: _Config) -> Any:
 def _has_halves(config: _Config) -> bool:
     """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
     kinds = [config.get("model_type"), _inner_kind(config)]
-    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4")) for kind in kinds)
+    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4", "lara_mini")) for kind in kinds)
 
 
 def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -182,7 +185,9 @@ def _as_a_vector(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
 
 
 def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    if shape[1] == 1:
+    if len(shape) == 4 and shape[0] == shape[2] == 1:
+        yield stack, _Part(stack, 0, _ALL, flat=True)
+    elif len(shape) < 4 and shape[1] == 1:
         yield stack, _Part(stack, None, _ALL, flat=True)
 
 
@@ -257,6 +262,20 @@ def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config:
         yield f"{place}.{name}.{kind}", _Part(stack, None, tuple(own))
 
 
+def _delta_parts(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """What a delta rule reads its input by, one part behind the other."""
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+    sizes = [size for name in names if type(size := config.get(f"linear_{name}")) is int and 0 < size <= MAX_PARTS]
+    if len(sizes) < len(names):
+        return
+    keys, key_dim, values, value_dim = sizes
+    rows = {"qkv": 2 * keys * key_dim + values * value_dim, "z": values * value_dim, "b": values, "a": values}
+    if sum(rows.values()) != shape[0]:
+        return
+    for part, end in zip(rows, itertools.accumulate(rows.values()), strict=True):
+        yield f"{found[1]}.in_proj_{part}.weight", _Part(stack, None, slice(end - rows[part], end))
+
+
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
     """Gate and up, of so many rows together, or down."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
@@ -277,6 +296,9 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
         (re.compile(r"blk\.\d+\.ssm_[ad]"), 2, _of_one_column),
+        (re.compile(r"blk\.\d+\.ssm_a"), 4, _as_a_vector),
+        (re.compile(r"blk\.\d+\.ssm_conv1d_[qkv]\.weight"), 3, _of_one_column),
+        (re.compile(r"blk\.\d+\.ssm_conv1d_[qkv]\.weight"), 4, _of_one_column),
         (re.compile(r"blk\.\d+\.(?:ssm_norm\.weight|exp_probs_b\.bias)"), 2, _as_a_vector),
     ],
     "hf": [
@@ -300,10 +322,13 @@ _LAYOUTS: dict[str, list[_Layout]] = {
          3, _llama4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
-        (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|(?:linear_attn|mamba)\.conv1d)\.weight"), 3,
+        (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\."
+                    r"(?:conv\.conv|(?:linear_attn|mamba|self_attn)\.(?:[qkv]_)?conv1d)\.weight"), 3,
          _of_one_column),
+        (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"backbone\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
+        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj\.weight"), 2, _delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
         (re.compile(r"((?:bert\.)?encoder\.layer\.\d+\.mlp)\.gated_layers\.weight"), 2, _granite_shared),
     ],
@@ -387,6 +412,7 @@ class _Unstacked(CheckpointView):
             own = own[:, 0] if part.flat else own[None] if part.lying else own.flatten() if part.whole else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
+            own = own[:, 0] if part.flat else own
         own = own.T if part.turned else own
         own = own.flatten() if part.number else own
         if isinstance(part.rows, tuple):
