@@ -99,6 +99,14 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "projector_hidden_size": 56,
         "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 36},
     }),
+    "lfm3": ("Lfm3Vl", {
+        "text_config": TEXT | {"model_type": "lfm3", "layer_types": ["full_attention"]}, "projector_hidden_size": 56,
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "patch_size": 4, "conv_kernel_size": 5, "norm_eps": 1e-3,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        },
+    }),
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
@@ -157,6 +165,8 @@ def make(name: str, folder: Path) -> Made:
                 seen = {key: given[key] for key in ("pixel_values", "image_sizes")}
                 return model.model.get_image_features(**seen).pooler_output[0], []
             if name == "paddleocr":
+                return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
+            if name == "lfm3":
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
             return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
@@ -222,7 +232,7 @@ def test_rows_are_those_of_transformers(
     name: str, by: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "torch":  # as on a GPU
-        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3]))
+        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
     assert spec.tower.cell == (12 if name == "gemma3" else CELL)
     for height, width in SIZES.get(name, FREE_SIZES):

@@ -21,6 +21,7 @@ from transformers import (
     GlmOcrConfig,
     InternVLConfig,
     Lfm2VlConfig,
+    Lfm3VlConfig,
     LightOnOcrConfig,
     LlamaConfig,
     LlavaConfig,
@@ -128,6 +129,10 @@ MODELS: dict[str, Any] = {
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
+    ),
+    "lfm3-vl": Lfm3VlConfig(
+        text_config=CASES["lfm3"].to_dict(), image_token_id=512, projector_hidden_size=40, tie_word_embeddings=False,
+        vision_config=TOWER | {"num_key_value_heads": 1, "num_hidden_layers": 3, "patch_size": 4},
     ),
 }  # fmt: skip
 QWENS = [name for name in MODELS if name.startswith("qwen")]

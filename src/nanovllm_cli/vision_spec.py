@@ -214,19 +214,22 @@ class TowerSpec:
     patches is a row, the same for all images, with a position in front of theirs; it is left out in the end (ViT's class
     token). stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
     counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
-    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. window: of attention
-    in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions,
-    and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention
-    reads has a norm, each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are
-    norms behind attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives.
-    scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join
-    a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm,
-    join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS
-    norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with
-    a GELU, projector_size rows between them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer
-    norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has
-    none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows,
-    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. key_heads: of keys
+    and values; 0: as many as of queries. convolves: layers that have, instead of attention, a gated convolution of each
+    dimension over squares of taps x taps patches, beyond the image zeros (LFM3-VL). window: of attention in all layers but
+    `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, and of those
+    behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention reads has a norm,
+    each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are norms behind attention
+    and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. scaled: what attention and
+    MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two layers with a
+    GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a cell's mean, RMS
+    norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a
+    cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one
+    matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them), "gated" (GLM-4V: join a
+    cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide);
+    projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
+    multiplied with. deep: layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first
+    layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -254,6 +257,9 @@ class TowerSpec:
     by_axis: bool = False
     theta: float | None = None
     dealt: bool = False
+    key_heads: int = 0
+    convolves: tuple[int, ...] = ()
+    taps: int = 0
     window: int = 0
     full: tuple[int, ...] = ()
     pre_norm: bool = False
@@ -270,6 +276,11 @@ class TowerSpec:
         return self.hidden_size // self.num_heads
 
     @property
+    def qkv_rows(self) -> int:
+        """Of queries, keys and values of all heads."""
+        return (self.num_heads + 2 * (self.key_heads or self.num_heads)) * self.head_dim
+
+    @property
     def cell(self) -> int:
         """Pixels on a side of what one row of its output stands for."""
         return self.patch_size * self.merge
@@ -279,7 +290,7 @@ class TowerSpec:
         assert isinstance(image, Image)
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
-        num_full = len(self.full) if self.window else self.num_layers
+        num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
         inside = min(patches, (self.window * self.merge) ** 2) * (self.num_layers - num_full)
         seen = (num_full * patches + inside) // self.num_layers
         return patches * self.hidden_size * (matrices + 2 * seen)

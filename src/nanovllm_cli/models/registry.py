@@ -155,6 +155,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
+    "Lfm3VlForConditionalGeneration": LFM3,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Jais2ForCausalLM": JAIS2,
     "Lfm2VlForConditionalGeneration": LFM2,

@@ -72,14 +72,17 @@ class Tower(Layers):
         grid = self._grid(image)
         x = self._patches(image, grid)
         turns = self._turns(grid)
-        everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x)
+        everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         if spec.window:
-            inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x)
+            inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         deep: list[torch.Tensor] = []
         for i in range(spec.num_layers):
             if i:
                 yield
-            self._layer(f"layers.{i}", x, everywhere if i in spec.full else inside)
+            if i in spec.convolves:
+                self._convolve(f"layers.{i}", x, grid)
+            else:
+                self._layer(f"layers.{i}", x, everywhere if i in spec.full else inside)
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
@@ -144,6 +147,17 @@ class Tower(Layers):
         stretched = functional.interpolate(table.permute(2, 0, 1)[None], (lines, columns), **_STRETCHED[self.spec.stretch])
         return stretched[0].permute(1, 2, 0)
 
+    def _convolve(self, layer: str, x: torch.Tensor, grid: _Grid) -> None:
+        """A layer that convolves, in place."""
+        merge, hidden = self.spec.merge, self.spec.hidden_size
+        cells = grid.lines, grid.columns, merge, merge, hidden
+        gate, after, values = self._linear(f"{layer}.conv_in", self._norm(f"{layer}.attention_norm", x)).chunk(3, dim=-1)
+        plane = (gate * values).view(cells).permute(4, 0, 2, 1, 3).reshape(1, hidden, grid.lines * merge, -1)
+        taps = self._tensors[f"{layer}.conv.weight"].to(torch.float32)
+        mixed = functional.conv2d(plane.to(torch.float32), taps, padding=self.spec.taps // 2, groups=hidden)
+        mixed = mixed.view(hidden, grid.lines, merge, grid.columns, merge).permute(1, 3, 2, 4, 0).reshape(x.shape)
+        self._add(layer, x, self._linear(f"{layer}.conv_out", after * mixed.to(x.dtype)))
+
     def _projected(self, x: torch.Tensor) -> torch.Tensor:
         """[patches, hidden_size] -> [cells, out_size]."""
         eps = self.spec.projector_eps
@@ -200,12 +214,17 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm("pre_norm")
     for i in range(spec.num_layers):
         norm(f"layers.{i}.attention_norm")
-        matrix(f"layers.{i}.qkv", 3 * hidden, hidden, spec.bias and spec.qkv_bias)
-        matrix(f"layers.{i}.out", hidden, hidden)
+        if i in spec.convolves:
+            matrix(f"layers.{i}.conv_in", 3 * hidden, hidden)
+            shapes[f"layers.{i}.conv.weight"] = (hidden, 1, spec.taps, spec.taps)
+            matrix(f"layers.{i}.conv_out", hidden, hidden)
+        else:
+            matrix(f"layers.{i}.qkv", spec.qkv_rows, hidden, spec.bias and spec.qkv_bias)
+            matrix(f"layers.{i}.out", hidden, hidden)
         norm(f"layers.{i}.mlp_norm")
         matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
         matrix(f"layers.{i}.down", hidden, inner)
-        if spec.qk_norm or spec.normed:
+        if (spec.qk_norm or spec.normed) and i not in spec.convolves:
             shapes[f"layers.{i}.head_norm.weight"] = (2 * spec.head_dim,)
         if spec.scaled:
             shapes |= dict.fromkeys((f"layers.{i}.attention_scale.weight", f"layers.{i}.mlp_scale.weight"), (hidden,))
@@ -246,6 +265,11 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm("projector.norm", spec.out_size, kind="layer")
         matrix("projector.up", 2 * spec.projector_size, spec.out_size, bias=False)
         matrix("projector.down", spec.out_size, spec.projector_size, bias=False)
+        return shapes
+    if spec.projector == "merger" and spec.projector_size:
+        norm("projector.norm", kind="layer")
+        matrix("projector.up", spec.projector_size, joined, spec.projector_bias)
+        matrix("projector.down", spec.out_size, spec.projector_size, spec.projector_bias)
         return shapes
     norm("projector.norm")
     if spec.projector == "patch_merger":

@@ -123,7 +123,11 @@ def compared(
         layer = _LAYER.search(ours)
         pattern = patterns[_LAYER.sub("{i}", ours)]
         names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
-        wanted |= dict.fromkeys(names[ours], (rows // len(names[ours]), *others))
+        count = len(names[ours])
+        each_rows = [rows // count] * count
+        if ours.endswith(".qkv.weight") and count == 3:  # queries are as wide as what they are made of
+            each_rows = [others[0], (rows - others[0]) // 2, (rows - others[0]) // 2]
+        wanted |= {name: (own, *others) for name, own in zip(names[ours], each_rows, strict=True)}
     match_tensors(path, wanted, {own: (name, reader.shape(name) or (1,)) for own, name in there.items()}, extra)
     return {ours: [there[each] for each in own] for ours, own in names.items()}
 
@@ -153,6 +157,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.taps:  # a matrix over colours, frames, lines and columns
+        shapes["patch.weight"] = (spec.hidden_size, 3 * spec.frames * spec.patch_size**2)
     if spec.projector == "gated":  # a kernel over a cell
         shapes["projector.join.weight"] = (spec.out_size, spec.hidden_size, spec.merge, spec.merge)
     if spec.projector == "pooled":
@@ -165,6 +171,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
 def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if ours == "patch.weight":
+        if spec.taps:
+            stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
         if stored.dim() == 2:  # a pixel's colours are behind each other there
             return stored.view(len(stored), -1, 3).transpose(1, 2).flatten(1)
         kernel = stored.to(torch.float32).sum(dim=2) if spec.frames else stored  # all frames show the same
