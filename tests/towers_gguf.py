@@ -15,10 +15,11 @@ MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
     "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
     "Llava": "pixtral", "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
+    "HunYuanVL": "hunyuanvl",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
-SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "mlp_AR."
+SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "mlp_AR.", "vit."
 Tensors = dict[str, np.ndarray]
 
 
@@ -108,6 +109,13 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
                      "clip.vision.preproc_min_tiles": images.get("min_patches"),
                      "clip.vision.preproc_max_tiles": images.get("max_patches"),
                      "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
+        case "HunYuanVL":
+            size = json.loads((folder / "preprocessor_config.json").read_text())["size"]
+            keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": vision["rms_norm_eps"],
+                     "clip.vision.spatial_merge_size": vision["spatial_merge_size"],
+                     "clip.vision.image_size": vision["max_image_size"],
+                     "clip.vision.image_min_pixels": size["shortest_edge"],
+                     "clip.vision.image_max_pixels": size["longest_edge"]}  # fmt: skip
         case "Glm4v" | "Glm4vMoe" | "GlmOcr":
             keys |= {"clip.use_silu": True, "clip.vision.attention.layer_norm_epsilon": vision["rms_norm_eps"]}
         case "PaddleOCRVL":
@@ -142,6 +150,8 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
                 key = key.replace(f"model.multi_modal_projector.{part}", f"mlp1.{place}")
         if name == "SmolVLM":
             key = theirs
+        if "vit.embeddings.position" in key:
+            numbers = numbers[1:]
         if name == "PaddleOCRVL":
             key = key.replace("visual.", "model.")
         if name == "Lfm2Vl":

@@ -81,7 +81,8 @@ class PlacedImage(NamedTuple):
     ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
     image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
     whole: its tokens see all of it, those behind them, too, so that one step has them all; in_windows: only in layers with a
-    window.
+    window. framed: in front of its lines is a token more that stands for it, and one behind them; and as rotary positions each
+    but those two has its own, its column, its row, and that of the image among all, `ordinal`, from 0 on (XD-RoPE, HunYuan).
     """
 
     image: Image | Sound
@@ -92,16 +93,18 @@ class PlacedImage(NamedTuple):
     has_grid: bool = False
     whole: bool = False
     in_windows: bool = False
+    framed: bool = False
+    ordinal: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that stand for it."""
-        return self.rows * (self.columns + self.ends_lines)
+        return self.rows * (self.columns + self.ends_lines) + 2 * self.framed
 
     @property
     def num_rows(self) -> int:
         """Of what a tower makes of it."""
-        return self.rows * self.columns
+        return self.rows * self.columns + 2 * self.framed
 
     def salted(self, salt: str) -> PlacedImage:
         """The same under a digest that nobody has without the salt."""
@@ -197,9 +200,10 @@ class ImageTokens:
         return self.before + lines + self.whole + self.token + self.after
 
 
-Stretch = Literal["corners", "areas", "bilinear", "bicubic"]
+Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth"]
 """How a square table of positions becomes an image's: linearly, from corner to corner; as a picture is made smaller, by the areas
-of its pixels; linearly, or by cubic polynomials, between the middles of pixels."""
+of its pixels; linearly, or by cubic polynomials, between the middles of pixels; as "bilinear", for sides that are a tenth of a
+patch longer than they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +230,12 @@ class TowerSpec:
     norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a
     cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one
     matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them), "gated" (GLM-4V: join a
-    cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide);
-    projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
-    multiplied with. deep: layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first
-    layers (DeepStack, Meng et al. 2024).
+    cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide),
+    "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the
+    same for all, one more matrix, a row in front of all and one behind, RMS norm); projector_eps: of its norm, 0 where
+    "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers, in
+    order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al.
+    2024).
     """
 
     patch_size: int
@@ -242,7 +248,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -312,7 +318,7 @@ class VisionSpec:
     whole_in_windows: bool = False
 
     def limited(self, most: int) -> VisionSpec:
-        """The same for images of at most so many tokens, where their size is not fixed."""
+        """The same for images of at most so many tokens, without those at the ends of lines, where their size is not fixed."""
         cell, rule = self.tower.cell, self.size
         area, side = most * cell**2, math.isqrt(most) * cell
         size = replace(rule, min_pixels=min(rule.min_pixels, area), max_pixels=min(rule.max_pixels, area))
@@ -344,22 +350,22 @@ class VisionSpec:
     def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
         """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""
         end = 0
-        for placed in images:
+        for ordinal, placed in enumerate(images):
             if isinstance(placed.image, Sound):
                 return False
             height, width, pixels, _ = placed.image
-            if placed != self.placed(placed.image, placed.start) or not 0 < 3 * height * width == len(pixels):
+            if placed != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
                 return False
             if height % self.tower.cell or width % self.tower.cell or placed.start < end:
                 return False
             end = placed.end
         return end <= num_tokens
 
-    def placed(self, image: Image | Sound, start: int) -> PlacedImage:
-        """An image where its first token is the prompt's `start`."""
+    def placed(self, image: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
+        """An image where its first token is the prompt's `start`, with so many images before it."""
         assert isinstance(image, Image)
-        cell = self.tower.cell
+        cell, framed = self.tower.cell, self.tower.projector == "lined"
         return PlacedImage(
-            image, start, image.height // cell, image.width // cell, bool(self.tokens.line_end), self.has_grid, self.whole,
-            self.whole_in_windows,
+            image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,
+            self.whole, self.whole_in_windows, framed, ordinal if framed else 0,
         )  # fmt: skip

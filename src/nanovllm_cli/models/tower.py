@@ -90,7 +90,7 @@ class Tower(Layers):
             x = x[1:]
         if spec.post_norm:
             x = self._norm("post_norm", x)
-        return TowerRows(_line_by_line(self._projected(x), grid), tuple(_line_by_line(each, grid) for each in deep))
+        return TowerRows(_line_by_line(self._projected(x, grid), grid), tuple(_line_by_line(each, grid) for each in deep))
 
     def _grid(self, image: Image) -> _Grid:
         cell = self.spec.cell
@@ -142,9 +142,14 @@ class Tower(Layers):
             return table[1, :lines, None].to(torch.float32) + table[0, :columns].to(torch.float32)
         rows = math.isqrt(self.spec.positions)
         table = table[self.spec.lead :].to(torch.float32).view(rows, rows, -1)
-        if (rows, rows) == (lines, columns):
+        if (rows, rows) == (lines, columns) and self.spec.stretch != "tenth":
             return table
-        stretched = functional.interpolate(table.permute(2, 0, 1)[None], (lines, columns), **_STRETCHED[self.spec.stretch])
+        square = table.permute(2, 0, 1)[None]
+        if self.spec.stretch == "tenth":
+            scales = (lines + 0.1) / rows, (columns + 0.1) / rows
+            stretched = functional.interpolate(square, scale_factor=scales, mode="bilinear", align_corners=False)
+        else:
+            stretched = functional.interpolate(square, (lines, columns), **_STRETCHED[self.spec.stretch])
         return stretched[0].permute(1, 2, 0)
 
     def _convolve(self, layer: str, x: torch.Tensor, grid: _Grid) -> None:
@@ -158,9 +163,11 @@ class Tower(Layers):
         mixed = mixed.view(hidden, grid.lines, merge, grid.columns, merge).permute(1, 3, 2, 4, 0).reshape(x.shape)
         self._add(layer, x, self._linear(f"{layer}.conv_out", after * mixed.to(x.dtype)))
 
-    def _projected(self, x: torch.Tensor) -> torch.Tensor:
-        """[patches, hidden_size] -> [cells, out_size]."""
+    def _projected(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
+        """[patches, hidden_size] -> [cells, out_size], or of "lined" as many as `PlacedImage.num_rows`."""
         eps = self.spec.projector_eps
+        if self.spec.projector == "lined":
+            return self._lined(x, grid)
         if self.spec.projector in ("pooled", "scaled"):
             means = x.view(-1, self.spec.merge**2, x.shape[-1]).to(torch.float32).mean(dim=1)
             if self.spec.projector == "pooled":
@@ -183,6 +190,14 @@ class Tower(Layers):
         if self.spec.projector == "patch_merger":
             x = self._linear("projector.join", x)
         return self._two_layers("projector", x)
+
+    def _lined(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
+        first, line_end, last = (self._tensors[f"projector.{name}.weight"] for name in ("begin", "line_end", "end"))
+        x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, self.spec.projector_eps)))
+        x = self._linear("projector.first", activated(x, self.spec.activation, gated=False))
+        lines = torch.cat([x.view(grid.lines, grid.columns, -1), line_end.expand(grid.lines, 1, -1)], dim=1)
+        x = torch.cat([first[None], self._linear("projector.out", lines.flatten(0, 1)), last[None]])
+        return self._norm("projector.after_norm", x, self.spec.projector_eps)
 
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, self.spec.merge**2 * x.shape[-1])
@@ -265,6 +280,15 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm("projector.norm", spec.out_size, kind="layer")
         matrix("projector.up", 2 * spec.projector_size, spec.out_size, bias=False)
         matrix("projector.down", spec.out_size, spec.projector_size, bias=False)
+        return shapes
+    if spec.projector == "lined":
+        norm("projector.norm", kind="rms")
+        matrix("projector.join", 2 * hidden, joined)
+        matrix("projector.first", 4 * hidden, 2 * hidden)
+        shapes["projector.line_end.weight"] = (4 * hidden,)
+        matrix("projector.out", spec.out_size, 4 * hidden)
+        shapes |= dict.fromkeys(("projector.begin.weight", "projector.end.weight"), (spec.out_size,))
+        norm("projector.after_norm", spec.out_size, kind="rms")
         return shapes
     if spec.projector == "merger" and spec.projector_size:
         norm("projector.norm", kind="layer")

@@ -220,6 +220,15 @@ def _paddleocr(given: Given) -> tuple[Config, Config]:
     return {"vision_config": vision, "text_config": {"hidden_size": out}}, _pixels(given)
 
 
+def _hunyuan(given: Given) -> tuple[Config, Config]:
+    """Its GELUs are the exact ones, which files don't say."""
+    out, _ = given.matrix("mm.model.fc.weight")
+    act = given.vision["hidden_act"]
+    vision = {**given.vision, "max_image_size": _side(given), "spatial_merge_size": given.integer("spatial_merge_size", 2),
+              "rms_norm_eps": _eps(given), "hidden_act": "gelu" if act == "gelu_pytorch_tanh" else act}  # fmt: skip
+    return {"vision_config": vision, "text_config": {"hidden_size": out}}, _pixels(given)
+
+
 def _side(given: Given) -> int:
     """Of a square image with as many patches as the table of positions has rows; "image_size" is another."""
     rows, _ = given.matrix("v.position_embd.weight")
@@ -295,6 +304,7 @@ PROJECTORS = {
         also=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
     ),
     "paddleocr": Projector("PaddleOCRVLForConditionalGeneration", ("paddleocr",), _paddleocr),
+    "hunyuanvl": Projector("HunYuanVLForConditionalGeneration", ("hunyuan_vl",), _hunyuan),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
     "internvl": Projector(
@@ -305,7 +315,8 @@ PROJECTORS = {
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
 _ALONE = {
     "projector.standard_norm.shift": ("v.std_bias",), "projector.standard_norm.scale": ("v.std_scale",),
-    "lead.weight": ("v.class_embd",),
+    "lead.weight": ("v.class_embd",), "projector.line_end.weight": ("v.image_newline",),
+    "projector.begin.weight": ("mm.image_begin",), "projector.end.weight": ("mm.image_end",),
 }  # fmt: skip
 _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
@@ -318,6 +329,10 @@ _PROJECTOR_NAMES = {
     "gated": {
         "pre_norm": "v.norm_embd", "projector.join": "mm.patch_merger", "projector.first": "mm.model.fc",
         "projector.norm": "mm.post_norm", "projector.down": "mm.down",
+    },
+    "lined": {
+        "projector.norm": "mm.pre_norm", "projector.join": "mm.0", "projector.first": "mm.2", "projector.out": "mm.model.fc",
+        "projector.after_norm": "mm.post_norm",
     },
     "joined": {
         "projector.norm": "mm.input_norm", "projector.up": "mm.1", "projector.down": "mm.2", "projector.out": "mm.model.fc",

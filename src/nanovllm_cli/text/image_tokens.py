@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Clip, ImageTokens, Picture, TokenIds
+from nanovllm_cli.vision_spec import Clip, ImageTokens, Picture, PlacedImage, TokenIds
 
 Sent = Picture | Clip
 
@@ -81,15 +81,15 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, vision: Sense, picture
         raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} {_name_of(pictures)}")
     left = iter(images)
     out: list[int] = []
-    placed = []
+    placed: list[PlacedImage] = []
     for token_id in ids:
         if token_id != part:
             out.append(token_id)
             continue
-        placed.append(vision.placed(next(left), len(out)))
+        placed.append(vision.placed(next(left), len(out), len(placed)))
         line = [part] * placed[-1].columns
         if not placed[-1].ends_lines:
-            out += line * placed[-1].rows
+            out += [part] * placed[-1].num_tokens
         else:
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end

@@ -61,7 +61,7 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        if info.name in _CONVOLVED:  # an Idefics3's in full, as llama.cpp's converter has it
+        if info.name in _CONVOLVED or len(info.shape) == 4:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
@@ -97,6 +97,8 @@ class _TowerView(CheckpointView):
         infos = [self._inner.info(each) for each in self._parts[ours]]
         rows, *others = infos[0].shape
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
+        if self._spec.projector == "lined" and ours == "positions.weight":
+            shape = self._spec.positions, self._spec.hidden_size
         kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
         return TensorInfo(name, shape, kind, sum(info.num_bytes for info in infos) // count)
 
@@ -115,6 +117,8 @@ class _TowerView(CheckpointView):
         if ours == "patch.weight":
             kernel = whole[:, :, place] if self._spec.frames else arranged(ours, whole, self._spec)
             return kernel.reshape(self._kernel).contiguous()
+        if self._spec.projector == "lined" and ours == "positions.weight":
+            return arranged(ours, whole, self._spec)
         part = whole.chunk(count)[place]
         if ours.endswith(".qkv.weight") and self._spec.dealt and place < 2:
             return halves_to_pairs(part, self._spec.head_dim, self._spec.head_dim)

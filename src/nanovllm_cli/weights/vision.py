@@ -26,12 +26,16 @@ from nanovllm_cli.weights.loader import MISSHAPEN, OTHER_MODEL
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1"
+_ROOTS = (
+    "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
+)  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
 _ROOT = re.compile(rf"(?:model\.)?({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?")
-_UNREAD = re.compile(r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*")
-"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, and positions that nothing adds."""
+_UNREAD = re.compile(
+    r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
+)
+"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -161,6 +165,10 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["patch.weight"] = (spec.hidden_size, 3 * spec.frames * spec.patch_size**2)
     if spec.projector == "gated":  # a kernel over a cell
         shapes["projector.join.weight"] = (spec.out_size, spec.hidden_size, spec.merge, spec.merge)
+    if spec.projector == "lined":  # kernels, too; and a position more, of nothing
+        shapes["projector.join.weight"] = (2 * spec.hidden_size, spec.hidden_size, spec.merge, spec.merge)
+        shapes["projector.first.weight"] = (4 * spec.hidden_size, 2 * spec.hidden_size, 1, 1)
+        shapes["positions.weight"] = (spec.positions + (not of_file), spec.hidden_size)
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
     if spec.lead and not of_file:
@@ -190,6 +198,10 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.to(torch.float32) + 1
     if spec.lead and ours in ("lead.weight", "positions.weight"):
         return stored.view(-1, spec.hidden_size)
+    if spec.projector == "lined" and ours == "positions.weight":
+        return stored[-spec.positions :]
+    if spec.projector == "lined" and ours == "projector.first.weight":
+        return stored.flatten(1)
     if ours == "projector.join.weight":  # a dimension's patches are behind each other there
         return stored.view(len(stored), spec.hidden_size, spec.merge**2).transpose(1, 2).flatten(1)
     return stored
