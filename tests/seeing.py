@@ -69,6 +69,17 @@ def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.
     return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
+def packed_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Of images [3, height, width], behind each other, as a MiniCPM-V's tower takes them."""
+    patches, sizes = [], []
+    for value in values:
+        lines, columns = (each // side for each in value.shape[1:])
+        parts = value.reshape(3, lines, side, columns, side).permute(0, 2, 1, 3, 4)
+        patches.append(parts.reshape(3, side, -1))
+        sizes.append([lines, columns])
+    return {"pixel_values": torch.cat(patches, dim=-1)[None], "target_sizes": torch.tensor(sizes, dtype=torch.int32)}
+
+
 def hunyuan_as_published(model: Any) -> Any:
     """transformers' model with two things as Tencent's code, vLLM's and llama.cpp have them: both halves of a rotary pair turn by
     the same position, and a tower's positions are stretched by a tenth of a patch more."""

@@ -22,7 +22,7 @@ from nanovllm_cli.models.tower_attention import TorchAttention
 from nanovllm_cli.vision_spec import Image, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
-from seeing import hunyuan_as_published, siglip_2s_patches
+from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
 
 transformers = pytest.importorskip("transformers")
 
@@ -106,6 +106,14 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
             "max_image_size": 28, "rms_norm_eps": 1e-3,
         },
     }),
+    "minicpm": ("MiniCPMV4_6", {
+        "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "insert_layer_id": 1,
+        "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "num_hidden_layers": 4, "image_size": 27},
+    }),
+    "minicpm, 4x": ("MiniCPMV4_6", {
+        "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "downsample_mode": "4x",
+        "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "image_size": 28},
+    }),
     "lfm3": ("Lfm3Vl", {
         "text_config": TEXT | {"model_type": "lfm3", "layer_types": ["full_attention"]}, "projector_hidden_size": 56,
         "vision_config": {
@@ -119,12 +127,14 @@ HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
+    "minicpm": {"scale_resolution": 64}, "minicpm, 4x": {"scale_resolution": 64, "downsample_mode": "4x"},
     "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
 }  # fmt: skip
 """Settings of image processors that cut images."""
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
-SIZES = {"gemma3": [(48, 48)], "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
+         "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -160,6 +170,9 @@ def make(name: str, folder: Path) -> Made:
     def rows(pixels: np.ndarray) -> Rows:
         if name in IN_PIECES:
             values = torch.from_numpy(pixels).permute(2, 0, 1) / 255 * 2 - 1
+            if name.startswith("minicpm"):
+                with torch.no_grad():
+                    return model.model.get_image_features(**packed_patches([values], CELL // 2)).pooler_output[0], []
             by_name = {"smolvlm": values[None, None], "internvl": values[None], "internvl, rms": values[None]}
             seen = {"pixel_values": by_name[name]} if name in by_name else siglip_2s_patches([values], CELL // 2)
             with torch.no_grad():
@@ -246,7 +259,7 @@ def test_rows_are_those_of_transformers(
     if by == "torch":  # as on a GPU
         monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
-    assert spec.tower.cell == (12 if name == "gemma3" else CELL)
+    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16}.get(name, CELL)
     for height, width in SIZES.get(name, FREE_SIZES):
         pixels = draw(height, width)
         rows, deep = made(name).rows(pixels)

@@ -26,6 +26,7 @@ from transformers import (
     LightOnOcrConfig,
     LlamaConfig,
     LlavaConfig,
+    MiniCPMV4_6Config,
     Mistral3Config,
     PaddleOCRVLConfig,
     Qwen2_5_VLConfig,
@@ -43,7 +44,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
-from seeing import hunyuan_as_published, siglip_2s_patches
+from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
 NUMBERS = np.random.default_rng(0)
@@ -136,6 +137,10 @@ MODELS: dict[str, Any] = {
         text_config=SMALL | {"vocab_size": 513, "head_dim": 24, "rope_parameters": XDROPE}, image_token_id=512,
         tie_word_embeddings=False, vision_config=TOWER | {"patch_size": 4, "max_image_size": 20, "num_hidden_layers": 3},
     ),
+    "minicpm-v": MiniCPMV4_6Config(
+        text_config=CASES["qwen3.5"].to_dict(), image_token_id=512, insert_layer_id=0, tie_word_embeddings=False,
+        vision_config=TOWER | {"patch_size": 4, "image_size": 24},
+    ),
     "lfm3-vl": Lfm3VlConfig(
         text_config=CASES["lfm3"].to_dict(), image_token_id=512, projector_hidden_size=40, tie_word_embeddings=False,
         vision_config=TOWER | {"num_key_value_heads": 1, "num_hidden_layers": 3, "patch_size": 4},
@@ -188,6 +193,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type == "lfm2_vl":
         return {"input_ids": ids} | siglip_2s_patches(values, tower.patch_size)
+    if model.config.model_type == "minicpmv4_6":
+        return {"input_ids": ids} | packed_patches(values, tower.patch_size)
     if model.config.model_type == "gemma4":
         return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
     patches, grids = [], []

@@ -63,7 +63,7 @@ class Clip(NamedTuple):
 
 class Picture(NamedTuple):
     """An image as somebody sent it, in the images that a tower reads: `rows` lines of `columns` pieces, where it is divided, and
-    all of it in one."""
+    all of it in one, in the order of their tokens."""
 
     images: tuple[Image, ...]
     rows: int = 0
@@ -150,9 +150,11 @@ class SizeRule:
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL)
+    slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
+             front of them: as one of them, and nothing but that where it has no more pixels (MiniCPM-V)
     """
 
-    kind: Literal["area", "longest", "square", "largest", "tiles", "grid", "canvas"]
+    kind: Literal["area", "longest", "square", "largest", "tiles", "grid", "canvas", "slices"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -172,6 +174,8 @@ class ImageTokens:
     last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
     Where images are cut into pieces, in front of the token of a piece is `piece`, with {row} and {column} from 1 on, behind each
     line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not cut, `alone`.
+    whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
+    piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     """
 
@@ -187,23 +191,26 @@ class ImageTokens:
     whole: str = ""
     alone: str = ""
     line: str | None = None
+    whole_first: bool = False
+    piece_end: str = ""
 
-    def text(self, picture: Picture | Clip) -> str:
+    def text(self, picture: Picture | Clip, number: int = 0) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""
+        before = self.before.replace("{number}", str(number))
         if isinstance(picture, Clip) or not picture.rows:
-            return self.before + self.alone + self.token * len(picture.images) + self.after
-        lines = "".join(
-            "".join(self.piece.format(row=row, column=column) + self.token for column in range(1, picture.columns + 1))
-            + self.pieces_end
-            for row in range(1, picture.rows + 1)
-        )
-        return self.before + lines + self.whole + self.token + self.after
+            return before + self.alone + self.token * len(picture.images) + self.after
+        columns, behind = range(1, picture.columns + 1), self.token + self.piece_end
+        lines = ["".join(self.piece.format(row=row, column=column) + behind for column in columns)
+                 for row in range(1, picture.rows + 1)]  # fmt: skip
+        if self.whole_first:
+            return before + self.whole + self.token + self.after + self.pieces_end.join(lines)
+        return before + "".join(line + self.pieces_end for line in lines) + self.whole + self.token + self.after
 
 
-Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth"]
+Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth", "nearest"]
 """How a square table of positions becomes an image's: linearly, from corner to corner; as a picture is made smaller, by the areas
 of its pixels; linearly, or by cubic polynomials, between the middles of pixels; as "bilinear", for sides that are a tenth of a
-patch longer than they are."""
+patch longer than they are; each patch has that in which its beginning lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +231,20 @@ class TowerSpec:
     `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, and of those
     behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention reads has a norm,
     each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are norms behind attention
-    and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. scaled: what attention and
-    MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two layers with a
-    GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a cell's mean, RMS
-    norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a
-    cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one
-    matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them), "gated" (GLM-4V: join a
-    cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide),
-    "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the
-    same for all, one more matrix, a row in front of all and one behind, RMS norm); projector_eps: of its norm, 0 where
-    "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers, in
-    order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al.
-    2024).
+    and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. shrinks: a layer behind
+    which the patches of a square of 2 x 2 see each other alone, by attention, and are joined to one, by a norm and two layers
+    with a GELU (tanh), 4 * intermediate_size rows between them, beside their mean (MiniCPM-V 4.6); None: none. scaled: what
+    attention and MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two
+    layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a
+    cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
+    "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3:
+    join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them), "gated"
+    (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU,
+    projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each
+    line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm); projector_eps: of
+    its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with.
+    deep: layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers
+    (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -268,6 +277,7 @@ class TowerSpec:
     taps: int = 0
     window: int = 0
     full: tuple[int, ...] = ()
+    shrinks: int | None = None
     pre_norm: bool = False
     post_norm: bool = False
     qk_norm: bool = False
@@ -287,6 +297,11 @@ class TowerSpec:
         return (self.num_heads + 2 * (self.key_heads or self.num_heads)) * self.head_dim
 
     @property
+    def joins(self) -> int:
+        """Rows behind the last layer that become one of its output."""
+        return self.merge**2 // (1 if self.shrinks is None else 4)
+
+    @property
     def cell(self) -> int:
         """Pixels on a side of what one row of its output stands for."""
         return self.patch_size * self.merge
@@ -299,7 +314,11 @@ class TowerSpec:
         num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
         inside = min(patches, (self.window * self.merge) ** 2) * (self.num_layers - num_full)
         seen = (num_full * patches + inside) // self.num_layers
-        return patches * self.hidden_size * (matrices + 2 * seen)
+        work = patches * self.hidden_size * (matrices + 2 * seen)
+        if self.shrinks is None:
+            return work
+        before = self.shrinks + 1  # behind them a quarter of the patches sees a quarter
+        return work * (4 * before + self.num_layers - before) // (4 * self.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,13 +352,18 @@ class VisionSpec:
         elif rule.kind == "grid":
             tiles = max(0, area - size.max_pixels) // rule.tile**2
             size = replace(size, most_tiles=min(rule.most_tiles, tiles))
+        elif rule.kind == "slices":
+            piece = (rule.tile / cell) ** 2 + 1.25 * rule.tile / cell + 0.25  # where one is four times as long as wide, rounded
+            tiles = max(1, most // math.floor(piece) - 1)
+            size = replace(size, most_tiles=min(rule.most_tiles, tiles))
         return replace(self, size=size)
 
     @property
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
-        side = {"square": rule.longest_side, "tiles": rule.tile, "canvas": rule.tile}.get(rule.kind, self.tower.cell)
+        side = rule.longest_side if rule.kind == "square" else rule.tile if rule.kind in ("tiles", "canvas", "slices") else 0
+        side = side or self.tower.cell
         return (side // self.tower.cell) ** 2
 
     def num_tokens(self, picture: Picture | Clip) -> int:

@@ -83,6 +83,9 @@ class Tower(Layers):
                 self._convolve(f"layers.{i}", x, grid)
             else:
                 self._layer(f"layers.{i}", x, everywhere if i in spec.full else inside)
+            if i == spec.shrinks:
+                x = self._shrunk(x)
+                everywhere = inside = attention(_of_one(x), spec.num_heads, spec.head_dim, x)
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
@@ -115,6 +118,14 @@ class Tower(Layers):
         angles = _cell_by_cell(torch.cat([line, column], dim=-1), merge, grid.order).view(-1, dim // 2)
         return angles.cos().to(self._device, torch.float32), angles.sin().to(self._device, torch.float32)
 
+    def _by_cell(self, grid: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        """As `_cell_by_cell`; where patches are joined within the tower, squares of 2 x 2 lie together in a cell."""
+        if self.spec.shrinks is None:
+            return _cell_by_cell(grid, self.spec.merge, order)
+        half = self.spec.merge // 2
+        sides = grid.shape[0] // (2 * half), half, 2, grid.shape[1] // (2 * half), half, 2
+        return grid.reshape(*sides, -1).permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, self.spec.merge**2, grid.shape[-1])
+
     def _patches(self, image: Image, grid: _Grid) -> torch.Tensor:
         """[patches, hidden_size]."""
         spec = self.spec
@@ -122,14 +133,14 @@ class Tower(Layers):
         lines, columns = grid.lines * merge, grid.columns * merge
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
         patches = pixels.view(lines, side, columns, side, 3).permute(0, 2, 4, 1, 3).reshape(lines, columns, -1)
-        values = _cell_by_cell(patches, merge, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
+        values = self._by_cell(patches, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
         values = ((values - self._mean) / self._std).flatten(1).to(self._dtype)
         x = self._linear("patch", values)
         if spec.pre_norm:
             x = self._norm("pre_norm", x)
         if not spec.positions:
             return x
-        x += _cell_by_cell(self._positions(lines, columns), merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+        x += self._by_cell(self._positions(lines, columns), grid.order).view(-1, spec.hidden_size).to(self._dtype)
         if not spec.lead:
             return x
         return torch.cat([self._tensors["lead.weight"] + self._tensors["positions.weight"][:1], x])
@@ -144,6 +155,9 @@ class Tower(Layers):
         table = table[self.spec.lead :].to(torch.float32).view(rows, rows, -1)
         if (rows, rows) == (lines, columns) and self.spec.stretch != "tenth":
             return table
+        if self.spec.stretch == "nearest":
+            line, column = (_nearest(count, rows).to(table.device) for count in (lines, columns))
+            return table[line][:, column]
         square = table.permute(2, 0, 1)[None]
         if self.spec.stretch == "tenth":
             scales = (lines + 0.1) / rows, (columns + 0.1) / rows
@@ -151,6 +165,16 @@ class Tower(Layers):
         else:
             stretched = functional.interpolate(square, (lines, columns), **_STRETCHED[self.spec.stretch])
         return stretched[0].permute(1, 2, 0)
+
+    def _shrunk(self, x: torch.Tensor) -> torch.Tensor:
+        """Squares of 2 x 2 patches, which lie together, as one row each."""
+        spec = self.spec
+        none = torch.empty(len(x), 0, device=self._device)
+        attend = attention(Windows(((len(x) // 4, 4),), (none, none)), spec.num_heads, spec.head_dim, x)
+        qkv = self._linear("shrink.qkv", self._norm("shrink.attention_norm", x))
+        x = x + self._linear("shrink.out", attend(qkv, None))
+        mean = x.view(-1, 4, spec.hidden_size).to(torch.float32).mean(dim=1).to(self._dtype)
+        return mean + self._two_layers("shrink", self._norm("shrink.norm", x.view(-1, 4 * spec.hidden_size)), "gelu_tanh")
 
     def _convolve(self, layer: str, x: torch.Tensor, grid: _Grid) -> None:
         """A layer that convolves, in place."""
@@ -200,14 +224,14 @@ class Tower(Layers):
         return self._norm("projector.after_norm", x, self.spec.projector_eps)
 
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(-1, self.spec.merge**2 * x.shape[-1])
+        return x.view(-1, self.spec.joins * x.shape[-1])
 
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
     layers.{i}.up: gate and up, where it is gated; bounds: of each of these, the least and the most that it reads and that it
     gives. What joins a cell reads its patches behind each other, line by line."""
-    hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.merge**2 * spec.hidden_size
+    hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
 
     def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
@@ -249,6 +273,13 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         if spec.clipped:
             for name, parts in (("qkv", 3), ("out", 1), ("up", 2 if spec.gated else 1), ("down", 1)):
                 shapes[f"layers.{i}.{name}.bounds"] = (parts, 4)
+    if spec.shrinks is not None:
+        norm("shrink.attention_norm")
+        matrix("shrink.qkv", 3 * hidden, hidden)
+        matrix("shrink.out", hidden, hidden)
+        norm("shrink.norm", 4 * hidden)
+        matrix("shrink.up", 4 * inner, 4 * hidden)
+        matrix("shrink.down", hidden, 4 * inner)
     if spec.post_norm:
         norm("post_norm")
     for i in range(len(spec.deep)):
@@ -323,6 +354,17 @@ def _cell_by_cell(grid: torch.Tensor, merge: int, order: torch.Tensor | None) ->
     lines, columns, width = grid.shape
     cells = grid.reshape(lines // merge, merge, columns // merge, merge, width).transpose(1, 2).reshape(-1, merge**2, width)
     return cells if order is None else cells[order]
+
+
+def _of_one(x: torch.Tensor) -> Windows:
+    none = torch.empty(len(x), 0, device=x.device)
+    return Windows(((1, len(x)),), (none, none))
+
+
+def _nearest(count: int, rows: int) -> torch.Tensor:
+    """For each of so many patches which of a table's rows, with transformers' rounding."""
+    begins = torch.arange(1 / rows, 1.0, 1 / rows)
+    return torch.bucketize(torch.arange(count) / count, begins, right=True).clamp(max=rows - 1)
 
 
 def _line_by_line(rows: torch.Tensor, grid: _Grid) -> torch.Tensor:

@@ -61,7 +61,7 @@ def with_marks(text: str, plain_at: Collection[int], tokens: ImageTokens, pictur
             f"the chat template writes {len(marks)} places ({tokens.marker}) for {count} {_name_of(pictures)}",
             "use the model's own template" if len(marks) < count else None,
         )
-    instead = [tokens.text(picture) for picture in pictures]
+    instead = [tokens.text(picture, number) for number, picture in enumerate(pictures)]
     further = list(accumulate((len(becomes) - len(tokens.marker) for becomes in instead), initial=0))
     moved = {at + further[bisect(marks, at)] for at in plain_at}
     pieces, start = [], 0

@@ -149,7 +149,7 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
 
 def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Header:
     tower, size = spec.tower, spec.size
-    side = {"tiles": size.tile, "canvas": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
+    side = {"tiles": size.tile, "canvas": size.tile, "slices": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
     eps = tower.projector_eps if label == "pixtral" and tower.projector_eps else tower.eps
@@ -176,6 +176,8 @@ def _header(spec: VisionSpec, label: str, name: str, kind: LlamaFileType) -> Hea
         keys["clip.vision.preproc_image_size"] = size.longest_side
     if size.kind == "canvas":
         keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
+    if tower.shrinks is not None:
+        keys["clip.vision.wa_layer_indexes"] = [tower.shrinks]
     if tower.window:
         keys["clip.vision.window_size"] = tower.window * tower.cell
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
@@ -188,4 +190,4 @@ def _check(header: Header, shapes: dict[str, tuple[int, ...]], spec: VisionSpec)
     """Reads the header as it will be read. Which token stands for an image is not its matter."""
     read = ConfigReader({key: field.value for key, field in header.items()}, "the file")
     found = vision_from_gguf(read, shapes)
-    check_spec(replace(spec, tokens=found.tokens), found)
+    check_spec(replace(spec, tokens=replace(found.tokens, before=spec.tokens.before)), found)

@@ -28,6 +28,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
+    "merger",
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
@@ -36,6 +37,8 @@ _UNREAD = re.compile(
     r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
 )
 """Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing."""
+_UNREAD_WHOLE = re.compile(rf"{_UNREAD.pattern}|vision_tower\.vit_merger\..*")
+"""And where patches are not joined within a tower, what a MiniCPM-V's has for that."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -97,7 +100,8 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
     family = tower_family(checkpoint.config)
     assert family is not None
     plain = {name: _ROOT.sub(_plain_root, name, count=1) for name in reader.names() if _ROOT.match(name)}
-    plain = {name: own for name, own in plain.items() if not _UNREAD.fullmatch(own)}
+    unread = _UNREAD if spec.shrinks is not None else _UNREAD_WHOLE
+    plain = {name: own for name, own in plain.items() if not unread.fullmatch(own)}
     return compared(checkpoint.path, reader, plain, family.names, stored_shapes(spec))
 
 
