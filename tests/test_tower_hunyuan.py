@@ -27,8 +27,8 @@ from nanovllm_cli.engine.sight import rotary_positions
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.sizes import fitted
 from nanovllm_cli.images.source import data_url
-from nanovllm_cli.models.families import spec_from_hf
-from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
+from nanovllm_cli.models.registry import gguf_family, hf_family
 from seeing import FIRST, hunyuan_as_published
 from test_image_pieces import read
 from test_images import colours, saved
@@ -245,3 +245,28 @@ def test_converted_it_reads_images_as_its_folder_does(tmp_path: Path) -> None:
     sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     check_it_sees_as_its_folder_does(with_merges(folder, WORDS[1:]), tmp_path / "m-F32.gguf")
+
+
+@pytest.mark.parametrize(("own", "theta", "sections"), [
+    ({"rope.scaling.alpha": 50.0, "rope.dimension_sections": [4, 3, 3, 2]}, 1e4 * 50 ** (24 / 22), (4, 3, 3, 2)),
+    ({"rope.dimension_sections": [5, 4, 3, 0]}, 1e4, (5, 4, 3)),
+    ({"rope.scaling.alpha": 0.0}, 1e4, ()),
+])  # fmt: skip
+def test_a_file_may_have_alpha_beside_the_base(own: dict[str, Any], theta: float, sections: tuple[int, ...]) -> None:
+    """As llama.cpp's converter writes it; ours stretches the base, as it does for the model without images."""
+    said = {"block_count": 1, "embedding_length": 48, "feed_forward_length": 64, "attention.head_count": 2, "context_length": 512,
+            "attention.key_length": 24, "attention.value_length": 24, "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": 1e4} | own  # fmt: skip
+    metadata = {"general.architecture": "hunyuan_vl"} | {f"hunyuan_vl.{key}": value for key, value in said.items()}
+    spec = spec_from_gguf(metadata, gguf_family(metadata), 513, set(), lambda name: None)
+    rope = spec.attention.rope
+    assert rope is not None
+    assert (rope.theta, rope.sections, spec.attention.qk_norm_of) == (pytest.approx(theta), sections, "turned head")
+
+
+def test_an_alpha_that_is_no_number_is_broken() -> None:
+    metadata = {"general.architecture": "hunyuan_vl", "hunyuan_vl.block_count": 1, "hunyuan_vl.embedding_length": 48,
+                "hunyuan_vl.attention.head_count": 2, "hunyuan_vl.feed_forward_length": 64, "hunyuan_vl.context_length": 64,
+                "hunyuan_vl.attention.layer_norm_rms_epsilon": 1e-5, "hunyuan_vl.rope.scaling.alpha": "much"}  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"rope\.scaling\.alpha"):
+        spec_from_gguf(metadata, gguf_family(metadata), 513, set(), lambda name: None)
