@@ -67,3 +67,34 @@ def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.
         flat = value.view(3, lines, side, columns, side).permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
         patches[i, : len(flat)], mask[i, : len(flat)] = flat, 1
     return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def packed_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Of images [3, height, width], behind each other, as a MiniCPM-V's tower takes them."""
+    patches, sizes = [], []
+    for value in values:
+        lines, columns = (each // side for each in value.shape[1:])
+        parts = value.reshape(3, lines, side, columns, side).permute(0, 2, 1, 3, 4)
+        patches.append(parts.reshape(3, side, -1))
+        sizes.append([lines, columns])
+    return {"pixel_values": torch.cat(patches, dim=-1)[None], "target_sizes": torch.tensor(sizes, dtype=torch.int32)}
+
+
+def hunyuan_as_published(model: Any) -> Any:
+    """transformers' model with two things as Tencent's code, vLLM's and llama.cpp have them: both halves of a rotary pair turn by
+    the same position, and a tower's positions are stretched by a tenth of a patch more."""
+    rope, embeddings = model.model.language_model.rotary_emb, model.model.vision_tower.embeddings
+
+    def divided(freq: torch.Tensor) -> torch.Tensor:
+        parts = [part[axis] for axis, part in enumerate(freq.split(rope.mrope_section, dim=-1))]
+        return torch.cat(parts * 2, dim=-1)
+
+    def stretched(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        edge = embeddings.position_edge
+        table = embeddings.position_embedding.weight[1:].view(1, edge, edge, -1).permute(0, 3, 1, 2).float()
+        scales = (int(height) + 0.1) / edge, (int(width) + 0.1) / edge
+        made = torch.nn.functional.interpolate(table, scale_factor=scales, mode="bilinear", align_corners=False)
+        return made.permute(0, 2, 3, 1).flatten(1, 2).to(like.dtype)
+
+    rope.recomposition_frequencies, embeddings.interpolate_pos_encoding = divided, stretched
+    return model

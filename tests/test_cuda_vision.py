@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, Gemma3Config, Qwen3VLConfig
+from transformers import AutoModelForImageTextToText, Gemma3Config, HunYuanVLConfig, Qwen3VLConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -30,6 +30,13 @@ CONFIGS: dict[str, Any] = {
                        "deepstack_visual_indexes": [0]},
         image_token_id=IMAGE, video_token_id=254, vision_start_token_id=253, vision_end_token_id=252,
     ),
+    "hunyuan-vl": HunYuanVLConfig(
+        text_config=TEXT | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0,
+                                                "mrope_section": [12, 8, 8, 4]}},
+        vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "patch_size": 4, "max_image_size": 16},
+        image_token_id=IMAGE,
+    ),
     "gemma3": Gemma3Config(
         text_config=TEXT | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
         vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -48,7 +55,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def prompt_of(vision: VisionSpec, first: int, behind: int) -> TokenIds:
     image = Image.of(32, 32, NUMBERS.integers(0, 256, 3 * 32 * 32, np.uint8).tobytes())
     ids = NUMBERS.integers(2, 250, first + behind).tolist()
-    return TokenIds([*ids[:first], *[IMAGE] * 16, *ids[first:]], [vision.placed(image, first)])
+    placed = vision.placed(image, first)
+    return TokenIds([*ids[:first], *[IMAGE] * placed.num_rows, *ids[first:]], [placed])
 
 
 def prompts_for(engine: Engine) -> list[TokenIds]:

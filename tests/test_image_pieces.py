@@ -170,7 +170,7 @@ def test_published_models_see() -> None:
 
 def test_an_image_that_is_not_to_be_cut_is_one_piece() -> None:
     once = replace(TILES, most_tiles=1)
-    assert fitted(once, 100, 300) == ((64, 64), None, (86, 256))
+    assert fitted(once, 100, 300) == ((64, 64), None, (86, 256), None)
     assert fitted(replace(GRID, most_tiles=0), 3000, 4000).pieces is None
     assert most_rows_of_all(seeing(once)) == 16
     assert most_rows_of_all(seeing(replace(GRID, most_tiles=1))) == most_rows(seeing(replace(GRID, most_tiles=1)))

@@ -82,7 +82,7 @@ def test_rows_are_those_of_transformers(
     name: str, by: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "torch":  # as on a GPU
-        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3]))
+        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
     cell = spec.tower.cell
     assert cell == (12 if name == "small" else 8)

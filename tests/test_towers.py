@@ -22,7 +22,7 @@ from nanovllm_cli.models.tower_attention import TorchAttention
 from nanovllm_cli.vision_spec import Image, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
-from seeing import siglip_2s_patches
+from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,17 +99,42 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "projector_hidden_size": 56,
         "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 36},
     }),
+    "hunyuan": ("HunYuanVL", {
+        "text_config": TEXT | {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 2, 2, 2]}},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+            "max_image_size": 28, "rms_norm_eps": 1e-3,
+        },
+    }),
+    "minicpm": ("MiniCPMV4_6", {
+        "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "insert_layer_id": 1,
+        "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "num_hidden_layers": 4, "image_size": 27},
+    }),
+    "minicpm, 4x": ("MiniCPMV4_6", {
+        "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "downsample_mode": "4x",
+        "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "image_size": 28},
+    }),
+    "lfm3": ("Lfm3Vl", {
+        "text_config": TEXT | {"model_type": "lfm3", "layer_types": ["full_attention"]}, "projector_hidden_size": 56,
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "patch_size": 4, "conv_kernel_size": 5, "norm_eps": 1e-3,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        },
+    }),
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
+    "minicpm": {"scale_resolution": 64}, "minicpm, 4x": {"scale_resolution": 64, "downsample_mode": "4x"},
     "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
 }  # fmt: skip
 """Settings of image processors that cut images."""
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
-SIZES = {"gemma3": [(48, 48)], "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
+         "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -135,6 +160,7 @@ def make(name: str, folder: Path) -> Made:
         is_gain = parameter.dim() == 1 and bool((parameter == 1).all())
         parameter.data = drawn + 1 if is_gain else drawn
     model.save_pretrained(folder)
+    model = hunyuan_as_published(model) if name == "hunyuan" else model
     if name in IN_PIECES:
         (folder / "preprocessor_config.json").write_text(json.dumps(IN_PIECES[name]))
     else:
@@ -144,6 +170,9 @@ def make(name: str, folder: Path) -> Made:
     def rows(pixels: np.ndarray) -> Rows:
         if name in IN_PIECES:
             values = torch.from_numpy(pixels).permute(2, 0, 1) / 255 * 2 - 1
+            if name.startswith("minicpm"):
+                with torch.no_grad():
+                    return model.model.get_image_features(**packed_patches([values], CELL // 2)).pooler_output[0], []
             by_name = {"smolvlm": values[None, None], "internvl": values[None], "internvl, rms": values[None]}
             seen = {"pixel_values": by_name[name]} if name in by_name else siglip_2s_patches([values], CELL // 2)
             with torch.no_grad():
@@ -157,6 +186,8 @@ def make(name: str, folder: Path) -> Made:
                 seen = {key: given[key] for key in ("pixel_values", "image_sizes")}
                 return model.model.get_image_features(**seen).pooler_output[0], []
             if name == "paddleocr":
+                return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
+            if name in ("hunyuan", "lfm3"):
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
             return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
@@ -178,6 +209,10 @@ def image_processor(name: str) -> Any:
         from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
         return PixtralImageProcessorPil(patch_size={"height": CELL, "width": CELL}, size={"longest_edge": 64})
+    if name == "hunyuan":
+        from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
+
+        return HunYuanVLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     colours: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name.startswith("qwen3") else {}
@@ -222,14 +257,14 @@ def test_rows_are_those_of_transformers(
     name: str, by: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "torch":  # as on a GPU
-        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3]))
+        monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
-    assert spec.tower.cell == (12 if name == "gemma3" else CELL)
+    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16}.get(name, CELL)
     for height, width in SIZES.get(name, FREE_SIZES):
         pixels = draw(height, width)
         rows, deep = made(name).rows(pixels)
         found = tower(image(pixels))
-        assert len(found.rows) == height // spec.tower.cell * (width // spec.tower.cell)
+        assert len(found.rows) == spec.placed(image(pixels), 0).num_rows
         assert len(found.deep) == len(spec.tower.deep) == (2 if name == "qwen3" else 0)
         assert difference(all_rows(found), torch.stack([rows, *deep])) < 1e-5
 

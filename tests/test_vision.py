@@ -19,11 +19,14 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
+    HunYuanVLConfig,
     InternVLConfig,
     Lfm2VlConfig,
+    Lfm3VlConfig,
     LightOnOcrConfig,
     LlamaConfig,
     LlavaConfig,
+    MiniCPMV4_6Config,
     Mistral3Config,
     PaddleOCRVLConfig,
     Qwen2_5_VLConfig,
@@ -42,7 +45,7 @@ from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
-from seeing import siglip_2s_patches
+from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
 NUMBERS = np.random.default_rng(0)
@@ -51,6 +54,7 @@ GEMMA_4_TOWER = TOWER | {"num_key_value_heads": 2, "head_dim": 16, "patch_size":
 GEMMA_4_IDS: dict[str, Any] = {"audio_config": None, "image_token_id": 512, "video_token_id": 511}
 QWEN_TOWER = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 MROPE_WHOLE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}
+XDROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0, "mrope_section": [4, 3, 3, 2]}
 GLM_TEXT = QWEN_TEXT | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
 }  # fmt: skip
@@ -130,6 +134,18 @@ MODELS: dict[str, Any] = {
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
     ),
+    "hunyuan-vl": HunYuanVLConfig(
+        text_config=SMALL | {"vocab_size": 513, "head_dim": 24, "rope_parameters": XDROPE}, image_token_id=512,
+        tie_word_embeddings=False, vision_config=TOWER | {"patch_size": 4, "max_image_size": 20, "num_hidden_layers": 3},
+    ),
+    "minicpm-v": MiniCPMV4_6Config(
+        text_config=CASES["qwen3.5"].to_dict(), image_token_id=512, insert_layer_id=0, tie_word_embeddings=False,
+        vision_config=TOWER | {"patch_size": 4, "image_size": 24},
+    ),
+    "lfm3-vl": Lfm3VlConfig(
+        text_config=CASES["lfm3"].to_dict(), image_token_id=512, projector_hidden_size=40, tie_word_embeddings=False,
+        vision_config=TOWER | {"num_key_value_heads": 1, "num_hidden_layers": 3, "patch_size": 4},
+    ),
 }  # fmt: skip
 QWENS = [name for name in MODELS if name.startswith("qwen")]
 
@@ -148,9 +164,9 @@ def prompt_with(vision: VisionSpec, parts: list[int | Image], token: int) -> Tok
         if isinstance(part, int):
             ids += NUMBERS.integers(2, 500, part).tolist()
             continue
-        images.append(vision.placed(part, len(ids)))
+        images.append(vision.placed(part, len(ids), len(images)))
         line = [token] * images[-1].columns + ([501] if images[-1].ends_lines else [])
-        ids += line * images[-1].rows
+        ids += line * images[-1].rows + [token] * 2 * images[-1].framed
     return TokenIds(ids, images)
 
 
@@ -178,13 +194,17 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type == "lfm2_vl":
         return {"input_ids": ids} | siglip_2s_patches(values, tower.patch_size)
+    if model.config.model_type == "minicpmv4_6":
+        return {"input_ids": ids} | packed_patches(values, tower.patch_size)
     if model.config.model_type == "gemma4":
         return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
     patches, grids = [], []
     for value in values:
         lines, columns = (side // tower.cell for side in value.shape[1:])
         cells = value.view(3, lines, tower.merge, tower.patch_size, columns, tower.merge, tower.patch_size)
-        if model.config.model_type == "paddleocr_vl":
+        if model.config.model_type == "hunyuan_vl":
+            patches.append(cells.permute(1, 2, 4, 5, 0, 3, 6).flatten(0, 3).flatten(1))
+        elif model.config.model_type == "paddleocr_vl":
             patches.append(cells.permute(1, 2, 4, 5, 0, 3, 6).flatten(0, 3))  # a row a patch, line by line
         else:
             flat = cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # cell by cell
@@ -210,6 +230,7 @@ def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:
     model = random_model(MODELS[name], auto=AutoModelForImageTextToText)
     worker = worker_for(save(model, folder), dtype="float32", **settings)
+    model = hunyuan_as_published(model) if name == "hunyuan-vl" else model
     assert worker.sight is not None
     return model, worker, worker.sight.senses.vision, model.config.image_token_id
 

@@ -226,7 +226,7 @@ class HearingSpec:
             end = placed.end
         return end <= num_tokens
 
-    def placed(self, sound: Image | Sound, start: int) -> PlacedImage:
+    def placed(self, sound: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """A piece where its first token is the prompt's `start`."""
         assert isinstance(sound, Sound)
         return PlacedImage(sound, start, 1, self.tower.num_made(sound.heard))

@@ -20,8 +20,8 @@ class RopeSpec:
     longrope: one divisor a frequency, short_divisors up to original_len and long_divisors past it; divisors: short_divisors
     always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
     interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i). sections: how many frequencies turn by each of the three
-    positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some left (M-RoPE);
-    empty: all by one.
+    or four positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some
+    left (M-RoPE); empty: all by one.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class RopeSpec:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """By which of a token's positions each frequency turns: 0 for time, 1 for the row, 2 for the column. They are not dim / 2
+        """By which of a token's positions each frequency turns: see `Batch`. They are not dim / 2
         where a config says nothing of it, or nonsense, which texts don't mind."""
         if not self.woven or not self.sections:
             return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))

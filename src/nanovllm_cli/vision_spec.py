@@ -63,7 +63,7 @@ class Clip(NamedTuple):
 
 class Picture(NamedTuple):
     """An image as somebody sent it, in the images that a tower reads: `rows` lines of `columns` pieces, where it is divided, and
-    all of it in one."""
+    all of it in one, in the order of their tokens."""
 
     images: tuple[Image, ...]
     rows: int = 0
@@ -81,7 +81,8 @@ class PlacedImage(NamedTuple):
     ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
     image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
     whole: its tokens see all of it, those behind them, too, so that one step has them all; in_windows: only in layers with a
-    window.
+    window. framed: in front of its lines is a token more that stands for it, and one behind them; and as rotary positions each
+    but those two has its own, its column, its row, and that of the image among all, `ordinal`, from 0 on (XD-RoPE, HunYuan).
     """
 
     image: Image | Sound
@@ -92,16 +93,18 @@ class PlacedImage(NamedTuple):
     has_grid: bool = False
     whole: bool = False
     in_windows: bool = False
+    framed: bool = False
+    ordinal: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that stand for it."""
-        return self.rows * (self.columns + self.ends_lines)
+        return self.rows * (self.columns + self.ends_lines) + 2 * self.framed
 
     @property
     def num_rows(self) -> int:
         """Of what a tower makes of it."""
-        return self.rows * self.columns
+        return self.rows * self.columns + 2 * self.framed
 
     def salted(self, salt: str) -> PlacedImage:
         """The same under a digest that nobody has without the salt."""
@@ -147,9 +150,11 @@ class SizeRule:
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL)
+    slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
+             front of them: as one of them, and nothing but that where it has no more pixels (MiniCPM-V)
     """
 
-    kind: Literal["area", "longest", "square", "largest", "tiles", "grid", "canvas"]
+    kind: Literal["area", "longest", "square", "largest", "tiles", "grid", "canvas", "slices"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -169,6 +174,8 @@ class ImageTokens:
     last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
     Where images are cut into pieces, in front of the token of a piece is `piece`, with {row} and {column} from 1 on, behind each
     line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not cut, `alone`.
+    whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
+    piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     """
 
@@ -184,22 +191,26 @@ class ImageTokens:
     whole: str = ""
     alone: str = ""
     line: str | None = None
+    whole_first: bool = False
+    piece_end: str = ""
 
-    def text(self, picture: Picture | Clip) -> str:
+    def text(self, picture: Picture | Clip, number: int = 0) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""
+        before = self.before.replace("{number}", str(number))
         if isinstance(picture, Clip) or not picture.rows:
-            return self.before + self.alone + self.token * len(picture.images) + self.after
-        lines = "".join(
-            "".join(self.piece.format(row=row, column=column) + self.token for column in range(1, picture.columns + 1))
-            + self.pieces_end
-            for row in range(1, picture.rows + 1)
-        )
-        return self.before + lines + self.whole + self.token + self.after
+            return before + self.alone + self.token * len(picture.images) + self.after
+        columns, behind = range(1, picture.columns + 1), self.token + self.piece_end
+        lines = ["".join(self.piece.format(row=row, column=column) + behind for column in columns)
+                 for row in range(1, picture.rows + 1)]  # fmt: skip
+        if self.whole_first:
+            return before + self.whole + self.token + self.after + self.pieces_end.join(lines)
+        return before + "".join(line + self.pieces_end for line in lines) + self.whole + self.token + self.after
 
 
-Stretch = Literal["corners", "areas", "bilinear", "bicubic"]
+Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth", "nearest"]
 """How a square table of positions becomes an image's: linearly, from corner to corner; as a picture is made smaller, by the areas
-of its pixels; linearly, or by cubic polynomials, between the middles of pixels."""
+of its pixels; linearly, or by cubic polynomials, between the middles of pixels; as "bilinear", for sides that are a tenth of a
+patch longer than they are; each patch has that in which its beginning lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,19 +225,26 @@ class TowerSpec:
     patches is a row, the same for all images, with a position in front of theirs; it is left out in the end (ViT's class
     token). stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
     counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
-    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. window: of attention
-    in all layers but `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions,
-    and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention
-    reads has a norm, each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are
-    norms behind attention and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives.
-    scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join
-    a cell, two layers with a GELU), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm,
-    join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS
-    norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with
-    a GELU, projector_size rows between them), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer
-    norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide); projector_eps: of its norm, 0 where "joined" has
-    none. standardized: before that norm, a mean is taken off and a scale multiplied with. deep: layers, in order, whose rows,
-    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. key_heads: of keys
+    and values; 0: as many as of queries. convolves: layers that have, instead of attention, a gated convolution of each
+    dimension over squares of taps x taps patches, beyond the image zeros (LFM3-VL). window: of attention in all layers but
+    `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, and of those
+    behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention reads has a norm,
+    each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are norms behind attention
+    and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. shrinks: a layer behind
+    which the patches of a square of 2 x 2 see each other alone, by attention, and are joined to one, by a norm and two layers
+    with a GELU (tanh), 4 * intermediate_size rows between them, beside their mean (MiniCPM-V 4.6); None: none. scaled: what
+    attention and MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two
+    layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a
+    cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
+    "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3:
+    join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them), "gated"
+    (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU,
+    projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each
+    line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm); projector_eps: of
+    its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with.
+    deep: layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers
+    (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -239,7 +257,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -254,8 +272,12 @@ class TowerSpec:
     by_axis: bool = False
     theta: float | None = None
     dealt: bool = False
+    key_heads: int = 0
+    convolves: tuple[int, ...] = ()
+    taps: int = 0
     window: int = 0
     full: tuple[int, ...] = ()
+    shrinks: int | None = None
     pre_norm: bool = False
     post_norm: bool = False
     qk_norm: bool = False
@@ -270,6 +292,16 @@ class TowerSpec:
         return self.hidden_size // self.num_heads
 
     @property
+    def qkv_rows(self) -> int:
+        """Of queries, keys and values of all heads."""
+        return (self.num_heads + 2 * (self.key_heads or self.num_heads)) * self.head_dim
+
+    @property
+    def joins(self) -> int:
+        """Rows behind the last layer that become one of its output."""
+        return self.merge**2 // (1 if self.shrinks is None else 4)
+
+    @property
     def cell(self) -> int:
         """Pixels on a side of what one row of its output stands for."""
         return self.patch_size * self.merge
@@ -279,10 +311,14 @@ class TowerSpec:
         assert isinstance(image, Image)
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
-        num_full = len(self.full) if self.window else self.num_layers
+        num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
         inside = min(patches, (self.window * self.merge) ** 2) * (self.num_layers - num_full)
         seen = (num_full * patches + inside) // self.num_layers
-        return patches * self.hidden_size * (matrices + 2 * seen)
+        work = patches * self.hidden_size * (matrices + 2 * seen)
+        if self.shrinks is None:
+            return work
+        before = self.shrinks + 1  # behind them a quarter of the patches sees a quarter
+        return work * (4 * before + self.num_layers - before) // (4 * self.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +337,7 @@ class VisionSpec:
     whole_in_windows: bool = False
 
     def limited(self, most: int) -> VisionSpec:
-        """The same for images of at most so many tokens, where their size is not fixed."""
+        """The same for images of at most so many tokens, without those at the ends of lines, where their size is not fixed."""
         cell, rule = self.tower.cell, self.size
         area, side = most * cell**2, math.isqrt(most) * cell
         size = replace(rule, min_pixels=min(rule.min_pixels, area), max_pixels=min(rule.max_pixels, area))
@@ -316,13 +352,18 @@ class VisionSpec:
         elif rule.kind == "grid":
             tiles = max(0, area - size.max_pixels) // rule.tile**2
             size = replace(size, most_tiles=min(rule.most_tiles, tiles))
+        elif rule.kind == "slices":
+            piece = (rule.tile / cell) ** 2 + 1.25 * rule.tile / cell + 0.25  # where one is four times as long as wide, rounded
+            tiles = max(1, most // math.floor(piece) - 1)
+            size = replace(size, most_tiles=min(rule.most_tiles, tiles))
         return replace(self, size=size)
 
     @property
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
-        side = {"square": rule.longest_side, "tiles": rule.tile, "canvas": rule.tile}.get(rule.kind, self.tower.cell)
+        side = rule.longest_side if rule.kind == "square" else rule.tile if rule.kind in ("tiles", "canvas", "slices") else 0
+        side = side or self.tower.cell
         return (side // self.tower.cell) ** 2
 
     def num_tokens(self, picture: Picture | Clip) -> int:
@@ -333,22 +374,22 @@ class VisionSpec:
     def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
         """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""
         end = 0
-        for placed in images:
+        for ordinal, placed in enumerate(images):
             if isinstance(placed.image, Sound):
                 return False
             height, width, pixels, _ = placed.image
-            if placed != self.placed(placed.image, placed.start) or not 0 < 3 * height * width == len(pixels):
+            if placed != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
                 return False
             if height % self.tower.cell or width % self.tower.cell or placed.start < end:
                 return False
             end = placed.end
         return end <= num_tokens
 
-    def placed(self, image: Image | Sound, start: int) -> PlacedImage:
-        """An image where its first token is the prompt's `start`."""
+    def placed(self, image: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
+        """An image where its first token is the prompt's `start`, with so many images before it."""
         assert isinstance(image, Image)
-        cell = self.tower.cell
+        cell, framed = self.tower.cell, self.tower.projector == "lined"
         return PlacedImage(
-            image, start, image.height // cell, image.width // cell, bool(self.tokens.line_end), self.has_grid, self.whole,
-            self.whole_in_windows,
+            image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,
+            self.whole, self.whole_in_windows, framed, ordinal if framed else 0,
         )  # fmt: skip

@@ -198,7 +198,8 @@ def eyes_of(place: Place, model: ModelSpec, most_tokens: int) -> Organ | None:
         with open_mmproj(mmproj) as file:
             return load_mmproj(file, spec, dtype, device)
 
-    if spec.has_grid and any(len(rope.axes) != rope.dim // 2 for rope in model.ropes):
+    num_axes = 4 if spec.tower.projector == "lined" else 3 if spec.has_grid else 0
+    if num_axes and any(len(rope.axes) != rope.dim // 2 or len(rope.sections) != num_axes for rope in model.ropes):
         raise UnsupportedError("the files don't say how rotary positions are divided among time, rows and columns")
     work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
     waiting = (MOST_BEGUN - 1) * work // 4  # of the 17 rows of a patch, its own and its keys and values
@@ -240,7 +241,10 @@ def _rows_of(placed: PlacedImage, share: Scheduled) -> tuple[np.ndarray, np.ndar
 
 
 def rotary_positions(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.ndarray:
-    """[T] int64, or [3, T] where tokens stand for images with a grid: see `Batch`. places [T]: theirs in their sequences."""
+    """[T] int64, or [3, T] where tokens stand for images with a grid, [4, T] where for framed ones: see `Batch`. places [T]:
+    theirs in their sequences."""
+    if any(placed.framed for share in scheduled for placed in share.images):
+        return _positions_in_frames(scheduled, places)
     shifts = [share.shift for share in scheduled]
     if any(shifts):
         places = places + np.repeat(np.array(shifts, np.int64), [len(share.token_ids) for share in scheduled])
@@ -260,4 +264,16 @@ def rotary_positions(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.n
             positions[:, end:behind] += placed.extent - placed.num_tokens
             shift += placed.extent - placed.num_tokens
         first = behind
+    return positions
+
+
+def _positions_in_frames(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.ndarray:
+    positions = np.repeat(places[None], 4, axis=0)
+    first = 0
+    for share in scheduled:
+        for placed in share.images:
+            begin, end = (min(max(at - share.start, 0), len(share.token_ids)) for at in (placed.start + 1, placed.end - 1))
+            line, column = np.divmod(np.arange(begin, end) + share.start - placed.start - 1, placed.columns)
+            positions[1:, first + begin : first + end] = column, line, np.full_like(line, placed.ordinal)
+        first += len(share.token_ids)
     return positions

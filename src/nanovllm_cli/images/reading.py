@@ -73,11 +73,13 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     first = picture if sizes.first is None else resized(picture, sizes.first)
     if sizes.pieces is None:
         return Picture((_image(resized(first, sizes.whole)),))
-    large, rows, columns = resized(first, sizes.pieces), sizes.pieces[0] // tile, sizes.pieces[1] // tile
-    corners = [(column * tile, row * tile) for row in range(rows) for column in range(columns)]
-    pieces = [_image(large.crop((x, y, x + tile, y + tile))) for x, y in corners]
+    large = resized(first, sizes.pieces)
+    rows, columns = sizes.grid or (sizes.pieces[0] // tile, sizes.pieces[1] // tile)
+    tall, wide = sizes.pieces[0] // rows, sizes.pieces[1] // columns
+    corners = [(column * wide, row * tall) for row in range(rows) for column in range(columns)]
+    pieces = [_image(large.crop((x, y, x + wide, y + tall))) for x, y in corners]
     whole = _image(resized(first if sizes.first is None else large, sizes.whole))
-    return Picture((*pieces, whole), rows, columns)
+    return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
 
 
 def _image(made: Pixels) -> Image:

@@ -16,11 +16,13 @@ Sides = tuple[int, int]
 
 class Sizes(NamedTuple):
     """Which an image is made. whole: what shows all of it. pieces: what is cut, if anything is. first: what it is made before
-    either, of which the pieces are made, and of these the whole; None: both are made of the image itself."""
+    either, of which the pieces are made, and of these the whole; None: both are made of the image itself. grid: lines and columns
+    of pieces; None: they are tiles."""
 
     whole: Sides
     pieces: Sides | None = None
     first: Sides | None = None
+    grid: Sides | None = None
 
 
 def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
@@ -32,6 +34,8 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             return _in_tiles(rule, height, width)
         case "grid":
             return _in_grid(rule, height, width)
+        case "slices":
+            return _in_slices(rule, height, width)
         case "canvas":
             rows, columns = _grid(rule, rule.least_tiles, height, width)
             tile = rule.tile
@@ -48,6 +52,9 @@ def most_rows(spec: VisionSpec) -> int:
         pixels = rule.tile**2
     elif rule.kind == "square":
         pixels = rule.longest_side**2
+    elif rule.kind == "slices":  # its sides are rounded
+        side, thin = rule.tile / rule.multiple, math.sqrt(MAX_ASPECT)
+        pixels = math.floor((side * thin + 0.5) * max(1.0, side / thin + 0.5)) * rule.multiple**2
     elif rule.kind == "longest":
         pixels = (math.ceil(rule.longest_side / rule.multiple) * rule.multiple) ** 2
     elif rule.kind == "largest":
@@ -72,6 +79,8 @@ def most_rows_of_all(spec: VisionSpec) -> int:
         pieces = side**2 if side > 1 != rule.most_tiles else 0
     elif rule.kind in ("grid", "canvas") and rule.most_tiles >= max(2, rule.least_tiles):
         pieces = rule.most_tiles
+    elif rule.kind == "slices":
+        return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
     return most_rows(spec) + pieces * (rule.tile // spec.tower.cell) ** 2
 
 
@@ -146,4 +155,36 @@ def _grid(rule: SizeRule, fewest: int, height: int, width: int) -> tuple[int, in
             off = abs(width / height - columns / (count // columns))
             if off < least or (off == least and height * width > 0.5 * rule.tile**2 * count):
                 best, least = (count // columns, columns), off
+    return best
+
+
+def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:
+    grid = _slices(rule, height, width)
+    if grid is None:
+        return Sizes(_of_tile(rule, height, width))
+    rows, columns = grid
+    tall, wide = (max(count, round(side / count) * count) / count for side, count in ((height, rows), (width, columns)))
+    piece = _of_tile(rule, tall, wide)
+    return Sizes(_of_tile(rule, height, width), (piece[0] * rows, piece[1] * columns), grid=grid)
+
+
+def _of_tile(rule: SizeRule, height: float, width: float) -> Sides:
+    """Of about as many pixels as a tile, and this shape."""
+    aspect, unit = width / height, rule.multiple
+    tall = int(rule.tile / math.sqrt(aspect))
+    rows, columns = (max(1, round(side / unit)) for side in (tall, int(tall * aspect)))
+    return rows * unit, columns * unit
+
+
+def _slices(rule: SizeRule, height: int, width: int) -> tuple[int, int] | None:
+    """Lines and columns, as near to its own shape as may be, the more lines the better; None where it is not cut."""
+    count = min(math.ceil(width * height / rule.tile**2), rule.most_tiles)
+    if count <= 1:
+        return None
+    best, least, aspect = (1, 1), math.inf, math.log(width / height)
+    for number in range(max(2, count - 1), min(count + 1, rule.most_tiles) + 1):
+        for rows in (each for each in range(1, number + 1) if number % each == 0):
+            off = abs(aspect - math.log(number // rows / rows))
+            if off < least or (off == least and rows > best[0]):
+                best, least = (rows, number // rows), off
     return best

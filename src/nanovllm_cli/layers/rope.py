@@ -32,7 +32,7 @@ class Rope:
         self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
 
     def tables(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, dim / 2] fp32 for positions [T] or [3, T] (see `Batch`) and lengths [T] (see the class), both int64."""
+        """cos, sin [T, dim / 2] fp32 for positions [T], [3, T] or [4, T] (see `Batch`) and lengths [T] (see the class), int64."""
         if positions.dim() == 2 and len(self._axes) != len(self._short):
             positions = positions[0].contiguous()
         if positions.dim() == 2:

@@ -74,7 +74,7 @@ QWEN3_MOE = replace(QWEN3, name="qwen3_moe", gguf_name="qwen3moe", experts=QWEN_
 
 def section_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     rope = spec.attention.rope
-    return {"rope.dimension_sections": [*rope.sections, 0]} if rope is not None and rope.sections else {}
+    return {"rope.dimension_sections": [*rope.sections, 0][:4]} if rope is not None and rope.sections else {}
 
 
 # Of models that see: their positions of a text are those of any other, an image's go by rows and columns, too.

@@ -1,18 +1,22 @@
 """Hunyuan (V1): Llama, with norms of heads of q and k behind their rotation. Its "dynamic" scaling is another base, the same
 whatever the length (alpha: NTK-aware scaling, bloc97 2023). A13B has experts in all layers, and one more that every token takes.
+
+HunYuan-VL's is the dense one, whose frequencies are divided among four positions of an image's tokens (XD-RoPE): both halves of a
+pair turn by the same, as in the publisher's own code and llama.cpp. In transformers 5.24 they turn by two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import checked_rope, rope_section
 
@@ -30,12 +34,53 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     def stretched(rope: RopeSpec) -> RopeSpec:
         if rope.scaling != "dynamic":
             return rope
-        theta = rope.theta * alpha ** (rope.dim / (rope.dim - 2))
-        plain = RopeSpec(rope.dim, theta, attention_factor=rope.attention_factor, original_len=max_position)
+        plain = RopeSpec(
+            rope.dim, _stretched(rope, alpha), attention_factor=rope.attention_factor, original_len=max_position,
+            sections=rope.sections,
+        )  # fmt: skip
         return checked_rope(plain, spec.attention.head_dim, section)
 
     found = spec.each_rope(stretched)
     return _hunyuan(found if found == spec else replace(found, max_position=max_position))
+
+
+def _stretched(rope: RopeSpec, alpha: float) -> float:
+    """Its base."""
+    return float(rope.theta * alpha ** (rope.dim / (rope.dim - 2)))
+
+
+def _of_four_positions(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with the names that transformers has for what the publisher's configs say."""
+    found = dict(config)
+    for key, own in (("attention_head_dim", "head_dim"), ("org_vocab_size", "vocab_size")):
+        found[own] = config.get(own, config.get(key))
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(section := config.get(key), Mapping):
+            found[key] = section = dict(section)
+            for kind in ("rope_type", "type"):
+                if section.get(kind) == "xdrope":
+                    section[kind] = "dynamic"
+            sections = section.pop("xdrope_section", None)
+            if sections is not None and section.setdefault("mrope_section", sections) != sections:
+                raise CheckpointError(f"config.json: two lists of sections in {key!r} contradict each other", BROKEN)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _vl_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    for key, value in {"use_qk_norm": True, "use_cla": False, "use_mla": False}.items():
+        if read.flag(key, value) is not value:
+            raise UnsupportedError(f"{read.where}: a HunYuan-VL whose {key!r} is {str(not value).lower()}", ANOTHER)
+    if read.integer("num_experts", 1, least=0) > 1:
+        raise UnsupportedError(f"{read.where}: a HunYuan-VL with experts", ANOTHER)
+    return _from_hf(spec, read)
+
+
+def _vl_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """alpha is beside the base that it stretches, in files of llama.cpp's converter."""
+    alpha, head_dim = read.number(key("rope.scaling.alpha"), 0.0, positive=False), spec.attention.head_dim
+    if alpha > 0:
+        spec = spec.each_rope(lambda rope: checked_rope(replace(rope, theta=_stretched(rope, alpha)), head_dim, read))
+    return _hunyuan(spec)
 
 
 _BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
@@ -83,6 +128,16 @@ HUNYUAN_DENSE = Family(
     hf=_from_hf,
     gguf=lambda spec, read, key: _hunyuan(spec),
 )  # fmt: skip
+HUNYUAN_VL = replace(
+    HUNYUAN_DENSE,
+    name="hunyuan_vl",
+    gguf_name="hunyuan_vl",
+    tied_by_default=True,
+    config=_of_four_positions,
+    hf=_vl_from_hf,
+    gguf=_vl_from_gguf,
+    gguf_keys=section_keys,
+)
 HUNYUAN_MOE = replace(
     HUNYUAN_DENSE,
     name="hunyuan_v1_moe",

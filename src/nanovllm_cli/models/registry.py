@@ -57,7 +57,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_STATES,
     GRANITE_SWA,
 )
-from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.kimi import KIMI_LINEAR
@@ -156,6 +156,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HeliumForCausalLM": HELIUM,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "HunYuanVLForConditionalGeneration": HUNYUAN_VL,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
@@ -167,6 +168,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
+    "Lfm3VlForConditionalGeneration": LFM3,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Jais2ForCausalLM": JAIS2,
     "Lfm2VlForConditionalGeneration": LFM2,
@@ -176,6 +178,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
+    "MiniCPMV4_6ForConditionalGeneration": QWEN3_5,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "MinistralForCausalLM": MINISTRAL,
     "Ministral3ForCausalLM": MINISTRAL3,
@@ -252,6 +255,7 @@ TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
 TEXTS_OF_INTERNVL = {"gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
 """The same inside of an InternVL, where they mean nothing else."""
+TEXTS_OF_MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
 OF_ANOTHER_CLASS = {"exaone": EXAONE, "sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -311,6 +315,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "granite_swa": GRANITE_MOE_SWA,
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
+    "hunyuan_vl": HUNYUAN_VL,
     "internlm2": INTERNLM2,
     "kimi-linear": KIMI_LINEAR,
     "laguna": LAGUNA,
@@ -355,6 +360,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         return hf_family(inner)
     if names[0] == "InternVLForConditionalGeneration":
         return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
+    if names[0] == "MiniCPMV4_6ForConditionalGeneration" and kind is not None:
+        return _look_up(str(kind), TEXTS_OF_MINICPM_V)
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 

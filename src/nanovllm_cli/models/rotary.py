@@ -160,10 +160,13 @@ def tempered(spec: ModelSpec, scale: float, length: int | None = None) -> ModelS
 
 
 def with_sections(rope: RopeSpec, sections: Any, read: ConfigReader) -> RopeSpec:
-    """With frequencies divided among the positions of an image's tokens: a list of three counts; GGUF's have a 0 more."""
-    counts = list(sections)[:3] if isinstance(sections, list | tuple) else []
-    if [*map(type, counts)] != [int] * 3 or min(counts) < 0:
-        raise CheckpointError(f"{read.where}: sections of rotary positions must be 3 counts", BROKEN)
+    """With frequencies divided among the positions of an image's tokens: a list of three counts, or of four; a 0 where a
+    fourth would be is none (GGUF)."""
+    counts = list(sections)[:4] if isinstance(sections, list | tuple) else []
+    if counts[3:] == [0]:
+        counts.pop()
+    if [*map(type, counts)] not in ([int] * 3, [int] * 4) or min(counts) < 0:
+        raise CheckpointError(f"{read.where}: sections of rotary positions must be 3 or 4 counts", BROKEN)
     return replace(rope, sections=tuple(counts)) if sum(counts) <= MAX_HEAD_DIM else rope
 
 

@@ -72,14 +72,20 @@ class Tower(Layers):
         grid = self._grid(image)
         x = self._patches(image, grid)
         turns = self._turns(grid)
-        everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x)
+        everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         if spec.window:
-            inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x)
+            inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         deep: list[torch.Tensor] = []
         for i in range(spec.num_layers):
             if i:
                 yield
-            self._layer(f"layers.{i}", x, everywhere if i in spec.full else inside)
+            if i in spec.convolves:
+                self._convolve(f"layers.{i}", x, grid)
+            else:
+                self._layer(f"layers.{i}", x, everywhere if i in spec.full else inside)
+            if i == spec.shrinks:
+                x = self._shrunk(x)
+                everywhere = inside = attention(_of_one(x), spec.num_heads, spec.head_dim, x)
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
@@ -87,7 +93,7 @@ class Tower(Layers):
             x = x[1:]
         if spec.post_norm:
             x = self._norm("post_norm", x)
-        return TowerRows(_line_by_line(self._projected(x), grid), tuple(_line_by_line(each, grid) for each in deep))
+        return TowerRows(_line_by_line(self._projected(x, grid), grid), tuple(_line_by_line(each, grid) for each in deep))
 
     def _grid(self, image: Image) -> _Grid:
         cell = self.spec.cell
@@ -112,6 +118,14 @@ class Tower(Layers):
         angles = _cell_by_cell(torch.cat([line, column], dim=-1), merge, grid.order).view(-1, dim // 2)
         return angles.cos().to(self._device, torch.float32), angles.sin().to(self._device, torch.float32)
 
+    def _by_cell(self, grid: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        """As `_cell_by_cell`; where patches are joined within the tower, squares of 2 x 2 lie together in a cell."""
+        if self.spec.shrinks is None:
+            return _cell_by_cell(grid, self.spec.merge, order)
+        half = self.spec.merge // 2
+        sides = grid.shape[0] // (2 * half), half, 2, grid.shape[1] // (2 * half), half, 2
+        return grid.reshape(*sides, -1).permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, self.spec.merge**2, grid.shape[-1])
+
     def _patches(self, image: Image, grid: _Grid) -> torch.Tensor:
         """[patches, hidden_size]."""
         spec = self.spec
@@ -119,14 +133,14 @@ class Tower(Layers):
         lines, columns = grid.lines * merge, grid.columns * merge
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
         patches = pixels.view(lines, side, columns, side, 3).permute(0, 2, 4, 1, 3).reshape(lines, columns, -1)
-        values = _cell_by_cell(patches, merge, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
+        values = self._by_cell(patches, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
         values = ((values - self._mean) / self._std).flatten(1).to(self._dtype)
         x = self._linear("patch", values)
         if spec.pre_norm:
             x = self._norm("pre_norm", x)
         if not spec.positions:
             return x
-        x += _cell_by_cell(self._positions(lines, columns), merge, grid.order).view(-1, spec.hidden_size).to(self._dtype)
+        x += self._by_cell(self._positions(lines, columns), grid.order).view(-1, spec.hidden_size).to(self._dtype)
         if not spec.lead:
             return x
         return torch.cat([self._tensors["lead.weight"] + self._tensors["positions.weight"][:1], x])
@@ -139,14 +153,45 @@ class Tower(Layers):
             return table[1, :lines, None].to(torch.float32) + table[0, :columns].to(torch.float32)
         rows = math.isqrt(self.spec.positions)
         table = table[self.spec.lead :].to(torch.float32).view(rows, rows, -1)
-        if (rows, rows) == (lines, columns):
+        if (rows, rows) == (lines, columns) and self.spec.stretch != "tenth":
             return table
-        stretched = functional.interpolate(table.permute(2, 0, 1)[None], (lines, columns), **_STRETCHED[self.spec.stretch])
+        if self.spec.stretch == "nearest":
+            line, column = (_nearest(count, rows).to(table.device) for count in (lines, columns))
+            return table[line][:, column]
+        square = table.permute(2, 0, 1)[None]
+        if self.spec.stretch == "tenth":
+            scales = (lines + 0.1) / rows, (columns + 0.1) / rows
+            stretched = functional.interpolate(square, scale_factor=scales, mode="bilinear", align_corners=False)
+        else:
+            stretched = functional.interpolate(square, (lines, columns), **_STRETCHED[self.spec.stretch])
         return stretched[0].permute(1, 2, 0)
 
-    def _projected(self, x: torch.Tensor) -> torch.Tensor:
-        """[patches, hidden_size] -> [cells, out_size]."""
+    def _shrunk(self, x: torch.Tensor) -> torch.Tensor:
+        """Squares of 2 x 2 patches, which lie together, as one row each."""
+        spec = self.spec
+        none = torch.empty(len(x), 0, device=self._device)
+        attend = attention(Windows(((len(x) // 4, 4),), (none, none)), spec.num_heads, spec.head_dim, x)
+        qkv = self._linear("shrink.qkv", self._norm("shrink.attention_norm", x))
+        x = x + self._linear("shrink.out", attend(qkv, None))
+        mean = x.view(-1, 4, spec.hidden_size).to(torch.float32).mean(dim=1).to(self._dtype)
+        return mean + self._two_layers("shrink", self._norm("shrink.norm", x.view(-1, 4 * spec.hidden_size)), "gelu_tanh")
+
+    def _convolve(self, layer: str, x: torch.Tensor, grid: _Grid) -> None:
+        """A layer that convolves, in place."""
+        merge, hidden = self.spec.merge, self.spec.hidden_size
+        cells = grid.lines, grid.columns, merge, merge, hidden
+        gate, after, values = self._linear(f"{layer}.conv_in", self._norm(f"{layer}.attention_norm", x)).chunk(3, dim=-1)
+        plane = (gate * values).view(cells).permute(4, 0, 2, 1, 3).reshape(1, hidden, grid.lines * merge, -1)
+        taps = self._tensors[f"{layer}.conv.weight"].to(torch.float32)
+        mixed = functional.conv2d(plane.to(torch.float32), taps, padding=self.spec.taps // 2, groups=hidden)
+        mixed = mixed.view(hidden, grid.lines, merge, grid.columns, merge).permute(1, 3, 2, 4, 0).reshape(x.shape)
+        self._add(layer, x, self._linear(f"{layer}.conv_out", after * mixed.to(x.dtype)))
+
+    def _projected(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
+        """[patches, hidden_size] -> [cells, out_size], or of "lined" as many as `PlacedImage.num_rows`."""
         eps = self.spec.projector_eps
+        if self.spec.projector == "lined":
+            return self._lined(x, grid)
         if self.spec.projector in ("pooled", "scaled"):
             means = x.view(-1, self.spec.merge**2, x.shape[-1]).to(torch.float32).mean(dim=1)
             if self.spec.projector == "pooled":
@@ -170,15 +215,23 @@ class Tower(Layers):
             x = self._linear("projector.join", x)
         return self._two_layers("projector", x)
 
+    def _lined(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
+        first, line_end, last = (self._tensors[f"projector.{name}.weight"] for name in ("begin", "line_end", "end"))
+        x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, self.spec.projector_eps)))
+        x = self._linear("projector.first", activated(x, self.spec.activation, gated=False))
+        lines = torch.cat([x.view(grid.lines, grid.columns, -1), line_end.expand(grid.lines, 1, -1)], dim=1)
+        x = torch.cat([first[None], self._linear("projector.out", lines.flatten(0, 1)), last[None]])
+        return self._norm("projector.after_norm", x, self.spec.projector_eps)
+
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(-1, self.spec.merge**2 * x.shape[-1])
+        return x.view(-1, self.spec.joins * x.shape[-1])
 
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
     layers.{i}.up: gate and up, where it is gated; bounds: of each of these, the least and the most that it reads and that it
     gives. What joins a cell reads its patches behind each other, line by line."""
-    hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.merge**2 * spec.hidden_size
+    hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
 
     def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
@@ -200,12 +253,17 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm("pre_norm")
     for i in range(spec.num_layers):
         norm(f"layers.{i}.attention_norm")
-        matrix(f"layers.{i}.qkv", 3 * hidden, hidden, spec.bias and spec.qkv_bias)
-        matrix(f"layers.{i}.out", hidden, hidden)
+        if i in spec.convolves:
+            matrix(f"layers.{i}.conv_in", 3 * hidden, hidden)
+            shapes[f"layers.{i}.conv.weight"] = (hidden, 1, spec.taps, spec.taps)
+            matrix(f"layers.{i}.conv_out", hidden, hidden)
+        else:
+            matrix(f"layers.{i}.qkv", spec.qkv_rows, hidden, spec.bias and spec.qkv_bias)
+            matrix(f"layers.{i}.out", hidden, hidden)
         norm(f"layers.{i}.mlp_norm")
         matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
         matrix(f"layers.{i}.down", hidden, inner)
-        if spec.qk_norm or spec.normed:
+        if (spec.qk_norm or spec.normed) and i not in spec.convolves:
             shapes[f"layers.{i}.head_norm.weight"] = (2 * spec.head_dim,)
         if spec.scaled:
             shapes |= dict.fromkeys((f"layers.{i}.attention_scale.weight", f"layers.{i}.mlp_scale.weight"), (hidden,))
@@ -215,6 +273,13 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         if spec.clipped:
             for name, parts in (("qkv", 3), ("out", 1), ("up", 2 if spec.gated else 1), ("down", 1)):
                 shapes[f"layers.{i}.{name}.bounds"] = (parts, 4)
+    if spec.shrinks is not None:
+        norm("shrink.attention_norm")
+        matrix("shrink.qkv", 3 * hidden, hidden)
+        matrix("shrink.out", hidden, hidden)
+        norm("shrink.norm", 4 * hidden)
+        matrix("shrink.up", 4 * inner, 4 * hidden)
+        matrix("shrink.down", hidden, 4 * inner)
     if spec.post_norm:
         norm("post_norm")
     for i in range(len(spec.deep)):
@@ -247,6 +312,20 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         matrix("projector.up", 2 * spec.projector_size, spec.out_size, bias=False)
         matrix("projector.down", spec.out_size, spec.projector_size, bias=False)
         return shapes
+    if spec.projector == "lined":
+        norm("projector.norm", kind="rms")
+        matrix("projector.join", 2 * hidden, joined)
+        matrix("projector.first", 4 * hidden, 2 * hidden)
+        shapes["projector.line_end.weight"] = (4 * hidden,)
+        matrix("projector.out", spec.out_size, 4 * hidden)
+        shapes |= dict.fromkeys(("projector.begin.weight", "projector.end.weight"), (spec.out_size,))
+        norm("projector.after_norm", spec.out_size, kind="rms")
+        return shapes
+    if spec.projector == "merger" and spec.projector_size:
+        norm("projector.norm", kind="layer")
+        matrix("projector.up", spec.projector_size, joined, spec.projector_bias)
+        matrix("projector.down", spec.out_size, spec.projector_size, spec.projector_bias)
+        return shapes
     norm("projector.norm")
     if spec.projector == "patch_merger":
         matrix("projector.join", hidden, joined, bias=False)
@@ -275,6 +354,17 @@ def _cell_by_cell(grid: torch.Tensor, merge: int, order: torch.Tensor | None) ->
     lines, columns, width = grid.shape
     cells = grid.reshape(lines // merge, merge, columns // merge, merge, width).transpose(1, 2).reshape(-1, merge**2, width)
     return cells if order is None else cells[order]
+
+
+def _of_one(x: torch.Tensor) -> Windows:
+    none = torch.empty(len(x), 0, device=x.device)
+    return Windows(((1, len(x)),), (none, none))
+
+
+def _nearest(count: int, rows: int) -> torch.Tensor:
+    """For each of so many patches which of a table's rows, with transformers' rounding."""
+    begins = torch.arange(1 / rows, 1.0, 1 / rows)
+    return torch.bucketize(torch.arange(count) / count, begins, right=True).clamp(max=rows - 1)
 
 
 def _line_by_line(rows: torch.Tensor, grid: _Grid) -> torch.Tensor:

@@ -25,7 +25,7 @@ class HeadNorms(NamedTuple):
 
 
 Attend = Callable[[torch.Tensor, HeadNorms | None], torch.Tensor]
-"""[n, 3 * heads * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]."""
+"""[n, (heads + 2 * key_heads) * dim], queries, keys and values of patches, windows behind each other -> [n, heads * dim]."""
 
 
 class Windows(NamedTuple):
@@ -36,34 +36,37 @@ class Windows(NamedTuple):
     turns: tuple[torch.Tensor, torch.Tensor]
 
 
-def attention(windows: Windows, heads: int, dim: int, like: torch.Tensor) -> Attend:
-    """like: what is computed with, by type and device."""
+def attention(windows: Windows, heads: int, dim: int, like: torch.Tensor, key_heads: int = 0) -> Attend:
+    """like: what is computed with, by type and device. key_heads: of keys and values, 0: as many as of queries."""
     if like.device.type == "cpu" and like.dtype in (torch.bfloat16, torch.float32):
-        return PagedAttention(windows, heads, dim, like.dtype)
-    return TorchAttention(windows, heads, dim)
+        return PagedAttention(windows, heads, dim, like.dtype, key_heads or heads)
+    return TorchAttention(windows, heads, dim, key_heads or heads)
 
 
 class TorchAttention:
-    def __init__(self, windows: Windows, heads: int, dim: int) -> None:
-        self._sizes, self._heads, self._dim = windows.sizes, heads, dim
-        self._turns = [each[:, None, None] for each in windows.turns] if windows.turns[0].shape[1] else None
+    def __init__(self, windows: Windows, heads: int, dim: int, key_heads: int) -> None:
+        self._sizes, self._heads, self._dim, self._key_heads = windows.sizes, heads, dim, key_heads
+        self._turns = [each[:, None] for each in windows.turns] if windows.turns[0].shape[1] else None
 
     def __call__(self, qkv: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
         heads, dim = self._heads, self._dim
-        parts = qkv.view(-1, 3, heads, dim)
+        q, k, v = qkv.view(-1, heads + 2 * self._key_heads, dim).tensor_split([heads, heads + self._key_heads], dim=1)
         if norms is not None:
-            parts = parts.to(torch.float32)
-            normed = functional.rms_norm(parts, (dim,), eps=norms.eps)
-            normed[:, :2] *= norms.gains[:, None]
-            parts = normed if norms.of_all else torch.cat([normed[:, :2], parts[:, 2:]], dim=1)
-        turned = (parts[:, :2] if self._turns is None else _turned(parts[:, :2], *self._turns)).to(qkv.dtype)
+            q, k = (
+                functional.rms_norm(part.to(torch.float32), (dim,), eps=norms.eps) * gain
+                for part, gain in zip((q, k), norms.gains, strict=True)
+            )
+            v = functional.rms_norm(v.to(torch.float32), (dim,), eps=norms.eps) if norms.of_all else v
+        if self._turns is not None:
+            q, k = _turned(q, *self._turns), _turned(k, *self._turns)
+        parts = [each.to(qkv.dtype) for each in (q, k, v)]
         found, start = [], 0
         for count, length in self._sizes:
             q, k, v = (
-                each[start : start + count * length].view(count, length, heads, dim).transpose(1, 2)
-                for each in (turned[:, 0], turned[:, 1], parts[:, 2].to(qkv.dtype))
+                each[start : start + count * length].reshape(count, length, -1, dim).transpose(1, 2) for each in parts
             )
-            seen = functional.scaled_dot_product_attention(q, k, v, scale=_scale(norms, dim))
+            shared = self._key_heads != heads
+            seen = functional.scaled_dot_product_attention(q, k, v, scale=_scale(norms, dim), enable_gqa=shared)
             found.append(seen.transpose(1, 2).reshape(-1, heads * dim))
             start += count * length
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -81,7 +84,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class PagedAttention:
     """Keys and values lie in blocks of a cache, which all layers of an image use in turn."""
 
-    def __init__(self, windows: Windows, heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, windows: Windows, heads: int, dim: int, dtype: torch.dtype, key_heads: int) -> None:
         lengths = torch.tensor([length for count, length in windows.sizes for _ in range(count)], dtype=torch.int32)
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
         blocks = -(-lengths // cpu.BLOCK)
@@ -91,18 +94,18 @@ class PagedAttention:
         place = torch.arange(int(starts[-1])) + torch.repeat_interleave(firsts * cpu.BLOCK - starts[:-1], lengths)
         self._slots = place.to(torch.int64)
         self._run = torch.repeat_interleave(starts[1:], lengths) - torch.arange(int(starts[-1]), dtype=torch.int32)
-        self._tiles = cpu.attention_tiles(starts, lengths, 1)
-        shapes = cpu.cache_shapes(int(blocks.sum()), heads, dim, dtype)
+        self._tiles = cpu.attention_tiles(starts, lengths, heads // key_heads)
+        shapes = cpu.cache_shapes(int(blocks.sum()), key_heads, dim, dtype)
         self._keys, self._values = (torch.zeros(shape, dtype=dtype) for shape in shapes)  # what is behind a window counts 0 times
         self._cos, self._sin = windows.turns
-        self._heads, self._dim = heads, dim
+        self._heads, self._dim, self._key_heads = heads, dim, key_heads
         self._ones = torch.ones(dim, dtype=dtype)
 
     def __call__(self, qkv: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
         of_q, of_k = (None, None) if norms is None else norms.gains.to(qkv.dtype)
         eps, of_v = (0.0, None) if norms is None else (norms.eps, self._ones if norms.of_all else None)
         q = cpu.rope_and_cache(
-            qkv, self._heads, self._heads, self._dim, of_q, of_k, of_v, eps, 0.0, self._cos, self._sin, False, self._slots,
+            qkv, self._heads, self._key_heads, self._dim, of_q, of_k, of_v, eps, 0.0, self._cos, self._sin, False, self._slots,
             self._run, self._keys, self._values,
         )  # fmt: skip
         return cpu.paged_attention(

@@ -115,6 +115,17 @@ def siglip_shape(
     }
 
 
+def side_of(vision: ConfigReader, key: str, usual: int) -> int:
+    """Of a square: a number, or the same one twice."""
+    said = vision.values.get(key, usual)
+    if not isinstance(said, list):
+        return vision.integer(key, usual)
+    sides = {ConfigReader({key: each}, vision.where).integer(key) for each in said}
+    if len(said) != 2 or len(sides) != 1:
+        raise UnsupportedError(f"{vision.where}: {key!r} other than of a square is not supported", ANOTHER)
+    return sides.pop()
+
+
 def theta_of(vision: ConfigReader, usual: float = 1e4) -> float:
     rope = vision.section("rope_parameters")
     if (kind := rope.text("rope_type", "axial")) not in ("axial", "default"):

@@ -107,7 +107,10 @@ class Layers(Matrices):
     def _layer(self, layer: str, x: torch.Tensor, attend: Attend) -> None:
         """Adds to x, in place."""
         qkv = self._linear(f"{layer}.qkv", self._norm(f"{layer}.attention_norm", x))
-        seen = self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer)))
+        self._add(layer, x, self._linear(f"{layer}.out", attend(qkv, self._head_norms(layer))))
+
+    def _add(self, layer: str, x: torch.Tensor, seen: torch.Tensor) -> None:
+        """What patches saw of each other, and what the layer's MLP makes of it."""
         x += self._scaled(f"{layer}.attention_scale", self._normed(f"{layer}.after_attention_norm", seen))
         made = self._mlp(layer, self._norm(f"{layer}.mlp_norm", x))
         x += self._scaled(f"{layer}.mlp_scale", self._normed(f"{layer}.after_mlp_norm", made))

@@ -35,7 +35,10 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
+from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
 from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
+from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
+from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_qwen import (
     QWEN2_5_NAMES,
@@ -191,6 +194,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Glm4vMoeForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": _GLM4V,
     "GlmOcrForConditionalGeneration": TowerFamily(glm_ocr, GLM_OCR_NAMES),
+    "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES),
@@ -199,6 +203,8 @@ TOWERS: dict[str, TowerFamily] = {
     "LlavaForConditionalGeneration": TowerFamily(_llava, MISTRAL3_NAMES),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
     "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),
+    "Lfm3VlForConditionalGeneration": TowerFamily(lfm3, LFM3_NAMES),
+    "MiniCPMV4_6ForConditionalGeneration": TowerFamily(minicpm, MINICPM_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),

@@ -106,11 +106,14 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
         "after_attention_norm": ("attn_post_norm",), "after_mlp_norm": ("ffn_post_norm",),
         "attention_scale": ("ls1",), "mlp_scale": ("ls2",),
     }  # fmt: skip
-    is_paddle = spec.projector == "merger" and spec.post_norm
-    others = _NAMES | _PROJECTOR_NAMES["patch_merger" if is_paddle else "mlp" if spec.lead else spec.projector]
+    is_paddle, is_minicpm = spec.projector == "merger" and spec.post_norm, spec.stretch == "nearest"
+    projector = "patch_merger" if is_paddle else "mlp" if spec.lead else "nearest" if is_minicpm else spec.projector
+    others = _NAMES | _PROJECTOR_NAMES[projector]
     modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in others.items()}
     if spec.projector == "gated":
         modules["projector.up"] = "mm.gate", "mm.up"
+    if spec.shrinks is not None:
+        modules |= {f"shrink.{ours}": tuple(f"v.vit_merger.{each}" for each in theirs) for ours, theirs in _SHRINK_NAMES.items()}
     for i in range(spec.num_layers):
         modules |= {f"layers.{i}.{ours}": tuple(f"v.blk.{i}.{each}" for each in theirs) for ours, theirs in layer.items()}
     for place, behind in enumerate(spec.deep):
@@ -220,6 +223,15 @@ def _paddleocr(given: Given) -> tuple[Config, Config]:
     return {"vision_config": vision, "text_config": {"hidden_size": out}}, _pixels(given)
 
 
+def _hunyuan(given: Given) -> tuple[Config, Config]:
+    """Its GELUs are the exact ones, which files don't say."""
+    out, _ = given.matrix("mm.model.fc.weight")
+    act = given.vision["hidden_act"]
+    vision = {**given.vision, "max_image_size": _side(given), "spatial_merge_size": given.integer("spatial_merge_size", 2),
+              "rms_norm_eps": _eps(given), "hidden_act": "gelu" if act == "gelu_pytorch_tanh" else act}  # fmt: skip
+    return {"vision_config": vision, "text_config": {"hidden_size": out}}, _pixels(given)
+
+
 def _side(given: Given) -> int:
     """Of a square image with as many patches as the table of positions has rows; "image_size" is another."""
     rows, _ = given.matrix("v.position_embd.weight")
@@ -255,6 +267,23 @@ def _lfm2(given: Given) -> tuple[Config, Config]:
         told = f"{given.read.where}: images resized by {by[:40]!r} are not supported"
         raise UnsupportedError(told, f"known: {', '.join(numbers)}")
     return config, {"resample": numbers[by]}
+
+
+def _minicpm(given: Given) -> tuple[Config, Config]:
+    """Into how many pieces an image is cut no file says, nor that images are numbered. "image_size" is a piece's."""
+    out, _ = given.matrix("mm.down.weight")
+    merge, key = given.integer("projector.scale_factor", 4), "clip.vision.wa_layer_indexes"
+    if merge not in (2, 4):
+        raise CheckpointError(f"{given.read.where}: a MiniCPM-V's tokens of {merge} x {merge} patches", BROKEN)
+    layers = given.read.values.get(key, [6])
+    if not isinstance(layers, list) or len(layers) != 1:
+        raise CheckpointError(f"{given.read.where}: {key!r} must be a list of one layer", BROKEN)
+    mode = "16x" if merge == 4 else "4x"
+    config = {
+        "vision_config": {**given.vision, "image_size": _side(given), "layer_norm_eps": _eps(given)}, "downsample_mode": mode,
+        "text_config": {"hidden_size": out}, "insert_layer_id": layers[0],
+    }  # fmt: skip
+    return config, {"scale_resolution": given.integer("image_size"), "downsample_mode": mode}
 
 
 def _internvl(given: Given) -> tuple[Config, Config]:
@@ -295,8 +324,10 @@ PROJECTORS = {
         also=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
     ),
     "paddleocr": Projector("PaddleOCRVLForConditionalGeneration", ("paddleocr",), _paddleocr),
+    "hunyuanvl": Projector("HunYuanVLForConditionalGeneration", ("hunyuan_vl",), _hunyuan),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
+    "minicpmv4_6": Projector("MiniCPMV4_6ForConditionalGeneration", ("qwen35", "qwen35moe"), _minicpm),
     "internvl": Projector(
         "InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "internlm2", "gpt-oss"), _internvl,
         also=("InternVLChatModel",),
@@ -305,7 +336,12 @@ PROJECTORS = {
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
 _ALONE = {
     "projector.standard_norm.shift": ("v.std_bias",), "projector.standard_norm.scale": ("v.std_scale",),
-    "lead.weight": ("v.class_embd",),
+    "lead.weight": ("v.class_embd",), "projector.line_end.weight": ("v.image_newline",),
+    "projector.begin.weight": ("mm.image_begin",), "projector.end.weight": ("mm.image_end",),
+}  # fmt: skip
+_SHRINK_NAMES = {
+    "attention_norm": ("ln1",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_out",), "norm": ("ds_ln",),
+    "up": ("ds_ffn_up",), "down": ("ds_ffn_down",),
 }  # fmt: skip
 _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
@@ -319,6 +355,11 @@ _PROJECTOR_NAMES = {
         "pre_norm": "v.norm_embd", "projector.join": "mm.patch_merger", "projector.first": "mm.model.fc",
         "projector.norm": "mm.post_norm", "projector.down": "mm.down",
     },
+    "lined": {
+        "projector.norm": "mm.pre_norm", "projector.join": "mm.0", "projector.first": "mm.2", "projector.out": "mm.model.fc",
+        "projector.after_norm": "mm.post_norm",
+    },
+    "nearest": {"projector.norm": "mm.input_norm", "projector.up": "mm.up", "projector.down": "mm.down"},
     "joined": {
         "projector.norm": "mm.input_norm", "projector.up": "mm.1", "projector.down": "mm.2", "projector.out": "mm.model.fc",
     },

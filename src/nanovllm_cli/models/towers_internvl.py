@@ -19,6 +19,7 @@ from nanovllm_cli.models.tower_configs import (
     depth_of,
     heads_of,
     resample_of,
+    side_of,
     text_width,
     vision_section,
     weights_and_biases,
@@ -33,8 +34,8 @@ _TOKENS = ImageTokens("<IMG_CONTEXT>", "<IMG_CONTEXT>", before="<img>", after="<
 def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """Of config.json, and of the image processor's settings."""
     vision = vision_section(config, "internvl_vision")
-    hidden, side, patch = vision.integer("hidden_size", 1024), _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
-    merge = _merge(config)
+    side, patch = side_of(vision, "image_size", 448), side_of(vision, "patch_size", 14)
+    hidden, merge = vision.integer("hidden_size", 1024), _merge(config)
     if side % (patch * merge):
         raise CheckpointError(
             f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
@@ -102,17 +103,6 @@ def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
     if not least <= most <= MOST_TILES or most * side**2 > MAX_PIXELS:
         raise CheckpointError(f"{images.where}: {least} to {most} pieces of {side} x {side} pixels are not believed", BROKEN)
     return SizeRule("canvas", tower.cell, resample=resample_of(images, 3), tile=side, least_tiles=least, most_tiles=most)
-
-
-def _side(vision: ConfigReader, key: str, usual: int) -> int:
-    """Of a square: a number, or the same one twice."""
-    said = vision.values.get(key, usual)
-    if not isinstance(said, list):
-        return vision.integer(key, usual)
-    sides = {ConfigReader({key: each}, vision.where).integer(key) for each in said}
-    if len(said) != 2 or len(sides) != 1:
-        raise UnsupportedError(f"{vision.where}: {key!r} other than of a square is not supported", ANOTHER)
-    return sides.pop()
 
 
 def _merge(config: ConfigReader) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, Sound, TokenIds
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TokenIds
 
 Sent = Picture | Clip
 Marks = Mapping[bool, ImageTokens]
@@ -89,7 +89,7 @@ def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequenc
                 f"the chat template writes {len(places)} places ({tokens.marker}) for {len(own)} {_NAMES[is_sound]}",
                 "use the model's own template" if len(places) < len(own) else None,
             )
-        found += [(place, tokens.marker, tokens.text(each)) for place, each in zip(places, own, strict=True)]
+        found += [(place, tokens.marker, tokens.text(each, i)) for i, (place, each) in enumerate(zip(places, own, strict=True))]
     found.sort()
     further = list(accumulate((len(becomes) - len(mark) for _, mark, becomes in found), initial=0))
     begins = [place for place, _, _ in found]
@@ -116,16 +116,18 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
             raise TemplateError(f"the chat template writes {count} {tokens.token} for {len(images)} {_NAMES[is_sound]}")
         left[part] = _Left(sense, iter(images), *ends)
     out: list[int] = []
-    placed = []
+    placed: list[PlacedImage] = []
     for token_id in ids:
         if token_id not in left:
             out.append(token_id)
             continue
         sense, images_left, line_end, last_end = left[token_id]
-        placed.append(sense.placed(next(images_left), len(out)))
+        image = next(images_left)
+        before = sum(isinstance(each.image, Sound) == isinstance(image, Sound) for each in placed)
+        placed.append(sense.placed(image, len(out), before))
         line = [token_id] * placed[-1].columns
         if not placed[-1].ends_lines:
-            out += line * placed[-1].rows
+            out += [token_id] * placed[-1].num_tokens
         else:
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end

@@ -61,7 +61,7 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        if info.name in _CONVOLVED:  # an Idefics3's in full, as llama.cpp's converter has it
+        if info.name in _CONVOLVED or len(info.shape) == 4:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
@@ -131,6 +131,8 @@ class _TowerView(CheckpointView):
         infos = [self._inner.info(each) for each in self._parts[ours]]
         rows, *others = infos[0].shape
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
+        if self._spec.projector == "lined" and ours == "positions.weight":
+            shape = self._spec.positions, self._spec.hidden_size
         kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
         return TensorInfo(name, shape, kind, sum(info.num_bytes for info in infos) // count)
 
@@ -149,6 +151,8 @@ class _TowerView(CheckpointView):
         if ours == "patch.weight":
             kernel = whole[:, :, place] if self._spec.frames else arranged(ours, whole, self._spec)
             return kernel.reshape(self._kernel).contiguous()
+        if self._spec.projector == "lined" and ours == "positions.weight":
+            return arranged(ours, whole, self._spec)
         part = whole.chunk(count)[place]
         if ours.endswith(".qkv.weight") and self._spec.dealt and place < 2:
             return halves_to_pairs(part, self._spec.head_dim, self._spec.head_dim)
@@ -179,7 +183,7 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
 
 def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     tower, size = spec.tower, spec.size
-    side = {"tiles": size.tile, "canvas": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
+    side = {"tiles": size.tile, "canvas": size.tile, "slices": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
     eps = tower.projector_eps if label == "pixtral" and tower.projector_eps else tower.eps
@@ -206,6 +210,8 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         keys["clip.vision.preproc_image_size"] = size.longest_side
     if size.kind == "canvas":
         keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
+    if tower.shrinks is not None:
+        keys["clip.vision.wa_layer_indexes"] = [tower.shrinks]
     if tower.window:
         keys["clip.vision.window_size"] = tower.window * tower.cell
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
@@ -217,4 +223,4 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
 def _check(keys: dict[str, Any], shapes: dict[str, tuple[int, ...]], spec: VisionSpec) -> None:
     """Reads the keys as they will be read. Which token stands for an image is not their matter."""
     found = vision_from_gguf(ConfigReader(keys, "the file"), shapes)
-    check_spec(replace(spec, tokens=found.tokens), found)
+    check_spec(replace(spec, tokens=replace(found.tokens, before=spec.tokens.before)), found)

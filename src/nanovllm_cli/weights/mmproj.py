@@ -33,7 +33,7 @@ from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
 _BATCHES = {"v.class_embd", "v.position_embd.weight"}
-_UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break")
+_UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break|v\.view_seperator")
 
 
 def open_mmproj(path: str | Path) -> Checkpoint:

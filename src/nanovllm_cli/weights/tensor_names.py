@@ -26,7 +26,7 @@ _LAYER, _BLOCK = re.compile(r"(?:model\.(?:language_model\.)?)?layers\.(\d{1,6})
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
-_SEES = "visual.", "mlp_AR."  # where the part that writes has no prefix, in the first Qwen2-VL and PaddleOCR-VL
+_SEES = "visual.", "mlp_AR.", "vit."  # where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL and HunYuan-VL
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

@@ -26,12 +26,19 @@ from nanovllm_cli.weights.loader import MISSHAPEN, OTHER_MODEL
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOTS = "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1"
+_ROOTS = (
+    "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
+    "merger",
+)  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
 _ROOT = re.compile(rf"(?:model\.)?({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?")
-_UNREAD = re.compile(r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*")
-"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, and positions that nothing adds."""
+_UNREAD = re.compile(
+    r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
+)
+"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing."""
+_UNREAD_WHOLE = re.compile(rf"{_UNREAD.pattern}|vision_tower\.vit_merger\..*")
+"""And where patches are not joined within a tower, what a MiniCPM-V's has for that."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -93,7 +100,8 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
     family = tower_family(checkpoint.config)
     assert family is not None
     plain = {name: _ROOT.sub(_plain_root, name, count=1) for name in reader.names() if _ROOT.match(name)}
-    plain = {name: own for name, own in plain.items() if not _UNREAD.fullmatch(own)}
+    unread = _UNREAD if spec.shrinks is not None else _UNREAD_WHOLE
+    plain = {name: own for name, own in plain.items() if not unread.fullmatch(own)}
     return compared(checkpoint.path, reader, plain, family.names, stored_shapes(spec))
 
 
@@ -123,7 +131,11 @@ def compared(
         layer = _LAYER.search(ours)
         pattern = patterns[_LAYER.sub("{i}", ours)]
         names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
-        wanted |= dict.fromkeys(names[ours], (rows // len(names[ours]), *others))
+        count = len(names[ours])
+        each_rows = [rows // count] * count
+        if ours.endswith(".qkv.weight") and count == 3:  # queries are as wide as what they are made of
+            each_rows = [others[0], (rows - others[0]) // 2, (rows - others[0]) // 2]
+        wanted |= {name: (own, *others) for name, own in zip(names[ours], each_rows, strict=True)}
     match_tensors(path, wanted, {own: (name, reader.shape(name) or (1,)) for own, name in there.items()}, extra)
     return {ours: [there[each] for each in own] for ours, own in names.items()}
 
@@ -153,8 +165,14 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.taps:  # a matrix over colours, frames, lines and columns
+        shapes["patch.weight"] = (spec.hidden_size, 3 * spec.frames * spec.patch_size**2)
     if spec.projector == "gated":  # a kernel over a cell
         shapes["projector.join.weight"] = (spec.out_size, spec.hidden_size, spec.merge, spec.merge)
+    if spec.projector == "lined":  # kernels, too; and a position more, of nothing
+        shapes["projector.join.weight"] = (2 * spec.hidden_size, spec.hidden_size, spec.merge, spec.merge)
+        shapes["projector.first.weight"] = (4 * spec.hidden_size, 2 * spec.hidden_size, 1, 1)
+        shapes["positions.weight"] = (spec.positions + (not of_file), spec.hidden_size)
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
     if spec.lead and not of_file:
@@ -165,6 +183,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
 def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if ours == "patch.weight":
+        if spec.taps:
+            stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
         if stored.dim() == 2:  # a pixel's colours are behind each other there
             return stored.view(len(stored), -1, 3).transpose(1, 2).flatten(1)
         kernel = stored.to(torch.float32).sum(dim=2) if spec.frames else stored  # all frames show the same
@@ -182,6 +202,10 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.to(torch.float32) + 1
     if spec.lead and ours in ("lead.weight", "positions.weight"):
         return stored.view(-1, spec.hidden_size)
+    if spec.projector == "lined" and ours == "positions.weight":
+        return stored[-spec.positions :]
+    if spec.projector == "lined" and ours == "projector.first.weight":
+        return stored.flatten(1)
     if ours == "projector.join.weight":  # a dimension's patches are behind each other there
         return stored.view(len(stored), spec.hidden_size, spec.merge**2).transpose(1, 2).flatten(1)
     return stored
