@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
+    ExaoneConfig,
     Gemma3Config,
     Gemma3TextConfig,
     Lfm2Config,
@@ -55,7 +56,7 @@ from test_experts import write_gguf as write_experts
 from test_models import CASES as TEXTS
 from test_models import prompts
 from test_models_gguf import CASES as FILES
-from test_models_gguf import nothing, write
+from test_models_gguf import fused, nothing, write
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
 from tiny_adapter import write_adapter
 
@@ -84,6 +85,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "phi3": (Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0}), {}),
     "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]), {}),
+    "lfm3": (TEXTS["lfm3"], {}),
+    "laguna": (TEXTS["laguna, 2 of 5 and shared"], {}),
+    "exaone": (ExaoneConfig(**SMALL), {}),
     "gemma4": (TEXTS["gemma4, keys of other layers"], {}),
     "granite 4 h": (TEXTS["granite 4 h"], {"target_modules": MIXED}),
     "nemotron h": (TEXTS["nemotron h"], {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
@@ -148,6 +152,33 @@ def test_a_folder_of_pefts_fits_a_file_whose_rows_lie_otherwise(case: str, tmp_p
     arch, config, add = FILES[case]
     model = trained(config, tmp_path / "adapter", fan_in_fan_out=case == "gpt2")
     actual = logits_with(write(tmp_path / "m.gguf", arch, random_model(config), add), str(tmp_path / "adapter"))
+    assert difference(actual, expected_logits(model, prompts(config.vocab_size))) < 1e-4
+
+
+def test_of_a_glm_with_the_code_that_it_was_first_published_with(tmp_path: Path) -> None:
+    """Added by hand, to a file that has q, k and v as one."""
+    arch, config, add = FILES["glm"]
+    base, model, draw = random_model(config), random_model(config), torch.Generator().manual_seed(1)
+    sides = {}
+    for i, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        changed = {
+            "self_attention.query_key_value": [attention.q_proj, attention.k_proj, attention.v_proj],
+            "self_attention.dense": [attention.o_proj], "mlp.dense_h_to_4h": [layer.mlp.gate_up_proj],
+            "mlp.dense_4h_to_h": [layer.mlp.down_proj],
+        }  # fmt: skip
+        for name, parts in changed.items():
+            rows = [part.weight.shape[0] for part in parts]
+            up, down = (0.2 * torch.randn(*shape, generator=draw) for shape in ((sum(rows), 4), (4, parts[0].weight.shape[1])))
+            for part, added in zip(parts, (up.double() @ down.double() * 7 / 4).split(rows), strict=True):
+                part.weight.data = (part.weight.double() + added).float()
+            place = f"base_model.model.transformer.encoder.layers.{i}.{name}"
+            sides |= {f"{place}.lora_A.weight": down, f"{place}.lora_B.weight": up}
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 7, "target_modules": ["query_key_value"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(sides, tmp_path / "adapter_model.safetensors")
+    file = fused(write(tmp_path / "whole.gguf", arch, base, add), tmp_path / "m.gguf", arch)
+    actual = logits_with(file, str(tmp_path))
     assert difference(actual, expected_logits(model, prompts(config.vocab_size))) < 1e-4
 
 

@@ -12,7 +12,9 @@ from transformers import LagunaConfig
 
 from engines import SMALL, random_model, save, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from test_cli_driver import nanovllm
 from test_convert_families import make_gguf, with_tokenizer
+from test_llm import write_byte_tokenizer
 from test_models import CASES, LAGUNA, ORIGINAL, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
@@ -119,3 +121,11 @@ def test_what_files_of_a_mellum_cannot_say(tmp_path: Path) -> None:
     folder = save(random_model(with_tokenizer(CASES["mellum, 2 of 5"])), tmp_path / "folder")
     with pytest.raises(UnsupportedError, match="no one rotary base for all layers, no experts in all layers"):
         make_gguf(folder, tmp_path / "m.gguf")
+
+
+def test_show_says_how_layers_differ(tmp_path: Path) -> None:
+    folder = save(random_model(CASES["laguna, 2 of 5 and shared"]), tmp_path / "m")
+    write_byte_tokenizer(folder)
+    text = nanovllm(tmp_path, "models", "show", str(folder)).out
+    assert "4 to 6 heads over 2 of keys and values, 24 dims a head" in text
+    assert "theta 10,000, yarn x4 from 32; theta 1,000\n" in text

@@ -623,26 +623,29 @@ def test_keys_that_can_not_be_followed(case: str, tmp_path: Path) -> None:
         worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add))
 
 
-def test_a_bias_of_q_k_and_v_as_one(tmp_path: Path) -> None:
-    """A file that some converters write of Qwen2."""
-    arch, config, add = CASES["qwen2"]
-    reference = random_model(config)
-    whole = write(tmp_path / "whole.gguf", arch, reference, add)
-    fused = gguf.GGUFWriter(tmp_path / "fused.gguf", arch)
+def fused(whole: Path, path: Path, arch: str) -> Path:
+    """The same file with q, k and v of a layer, and their biases, as one."""
+    writer = gguf.GGUFWriter(path, arch)
     reader = gguf.GGUFReader(whole)
     for name, field in reader.fields.items():
         if name.startswith(arch):
-            fused.add_key_value(name, field.contents(), field.types[0])
+            writer.add_key_value(name, field.contents(), field.types[0])
     found = {tensor.name: tensor.data for tensor in reader.tensors}
-    for kind in ("weight", "bias"):
-        for i in range(config.num_hidden_layers):
-            parts = [found.pop(f"blk.{i}.attn_{part}.{kind}") for part in "qkv"]
-            found[f"blk.{i}.attn_qkv.{kind}"] = np.concatenate(parts)
+    for query in [name for name in found if "attn_q." in name]:
+        parts = [found.pop(query.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]
+        found[query.replace("attn_q.", "attn_qkv.")] = np.concatenate(parts)
     for name, numbers in found.items():
-        fused.add_tensor(name, np.array(numbers))
-    fused.write_header_to_file()
-    fused.write_kv_data_to_file()
-    fused.write_tensors_to_file()
-    fused.close()
+        writer.add_tensor(name, np.array(numbers))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_bias_of_q_k_and_v_as_one(tmp_path: Path) -> None:
+    """A file that some converters write of Qwen2."""
+    arch, config, add = CASES["qwen2"]
+    whole = write(tmp_path / "whole.gguf", arch, random_model(config), add)
     tokens = prompts(config.vocab_size)
-    assert torch.equal(*(logits_of(worker_for(path), tokens) for path in (whole, tmp_path / "fused.gguf")))
+    assert torch.equal(*(logits_of(worker_for(path), tokens) for path in (whole, fused(whole, tmp_path / "fused.gguf", arch))))

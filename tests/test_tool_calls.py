@@ -67,10 +67,18 @@ def test_models_that_forget_to_close_their_reasoning_call_all_the_same(name: str
     assert answer(form(name, "think"), f"Hm. {ONE[name]}", prompt="<think>\n") == ("Hm.", "", [WEATHER])
     assert answer(form(name, "think"), f"Hm. {ONE[name]}", prompt="<think>\n", tools=()) == (f"Hm. {ONE[name]}", "", [])
     assert answer(form(name, "think"), f"<think>{ONE[name]} or</think>No.") == (f"{ONE[name]} or", "No.", [])
+    left = {"splits_reasoning": False}
+    assert answer(form(name, "think"), f"<think>Hm.\n\n{ONE[name]}\n", **left) == ("", "<think>Hm.", [WEATHER])
+    assert answer(form(name, "think"), f"Hm. {ONE[name]} <think>", prompt="<think>\n", **left) == ("", "Hm.<think>", [WEATHER])
+    closed = f"<think>{ONE[name]} or</think>No."
+    assert answer(form(name, "think"), closed, **left) == ("", closed, [])
     begun = ONE[name][: ONE[name].index("weather")]
     assert answer(form(name, "think"), f"<think>Hm. {begun}") == ("Hm.", begun, [])
     parser = form(name, "think").parser("", TOOLS)
     assert parser.push(f"<think>Hm. {ONE[name]}").reasoning == "Hm."
+    assert parser.num_held == len(ONE[name]) + 1
+    parser = form(name, "think").parser("", TOOLS, splits_reasoning=False)
+    assert parser.push(f"<think>Hm. {ONE[name]}").content == "<think>Hm."
     assert parser.num_held == len(ONE[name]) + 1
 
 

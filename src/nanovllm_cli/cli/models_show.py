@@ -203,11 +203,14 @@ def _sounds(facts: Facts) -> dict[str, int]:
     return {"tokens": round(minute), "bytes": hearing_bytes(hearing, torch.bfloat16)}
 
 
-def _heads_in_words(heads: dict[str, int]) -> str:
+def _heads_in_words(facts: Facts) -> str:
+    heads = _heads(facts)
     if "latent_rank" in heads:
         shared = f"{heads['latent_rank']} numbers and {heads['rotary_dim']} rotated ones of a token"
         return f"{heads['heads']} heads of {heads['head_dim']} dims, whose keys and values are made of {shared}"
-    return f"{heads['heads']} heads over {heads['kv_heads']} of keys and values, {heads['head_dim']} dims a head"
+    numbers = [(each.num_heads, each.num_kv_heads, each.head_dim) for each in facts.spec.attentions]
+    queries, keys, dims = (f"{min(of)}" if min(of) == max(of) else f"{min(of)} to {max(of)}" for of in zip(*numbers, strict=True))
+    return f"{queries} heads over {keys} of keys and values, {dims} dims a head"
 
 
 def _embedding_in_words(facts: Facts) -> str | None:
@@ -241,7 +244,7 @@ def _print(
     defaults = generation_defaults(checkpoint.generation_config)
     lines = [
         ("model", str(found)),
-        ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {_heads_in_words(heads)}"),
+        ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {_heads_in_words(facts)}"),
         ("parameters", f"{count(facts.num_parameters)} ({facts.num_parameters:,})"
          + (f", {count(facts.num_active)} of them for each token" if spec.num_idle else "")),
         ("context", f"{spec.max_position:,} tokens" + (f", window {heads['window']:,}" if "window" in heads else "")),

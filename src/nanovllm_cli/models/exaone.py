@@ -11,7 +11,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, only_behind_the_first, scored_by_sigmoids
 from nanovllm_cli.models.family import Family, GGUFField, usual_keys
-from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import HF_NAMES, POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
 def turned_in_windows(spec: ModelSpec) -> ModelSpec:
@@ -60,6 +60,7 @@ EXAONE = Family(
         "embedding.weight": "transformer.wte.weight", "norm.weight": "transformer.ln_f.weight",
         **{f"blocks.{{i}}.{ours}.weight": f"transformer.h.{{i}}.{theirs}.weight" for ours, theirs in _NAMES.items()},
     },
+    peft_names=HF_NAMES,
 )  # fmt: skip
 EXAONE4 = Family(
     "exaone4",

@@ -92,7 +92,8 @@ class Family:
     value heads of the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn.
     gguf_like: the family whose files hold such a model, where that is another. mtp_names: of what its folders have beside the
     block of a layer that predicts further tokens; empty where none is known. mtp_gguf_names: of its files, where they are others
-    than MTP_GGUF_NAMES. folding: see `weights/folded.py`.
+    than MTP_GGUF_NAMES. folding: see `weights/folded.py`. peft_names: what the code that trains adapters calls weights otherwise
+    than its folders do.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Family:
     mtp_names: Mapping[str, str] = field(default_factory=dict)
     mtp_gguf_names: Mapping[str, str] = field(default_factory=dict)
     folding: Folding | None = None
+    peft_names: Mapping[str, str] = field(default_factory=dict)
 
     def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
         """Our names of slots, {i} for the layer -> those in its files."""

@@ -44,6 +44,10 @@ _EXPERTS = ExpertKeys(
     shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
     scoring="sigmoid", selection_bias=True,
 )  # fmt: skip
+_FIRST_PLACE = "transformer.encoder.layers.{i}"
+_FIRST_PARTS = {"qkv": "self_attention.query_key_value", "o": "self_attention.dense", "gate_up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h"}  # fmt: skip
+"""In the code that GLM-4 was first published with, whose GGUF files have q, k and v as one."""
 GLM = Family(
     "glm",
     gguf_name="chatglm",
@@ -53,6 +57,7 @@ GLM = Family(
     defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
               "num_key_value_heads": 2, "max_position_embeddings": 131072},
     hf=lambda spec, read: spec.with_attention(out_bias=False),
+    peft_names={f"blocks.{{i}}.{ours}.weight": f"{_FIRST_PLACE}.{theirs}.weight" for ours, theirs in _FIRST_PARTS.items()},
 )  # fmt: skip
 GLM4 = Family(
     "glm4",

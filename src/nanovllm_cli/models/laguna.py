@@ -113,6 +113,7 @@ LAGUNA = Family(
         "blocks.{i}.attention_gate.weight": f"{_LAYER}.self_attn.g_proj.weight",
         "blocks.{i}.router.selection_bias": f"{_LAYER}.mlp.experts.e_score_correction_bias",
     },
+    peft_names=SHARED_NAMES,
     gguf_names={"blocks.{i}.attention_gate.weight": "blk.{i}.attn_gate.weight"},
     hf=_laguna_from_hf,
     gguf=_laguna_from_gguf,

@@ -190,5 +190,6 @@ LFM3 = replace(
         "blocks.{i}.after_attention_norm.weight": f"{_LAYER}.post_operator_norm.weight",
         "blocks.{i}.after_mlp_norm.weight": f"{_LAYER}.post_ffn_norm.weight",
     },
+    peft_names={"blocks.{i}.attention_gate.weight": f"{_LAYER}.self_attn.g_proj.weight"},
     hf=_lfm3_from_hf,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.mixer_spec import ConvSpec, state_in
+from nanovllm_cli.mixer_spec import ConvSpec, RopeSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -175,10 +175,12 @@ def _stored(checkpoint: Checkpoint, classes: list[TensorClass]) -> str:
 
 
 def rope_words(spec: ModelSpec) -> str:
-    """How positions are told, in a few words."""
-    rope = spec.attention.rope
-    if rope is None:
-        return "none, positions are learned" if spec.entry is not None and spec.entry.positions else "none"
+    """How positions are told, in a few words: each way that some layers have."""
+    ropes = dict.fromkeys(_in_words(attention.rope) for attention in spec.attentions if attention.rope is not None)
+    return "; ".join(ropes) or ("none, positions are learned" if spec.entry is not None and spec.entry.positions else "none")
+
+
+def _in_words(rope: RopeSpec) -> str:
     words = f"theta {rope.theta:,.0f}"
     if rope.scaling != "none":
         words += f", {rope.scaling}"

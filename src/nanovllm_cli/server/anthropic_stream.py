@@ -48,7 +48,10 @@ class MessageBuilder:
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def take(self, event: Event) -> list[StreamEvent]:
-        events: list[StreamEvent] = []
+        """What belongs to the call that is open comes first: the rest of the event is behind it."""
+        is_in_call = self._block is not None and self._block["type"] == "tool_use"
+        going_on = [call for call in event.calls if is_in_call and call.index == self._call_index]
+        events = [told for call in going_on for told in self._call(call)]
         if event.reasoning:
             events += self._into("thinking")
             self._text.append(event.reasoning)
@@ -58,7 +61,7 @@ class MessageBuilder:
             events += self._into("text")
             self._text.append(event.content)
             events.append(self._delta({"type": "text_delta", "text": event.content}))
-        for call in event.calls:
+        for call in event.calls[len(going_on) :]:
             events += self._call(call)
         if event.finish_reason is not None:
             self._finish = event

@@ -325,7 +325,7 @@ class LiveGeneration:
             finish = self._finish_reason(piece, parser)
         self._counts.completion += len(piece.token_ids)
         if reasoning:
-            is_all = not content and not calls
+            is_all = reasoning == piece.text
             self._counts.reasoning += self._num_reasoning(piece.token_ids) if is_all else self._num_tokens(reasoning)
         return Event(
             piece.index,
@@ -341,11 +341,11 @@ class LiveGeneration:
         )
 
     def _num_reasoning(self, token_ids: Sequence[int]) -> int:
-        """Of tokens that gave reasoning and nothing else: tags are none, whether they came with others or alone."""
+        """Of tokens that gave reasoning and nothing else. Tags without a text are none."""
         return sum(token_id not in self._tags for token_id in token_ids)
 
     def _num_tokens(self, text: str) -> int:
-        """Of a text that came together with others."""
+        """Of a text that came together with others, or was held back."""
         return len(self.model.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
 
     def _finish_reason(self, piece: Piece, parser: AnswerParser) -> FinishReason | None:

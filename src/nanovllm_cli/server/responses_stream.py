@@ -49,8 +49,10 @@ class ResponseBuilder:
         return [self._about("response.created"), self._about("response.in_progress")]
 
     def take(self, event: Event, logprobs: Iterable[Raw] = ()) -> list[StreamEvent]:
-        """logprobs: entries of the event's content."""
-        events: list[StreamEvent] = []
+        """logprobs: entries of the event's content. What belongs to the call that is open comes first: the rest is behind it."""
+        is_in_call = self._item is not None and self._item["type"] == "function_call"
+        going_on = [call for call in event.calls if is_in_call and call.index == self._call_index]
+        events = [told for call in going_on for told in self._call(call)]
         if event.reasoning:
             events += self._into("reasoning")
             self._text.append(event.reasoning)
@@ -61,7 +63,7 @@ class ResponseBuilder:
             found = list(logprobs)
             self._logprobs += found
             events.append(self._inside("response.output_text.delta", content_index=0, delta=event.content, logprobs=found))
-        for call in event.calls:
+        for call in event.calls[len(going_on) :]:
             events += self._call(call)
         return events
 

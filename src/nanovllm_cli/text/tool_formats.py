@@ -96,18 +96,18 @@ class ToolFormat:
         content; starts_kept: the prompt wrote the first of them."""
 
         def read(stream: CallStream) -> Reading[None]:
-            if kept and starts_kept:
-                yield from _keep(stream, kept[1])
+            keeps = kept
+            if keeps and starts_kept and not (yield from _keep(stream, keeps[1], self.in_reasoning)):
+                keeps = None
             if self.bare:
                 yield from stream.attempt(read_bare(stream, "", tools))
-            tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
             while True:
-                tag = yield from stream.content_to(*tags)
+                tag = yield from stream.content_to(*self.openers, *hidden, *(keeps[:1] if keeps else ()))
                 if tag in self.openers:
                     yield from stream.attempt(self.section(stream, tag, tools), tag)
-                elif kept and tag == kept[0]:
+                elif keeps and tag == keeps[0]:
                     stream.content(tag)
-                    yield from _keep(stream, kept[1])
+                    keeps = keeps if (yield from _keep(stream, keeps[1], self.in_reasoning)) else None
 
         return read
 
@@ -122,8 +122,14 @@ def read_plain(hidden: Sequence[str]) -> Reader:
     return read
 
 
-def _keep(stream: CallStream, close: str) -> Reading[None]:
-    stream.content((yield from stream.content_to(close)))
+def _keep(stream: CallStream, close: str, begins: str) -> Reading[bool]:
+    """Content up to the tag. begins: what begins a call all the same where the tag does not come any more; returns False then,
+    and the call is next."""
+    tag = yield from stream.content_to(*filter(None, (close, begins)))
+    if tag != close and not (yield from stream.hold_to(close, tag)):
+        return False
+    stream.content(close)
+    return True
 
 
 def tool_format(template_source: str, special_tokens: Collection[str] = ()) -> ToolFormat:

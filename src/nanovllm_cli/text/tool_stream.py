@@ -81,6 +81,7 @@ class CallStream:
         self._calls: list[ToolCallDelta] = []
         self._held: list[ToolCallDelta] = []  # of a call that is not complete, where calls are given out whole
         self._space = Pieces()  # white space at the end of the content: a call's, if one follows
+        self._waits = Pieces()  # a call, if a tag does not come
         self._behind_call = False
         self._reading = self._to_the_end(read)
 
@@ -110,7 +111,7 @@ class CallStream:
     @property
     def num_held(self) -> int:
         """Characters at the end of what was pushed that are neither content nor a call's so far."""
-        return len(self.text) - self.position + self._space.size
+        return len(self.text) - self.position + self._space.size + self._waits.size
 
     # ---- reading ----
 
@@ -193,6 +194,21 @@ class CallStream:
         except CutOff:
             self.content(self.take(len(self.text) - self.position))
             raise
+
+    def hold_to(self, tag: str, begun: str) -> Reading[bool]:
+        """Whether `tag` comes, which is taken; what stands in front of it, from `begun` on, is content then, and is next to be
+        read where it does not come."""
+        self._waits = Pieces(begun)
+        try:
+            yield from self.pass_to(self._waits.add, tag)
+        except CutOff:
+            self.text, self.position = str(self._waits) + self.take(len(self.text) - self.position), 0
+            return False
+        else:
+            self.content(str(self._waits))
+            return True
+        finally:
+            self._waits = Pieces()
 
     def attempt(self, reading: Reading[None], tag: str = "") -> Reading[None]:
         """A call, behind its tag. What turns out to be none is content."""

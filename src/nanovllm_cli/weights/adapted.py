@@ -131,6 +131,8 @@ def _fitted(
     if adapter.turned_over and not family.turned_over:
         raise UnsupportedError(f"{adapter.path}: fan_in_fan_out is set, and {checkpoint.path} has no such matrices", MERGE_FIRST)
     theirs = _names(ours, family.names(adapter.format))
+    if adapter.format == "hf":
+        theirs |= _names(ours, family.peft_names)
 
     def known_as(name: str) -> str | None:
         for of_module, of_folder in family.modules.items() if adapter.format == "hf" else ():
