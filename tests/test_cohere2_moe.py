@@ -116,6 +116,10 @@ def test_what_a_file_leaves_out_is_what_llama_cpp_takes(metadata: tuple[dict[str
     assert from_file(metadata, **{root: 1e-3}).norm == NormSpec(1e-3)
 
 
+def test_a_file_may_have_a_layer_more_that_predicts_further_tokens(metadata: tuple[dict[str, Any], set[str]]) -> None:
+    assert from_file(metadata, block_count=5, nextn_predict_layers=1) == from_file(metadata)
+
+
 @pytest.mark.parametrize("function", [3, 4])
 def test_files_with_another_function_are_refused(function: int, metadata: tuple[dict[str, Any], set[str]]) -> None:
     with pytest.raises(UnsupportedError, match="experts that are not weighed by a softmax or a sigmoid"):
