@@ -81,7 +81,6 @@ class Family:
     experts: what its configs call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its
     tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a
     config; they get the spec that the rest makes. tensors: of a folder, too; their third is what it is called in messages.
-    modules: parts of names that its layers have in transformers, and so PEFT's adapters -> as folders have them.
     gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean without a
     word. gguf_values: what small tensors of theirs say, those whose names end in gguf_told_by, which no layer asks for;
     gguf_tables: the same tensors, as they are written. gguf_keys: what they say beyond what all do, by keys without the
@@ -133,7 +132,6 @@ class Family:
     gguf_values: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
     gguf_told_by: tuple[str, ...] = ()
     gguf_tables: Callable[[ModelSpec], Mapping[str, list[float]]] = lambda spec: {}
-    modules: Mapping[str, str] = field(default_factory=dict)
     gguf_name: str = ""
     gguf_activation: str = "silu"
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}

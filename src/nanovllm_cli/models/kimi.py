@@ -143,7 +143,11 @@ KIMI_LINEAR = Family(
         "blocks.{i}.delta.decay_bias": f"{_PLACE}.dt_bias",
         "blocks.{i}.delta.norm.weight": f"{_PLACE}.o_norm.weight",
     },
-    modules={".self_attn.forget_gate.": ".self_attn.", ".mlp.shared_experts.": ".block_sparse_moe.shared_experts."},
+    peft_names={
+        **{f"blocks.{{i}}.delta_{part}.weight": f"{_PLACE}.forget_gate.{part}_proj.weight" for part in ("f_a", "f_b")},
+        **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight"
+           for part in MATRICES},
+    },
     hf=_from_hf,
     gguf_names=LATENT_GGUF_NAMES | {
         **{f"blocks.{{i}}.delta_{part}.weight": f"blk.{{i}}.attn_{part}.weight" for part in _PARTS},

@@ -135,8 +135,6 @@ def _fitted(
         theirs |= _names(ours, family.peft_names)
 
     def known_as(name: str) -> str | None:
-        for of_module, of_folder in family.modules.items() if adapter.format == "hf" else ():
-            name = name.replace(of_module, of_folder)
         part = next((part for part in _PARTS if name.startswith(part)), "")
         inner = name.removeprefix(part)
         if (trunk := f"{_TRUNK}{name.removeprefix('model.')}") in theirs:
