@@ -230,6 +230,12 @@ BAD_KEYS: list[tuple[str, str, Any]] = [
     *[(name, "clip.vision.attention.layer_norm_epsilon", value) for name in ("smolvlm", "lfm2")
       for value in (None, 0.0, math.nan, "1e-6")],
     *[("lfm2", "clip.vision.image_resize_algo", value) for value in (3, True)],
+    *[("minicpm", "clip.vision.projector.scale_factor", value) for value in (0, 1, 2, 3, 8, "4")],
+    *[("minicpm", "clip.vision.wa_layer_indexes", value) for value in ([4], [-1], [1, 2], ["1"], 1)],
+    *[("minicpm", "clip.vision.image_size", value) for value in (None, 0, 15, 1 << 20, "64")],
+    *[("hunyuan", "clip.vision.spatial_merge_size", value) for value in (0, 1, 3, "2")],
+    *[("hunyuan", "clip.vision.image_max_pixels", value) for value in (0, 63, 1 << 31, "64")],
+    ("hunyuan", "clip.vision.attention.layer_norm_epsilon", 0.0),
 ]  # fmt: skip
 
 

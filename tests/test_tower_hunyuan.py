@@ -25,10 +25,11 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.images.sizes import fitted
+from nanovllm_cli.images.sizes import fitted, most_rows_of_all
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.vision_spec import Image
 from seeing import FIRST, hunyuan_as_published
 from test_image_pieces import read
 from test_images import colours, saved
@@ -80,7 +81,22 @@ def test_a_hunyuan_ocr_as_published() -> None:
 @settings(max_examples=200, deadline=None)
 def test_sizes_are_transformers(height: int, width: int) -> None:
     if max(height, width) <= 150 * min(height, width):
-        assert fitted(read(OCR, IMAGES).size, height, width).whole == smart_resize(height, width, 32, 1 << 18, 1 << 22)
+        spec = read(OCR, IMAGES)
+        rows, columns = fitted(spec.size, height, width).whole
+        assert (rows, columns) == smart_resize(height, width, 32, 1 << 18, 1 << 22)
+        placed = spec.placed(Image(rows, columns, b"", b""), 0)
+        assert placed.num_tokens == rows // 32 * (columns // 32 + 1) + 2 <= most_rows_of_all(spec)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 2000))
+@settings(max_examples=200, deadline=None)
+def test_an_image_has_no_more_tokens_than_it_may_beside_ends_of_lines(height: int, width: int, most: int) -> None:
+    if max(height, width) <= 200 * min(height, width):
+        limited = read(OCR, IMAGES).limited(most)
+        rows, columns = (side // 32 for side in fitted(limited.size, height, width).whole)
+        assert rows * (columns + 1) + 2 <= most_rows_of_all(limited)
+        if max(height, width) <= 2 * min(height, width) and most >= 300:  # fewer are rounded up, to what it has at least
+            assert rows * columns <= most
 
 
 def test_its_text_as_published_is_what_transformers_makes_of_it() -> None:

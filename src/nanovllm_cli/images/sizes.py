@@ -72,8 +72,11 @@ def most_rows(spec: VisionSpec) -> int:
 
 
 def most_rows_of_all(spec: VisionSpec) -> int:
-    """The same of an image with all its pieces."""
+    """The same of an image with all its pieces, and what is made beside them."""
     rule, pieces = spec.size, 0
+    if spec.tower.projector == "lined":  # one more for each line; rounding may make it twice as thin
+        most = most_rows(spec)
+        return most + min(most, math.isqrt(2 * MAX_ASPECT * most) + 1) + 2
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
