@@ -32,6 +32,8 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "GPTBigCodeForCausalLM": {"attention_bias", "mlp_bias", "hidden_act"},  # by another name of the same
     "GPTNeoXForCausalLM": {"mlp_bias"},
     "HunYuanMoEV1ForCausalLM": {"num_shared_expert"},
+    "KimiLinearForCausalLM": {"first_k_dense_replace"},  # which its kinds of layers follow from
+    "LaraMiniForCausalLM": {"intermediate_size"},
     "LightOnOcrForConditionalGeneration": {"max_position_embeddings"},  # of a config without a part for texts
     "LlavaForConditionalGeneration": {"max_position_embeddings", "num_key_value_heads", "sliding_window"},  # those of a Mistral
     "Mistral3ForConditionalGeneration": {"sliding_window"},  # a text_config's, not that of none
