@@ -60,8 +60,8 @@ def written(folder: Path, output: Path, outtype: str = "f32") -> tuple[Path, lis
         tower, notes = tower_or_note(checkpoint, outtype, "m")
         assert tower is not None
         wrote = tower.write(output, replace=False, progress=NullProgress())
-        kinds = {"audio": "hears", "vision": "sees"}
-        assert wrote.does == " and ".join(kinds[each] for each in ("vision", "audio") if any(each in name for name in tower.names))
+        does = {"sees": "vision", "hears": "audio"}
+        assert wrote.does == " and ".join(word for word, part in does.items() if any(part in name for name in tower.names))
         return wrote.path, notes
 
 
