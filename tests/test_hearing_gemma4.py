@@ -7,10 +7,12 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,7 @@ from sounding import in_base64, noise
 from sounding import wav as saved
 from test_llm import write_byte_tokenizer
 from test_models import CASES
+from test_sounds import QWEN3
 from test_towers import TEXT, copy
 
 transformers = pytest.importorskip("transformers")
@@ -173,6 +176,13 @@ def test_what_a_piece_takes_is_told(made: Callable[[str], Made], monkeypatch: py
     assert work_bytes(tower, 100, torch.float32) >= 25 * 40 * 4 * 8
 
 
+def test_a_spec_crosses_to_other_processes(made: Callable[[str], Made]) -> None:
+    for spec in (open_ear(made("as published").folder)[0], QWEN3):
+        there = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=HearingSpec)
+        assert there == spec
+        assert type(there.tower) is type(spec.tower)
+
+
 # ---- spectrograms, pieces, tokens ----
 
 
@@ -196,10 +206,9 @@ def test_spectrograms_and_numbers_of_tokens_are_those_of_transformers(bins: int,
 
 
 def hearing_of(folder: Path, bins: int) -> HearingSpec:
-    from dataclasses import replace
-
     spec, _ = open_ear(folder)
-    return replace(spec, tower=replace(spec.tower, num_bins=bins))
+    assert isinstance(spec.tower, ConformerSpec)
+    return replace(spec, tower=spec.tower._replace(num_bins=bins))
 
 
 def test_a_long_sound_is_further_pieces_and_none_of_it_is_lost(made: Callable[[str], Made]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, VisionSpec
 
@@ -84,8 +84,7 @@ class EarSpec:
         return rows * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + 2 * rows)
 
 
-@dataclass(frozen=True, slots=True)
-class ConformerSpec:
+class ConformerSpec(NamedTuple):
     """A tower of attention to what was shortly before and of convolutions (Gulati et al. 2020), as the Universal Speech Model
     (Zhang et al. 2023) and Gemma 4 have it, which reads spectrograms of num_bins bands.
 
@@ -95,6 +94,8 @@ class ConformerSpec:
     convolution. clipped: bounds of what each of the layers' matrices reads and gives. limit: what numbers are cut off at where
     norms read them. made_size: of rows behind the layers, of which a norm without a gain and a matrix make those of out_size.
     eps: of norms in front, at convolutions and in the end.
+
+    A tuple, by which whoever decodes a HearingSpec tells it from an EarSpec.
     """
 
     num_bins: int

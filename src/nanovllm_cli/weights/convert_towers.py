@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gguf.constants import GGUFType, LlamaFileType
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense
+from nanovllm_cli.hearing_spec import ConformerSpec, HearingSpec, Sense
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears_gguf import hears_too
 from nanovllm_cli.progress import LoadProgress
@@ -113,7 +113,9 @@ def check_spec(wanted: Sense, found: Sense) -> None:
 
 def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
     for key, value in wanted.items():
-        if isinstance(value, dict):
+        if isinstance(value, ConformerSpec):
+            yield from _differences(value._asdict(), found[key]._asdict())
+        elif isinstance(value, dict):
             yield from _differences(value, found[key])
         elif isinstance(value, float):
             if not math.isclose(value, found[key], rel_tol=1e-6):
