@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from sounding import in_base64, noise
 from sounding import wav as saved
 from test_llm import write_byte_tokenizer
 from test_models import CASES
+from test_sounds import QWEN3
 from test_tower_gemma4 import VISION
 from test_towers import TEXT, copy
 from test_towers import draw as colours
@@ -178,6 +180,13 @@ def test_what_a_piece_takes_is_told(made: Callable[[str], Made], monkeypatch: py
     assert work_bytes(tower, 100, torch.float32) >= 25 * 40 * 4 * 8
 
 
+def test_a_spec_crosses_to_other_processes(made: Callable[[str], Made]) -> None:
+    for spec in (open_ear(made("as published").folder)[0], QWEN3):
+        there = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=HearingSpec)
+        assert there == spec
+        assert type(there.tower) is type(spec.tower)
+
+
 # ---- spectrograms, pieces, tokens ----
 
 
@@ -201,8 +210,6 @@ def test_spectrograms_and_numbers_of_tokens_are_those_of_transformers(bins: int,
 
 
 def hearing_of(folder: Path, bins: int) -> HearingSpec:
-    from dataclasses import replace
-
     spec, _ = open_ear(folder)
     return replace(spec, tower=msgspec.structs.replace(spec.tower, num_bins=bins))
 

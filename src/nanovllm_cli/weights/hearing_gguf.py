@@ -11,7 +11,7 @@ import torch
 from nanovllm_cli.hearing_spec import AnyEar, HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ear import Ear, ear_dtype
-from nanovllm_cli.models.ears_gguf import ear_names_in_gguf, ear_projector_of, hearing_from_gguf
+from nanovllm_cli.models.ears_gguf import ear_names_in_gguf, ear_projector_of, hearing_from_gguf, hears
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.hearing import put_together, stored_ear_shapes
 from nanovllm_cli.weights.vision import bounds_of, match_tensors, read_whole
@@ -33,7 +33,8 @@ def compared_ear(file: Checkpoint, spec: AnyEar) -> dict[str, tuple[str, ...]]:
     for ours, (rows, *others) in stored_ear_shapes(spec, of_file=True).items():
         ones = (1,) * (1 if spec.front == "line" else 2) if _FRONT_BIAS.fullmatch(ours) else ()  # a row for each channel there
         wanted |= dict.fromkeys(names[ours], (rows // len(names[ours]), *others, *ones))
-    there = {name: shape for name, shape in _shapes(file).items() if _OURS.match(name)}
+    sees = not hears(_metadata(file))
+    there = {name: shape for name, shape in _shapes(file).items() if not sees or _OURS.match(name)}
     shapes = {name: (name, shape) for name, shape in there.items() if spec.positions or name != "a.position_embd.weight"}
     match_tensors(file.path, wanted, shapes)
     return names
