@@ -90,6 +90,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "falcon h1": (TEXTS["falcon h1"], {"target_modules": ["in_proj", *MIXED[2:], "down_proj"]}),
     "youtu": (TEXTS["youtu"], {}),
     "pythia": (TEXTS["pythia"], {}),
+    "olmo": (TEXTS["olmo, clipped"], {}),
     "gpt2": (TEXTS["gpt2"], {"fan_in_fan_out": True}),
     "gpt2, untied": (TEXTS["gpt2, exact gelu, untied"], {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "gemma3": (Gemma3TextConfig(**SMALL | {"sliding_window": 20, "query_pre_attn_scalar": 17}), {}),

@@ -166,7 +166,9 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     ("case", "changes", "lacking"),
     [("pythia", {"attention_bias": False}, "biases"), ("stablelm", {"tie_word_embeddings": True}, "head of its own"),
      ("minicpm3", {"q_lora_rank": None}, "low rank of queries"),
-     ("phi", {"tie_word_embeddings": True}, "head of its own"), ("starcoder2", {"use_bias": False}, "bias behind attention")],
+     ("phi", {"tie_word_embeddings": True}, "head of its own"), ("starcoder2", {"use_bias": False}, "bias behind attention"),
+     ("olmo, biases, tied", {"head_dim": 8}, "output without a bias"),
+     ("olmo, clipped", {"head_dim": 16}, "heads as wide as the model")],
 )  # fmt: skip
 def test_what_llama_cpp_takes_for_granted_is_there_or_refused(
     case: str, changes: dict[str, Any], lacking: str, tmp_path: Path

@@ -83,6 +83,7 @@ from transformers import (
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
@@ -374,6 +375,9 @@ CASES: dict[str, Any] = {
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
     ),
+    "olmo, clipped": OlmoConfig(**SMALL | {"head_dim": 8, "pad_token_id": 0}, clip_qkv=0.1),
+    "olmo, biases, tied": OlmoConfig(**SMALL | {"pad_token_id": 0, "tie_word_embeddings": True}, attention_bias=True),
+    "olmoe, clipped": OlmoeConfig(**WIDE_EXPERTS, num_experts=5, num_experts_per_tok=3, clip_qkv=0.7),
     "olmo2, group 1": Olmo2Config(**SMALL | {"head_dim": 8, "num_key_value_heads": 6}),
     "olmo3": Olmo3Config(
         **SMALL | {"head_dim": 12, "num_attention_heads": 4, "num_hidden_layers": 5, "sliding_window": 20},
@@ -763,7 +767,7 @@ COUNTED = [
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
-    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
+    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
@@ -961,7 +965,7 @@ DEFAULTS = {
     "GlmForCausalLM": GlmConfig, "CwmForCausalLM": CwmConfig, "HeliumForCausalLM": HeliumConfig, "Jais2ForCausalLM": Jais2Config,
     "NemotronForCausalLM": NemotronConfig, "MinistralForCausalLM": MinistralConfig, "VaultGemmaForCausalLM": VaultGemmaConfig,
     "HyperCLOVAXForCausalLM": HyperCLOVAXConfig,
-    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
+    "OlmoForCausalLM": OlmoConfig, "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
     "AfmoeForCausalLM": AfmoeConfig, "ApertusForCausalLM": ApertusConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
@@ -1307,7 +1311,8 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "ministral3, queries that grow", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
         CheckpointError, "'llama_4_scaling_beta' must be a number",
     ),
-    "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
+    "queries clipped to nothing": ("olmo, clipped", {"clip_qkv": 0.0}, CheckpointError, "'clip_qkv' must be a number of at"),
+    "queries clipped by a word": ("olmoe, 3 of 5", {"clip_qkv": "8"}, CheckpointError, "'clip_qkv' must be a number"),
 }  # fmt: skip
 
 

@@ -124,13 +124,19 @@ class MoESpec:
 class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
     of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
-    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered."""
+    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered. gains: without, a
+    checkpoint has no weight for it."""
 
     eps: float
     offset: float = 0.0
     stored_offset: float = 0.0
     centered: bool = False
     shifted: bool = False
+    gains: bool = True
+
+    def num_weights(self, width: int) -> int:
+        """Numbers of one that is so wide."""
+        return width * (self.gains + self.shifted)
 
 
 BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]

@@ -68,7 +68,7 @@ from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
-from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.phi import PHI, PHI3
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -171,6 +171,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Mistral4ForCausalLM": MISTRAL4,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
+    "OlmoForCausalLM": OLMO,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "OlmoeForCausalLM": OLMOE,
@@ -309,6 +310,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H_MOE,
+    "olmo": OLMO,
     "olmo2": OLMO2,
     "olmoe": OLMOE,
     "paddleocr": PADDLEOCR,

@@ -175,6 +175,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "3b": "ibm-granite/granite-3.1-3b-a800m-instruct",
     },
     "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
+    "olmo": {"1b": "allenai/OLMo-1B-hf", "7b": "allenai/OLMo-7B-0724-Instruct-hf"},
     "olmo2": {
         "1b": "allenai/OLMo-2-0425-1B-Instruct",
         "7b": "allenai/OLMo-2-1124-7B-Instruct",
