@@ -87,6 +87,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -374,6 +375,16 @@ CASES: dict[str, Any] = {
     "hunyuan": HunYuanDenseV1Config(**SMALL),
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
+    ),
+    "phimoe, 2 of 5": PhimoeConfig(
+        **WIDE_EXPERTS | {"pad_token_id": 0}, num_local_experts=5, attention_bias=True, lm_head_bias=True,
+        router_jitter_noise=0.3, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": DIVISORS[4][:4], "long_factor": DIVISORS[4][:4],
+            "short_mscale": 1.24, "long_mscale": 1.24, "original_max_position_embeddings": ORIGINAL, "factor": 4.0,
+        },
+    ),
+    "phimoe, no biases, a window, tied": PhimoeConfig(
+        **WIDE_EXPERTS | {"pad_token_id": 0, "tie_word_embeddings": True}, num_local_experts=3, sliding_window=20,
     ),
     "olmo, clipped": OlmoConfig(**SMALL | {"head_dim": 8, "pad_token_id": 0}, clip_qkv=0.1),
     "olmo, biases, tied": OlmoConfig(**SMALL | {"pad_token_id": 0, "tie_word_embeddings": True}, attention_bias=True),
@@ -768,6 +779,7 @@ COUNTED = [
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
+    "phimoe, 2 of 5",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
@@ -958,7 +970,7 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
-    "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig,
+    "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
@@ -1072,6 +1084,23 @@ def test_a_ling_as_it_is_published_is_built_like_a_sarvam(tmp_path: Path) -> Non
     as_ling(save(reference, tmp_path))
     check_what_it_writes(reference, tmp_path)
     assert worker_for(tmp_path).spec.architecture == "bailing_moe2"
+
+
+def test_a_phi_with_experts_as_it_is_published() -> None:
+    """Frequencies of long texts are their own, other than transformers has them; one factor is for both."""
+    short, long = [1.0] * 64, [2.0] * 64
+    scaling = {"type": "longrope", "short_factor": short, "long_factor": long, "short_mscale": 1.25, "long_mscale": 1.25,
+               "original_max_position_embeddings": 4096}  # fmt: skip
+    config = {"architectures": ["PhiMoEForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 1,
+              "intermediate_size": 6400, "vocab_size": 32064, "attention_bias": True, "lm_head_bias": True, "rope_theta": 1e4,
+              "rope_scaling": scaling, "sliding_window": 131072}  # fmt: skip
+    spec = spec_from_hf(config, hf_family(config))
+    rope = spec.attention.rope
+    assert rope is not None
+    assert (rope.short_divisors, rope.long_divisors, rope.attention_factor) == (tuple(short), tuple(long), 1.25)
+    assert (rope.original_len, rope.theta, spec.max_position, spec.head_bias) == (4096, 1e4, 131072, True)
+    assert spec.mixture is not None
+    assert (spec.mixture.num_experts, spec.mixture.nearness) == (16, 0.02)
 
 
 def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
@@ -1310,6 +1339,23 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "queries that grow from nowhere": (
         "ministral3, queries that grow", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
         CheckpointError, "'llama_4_scaling_beta' must be a number",
+    ),
+    "three experts of a Phi": (
+        "phimoe, no biases, a window, tied", {"num_experts_per_tok": 3}, UnsupportedError, "whose tokens take 3 experts",
+    ),
+    "a Phi with experts and yarn": (
+        "phimoe, 2 of 5", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, UnsupportedError, "rope scaling 'yarn'",
+    ),
+    "two factors of rotations": (
+        "phimoe, 2 of 5", {"rope_parameters": CASES["phimoe, 2 of 5"].rope_parameters | {"long_mscale": 1.3}}, UnsupportedError,
+        "factors of rotations that are 1.24 or 1.3",
+    ),
+    "no factor of rotations": (
+        "phimoe, 2 of 5", {"rope_parameters": CASES["phimoe, 2 of 5"].rope_parameters | {"short_mscale": None}}, CheckpointError,
+        "has no 'short_mscale'",
+    ),
+    "less noise than none": (
+        "phimoe, 2 of 5", {"router_jitter_noise": -0.1}, CheckpointError, "'router_jitter_noise' must be a number of at least 0",
     ),
     "queries clipped to nothing": ("olmo, clipped", {"clip_qkv": 0.0}, CheckpointError, "'clip_qkv' must be a number of at"),
     "queries clipped by a word": ("olmoe, 3 of 5", {"clip_qkv": "8"}, CheckpointError, "'clip_qkv' must be a number"),

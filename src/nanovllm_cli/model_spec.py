@@ -83,6 +83,8 @@ class MoESpec:
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
 
+    nearness (Phi-3.5-MoE): weights are what `mixture.shares_among_near` makes of logits, and nothing else counts.
+
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
 
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
@@ -102,6 +104,7 @@ class MoESpec:
     groups_taken: int = 1
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    nearness: float | None = None
     scales_input: bool = False
     apart: bool = False
 

@@ -69,7 +69,7 @@ from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
-from nanovllm_cli.models.phi import PHI, PHI3
+from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
@@ -179,6 +179,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
+    "PhiMoEForCausalLM": PHIMOE,
+    "PhimoeForCausalLM": PHIMOE,
     "SarvamMoEForCausalLM": SARVAM_MOE,
     "SeedOssForCausalLM": SEED_OSS,
     "SolarOpenForCausalLM": SOLAR_OPEN,
@@ -316,6 +318,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "paddleocr": PADDLEOCR,
     "phi2": PHI,
     "phi3": PHI3,
+    "phimoe": PHIMOE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,

@@ -144,7 +144,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "20b": "internlm/internlm2_5-20b-chat",
     },
     "internlm3": {"8b": "internlm/internlm3-8b-instruct"},
-    "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct"},
+    "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct", "42b-moe": "microsoft/Phi-3.5-MoE-instruct"},
     "granite4": {
         "350m": "ibm-granite/granite-4.0-350m",
         "1b": "ibm-granite/granite-4.0-1b",

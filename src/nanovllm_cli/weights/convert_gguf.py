@@ -78,7 +78,7 @@ _CARRIED = {
     "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
-    "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base",
+    "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
@@ -92,7 +92,7 @@ _OF_NO_USE = {
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
-    "altup_coef_clip",
+    "altup_coef_clip", "input_jitter_noise",
 }  # fmt: skip
 
 
@@ -157,6 +157,8 @@ def gguf_header(
     unread += ["hidden_activation"] if "hidden_activation" in keys else []  # for which llama.cpp has a SiLU there
     if unread:
         notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
+    if spec.mixture is not None and spec.mixture.nearness is not None:
+        notes.append("norms and weights of experts: llama.cpp computes others for this architecture")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)
 
 
