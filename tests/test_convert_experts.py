@@ -60,7 +60,7 @@ def matrices_of(path: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "family",
     [experts.qwen, experts.qwen2, experts.mixtral, experts.granite, experts.gpt_oss, experts.glm, experts.ernie, experts.lfm2,
-     experts.olmoe, experts.minimax, experts.dots, experts.solar, experts.exaone, experts.phimoe],
+     experts.olmoe, experts.minimax, experts.dots, experts.solar, experts.exaone, experts.phimoe, experts.hy_v3],
 )
 def test_a_folder_becomes_the_file_that_llama_cpp_makes(family: Any, tmp_path: Path) -> None:
     model = random_model(with_tokenizer(family().config))

@@ -22,6 +22,7 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSWAConfig,
+    HYV3Config,
     Lfm2MoeConfig,
     MiniMaxM2Config,
     MixtralConfig,
@@ -412,7 +413,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
            "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe",
            "olmoe": "olmoe", "minimax_m2": "minimax-m2", "dots1": "dots1", "solar_open": "glm4moe",
-           "exaone_moe": "exaone-moe", "granitemoe_swa": "granite_swa", "phimoe": "phimoe"}  # fmt: skip
+           "exaone_moe": "exaone-moe", "granitemoe_swa": "granite_swa", "phimoe": "phimoe",
+           "hy_v3": "hy_v3"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe", "granite_swa"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -453,6 +455,11 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if arch == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
     if arch == "phimoe":
         rope = config.rope_parameters
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
@@ -521,7 +528,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         if "correction_bias" in own and arch == "ernie4_5-moe" and "MXFP4" in types:
             parameter.data.zero_()  # a file may leave it out
         elif "correction_bias" in own or "expert_bias" in own:
-            writer.add_tensor(f"{place}exp_probs_b.bias", tensor.flatten().numpy())
+            writer.add_tensor(f"{place}exp_probs_b{'' if arch == 'hy_v3' else '.bias'}", tensor.flatten().numpy())
         elif own.endswith(("gate_up_proj_bias", "down_proj_bias")):
             parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}
             for part, bias in parts.items():
@@ -630,6 +637,10 @@ def granite_swa() -> Any:
     return random_model(config)
 
 
+def hy_v3() -> Any:
+    return random_model(HYV3Config(**SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=2))
+
+
 def phimoe() -> Any:
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(16)],
@@ -652,7 +663,7 @@ def gpt_oss() -> Any:
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
 @pytest.mark.parametrize(
     "family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe, minimax, dots, solar, exaone, granite_swa,
-               phimoe],
+               phimoe, hy_v3],
 )
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()

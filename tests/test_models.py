@@ -59,6 +59,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
+    HYV3Config,
     Jais2Config,
     LagunaConfig,
     Lfm2Config,
@@ -375,6 +376,13 @@ CASES: dict[str, Any] = {
     "hunyuan": HunYuanDenseV1Config(**SMALL),
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
+    ),
+    "hy v3, 3 of 5 and shared": HYV3Config(
+        **SMALL, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, router_scaling_factor=1.7,
+    ),
+    "hy v3, dense in between, two shared, tied": HYV3Config(
+        **SMALL | {"tie_word_embeddings": True}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        num_shared_experts=2, mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True,
     ),
     "phimoe, 2 of 5": PhimoeConfig(
         **WIDE_EXPERTS | {"pad_token_id": 0}, num_local_experts=5, attention_bias=True, lm_head_bias=True,
@@ -970,7 +978,8 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
-    "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
+    "MixtralForCausalLM": MixtralConfig, "HYV3ForCausalLM": HYV3Config,
+    "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
@@ -1339,6 +1348,15 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "queries that grow from nowhere": (
         "ministral3, queries that grow", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
         CheckpointError, "'llama_4_scaling_beta' must be a number",
+    ),
+    "a Hy3 without shared experts": (
+        "hy v3, 3 of 5 and shared", {"num_shared_experts": 0}, UnsupportedError, "a Hy3 without an expert that every token takes",
+    ),
+    "weights of a Hy3 as they are": (
+        "hy v3, 3 of 5 and shared", {"route_norm": False}, UnsupportedError, "a Hy3 whose 'route_norm' is false",
+    ),
+    "kinds of a Hy3 that nobody knows": (
+        "hy v3, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "thin"]}, CheckpointError, "a list of 3 of dense",
     ),
     "three experts of a Phi": (
         "phimoe, no biases, a window, tied", {"num_experts_per_tok": 3}, UnsupportedError, "whose tokens take 3 experts",

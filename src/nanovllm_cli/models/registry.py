@@ -56,7 +56,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_STATES,
     GRANITE_SWA,
 )
-from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
@@ -146,6 +146,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HeliumForCausalLM": HELIUM,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "HYV3ForCausalLM": HY_V3,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
@@ -298,6 +299,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "granite_swa": GRANITE_MOE_SWA,
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
+    "hy_v3": HY_V3,
     "internlm2": INTERNLM2,
     "laguna": LAGUNA,
     "lfm2": LFM2,

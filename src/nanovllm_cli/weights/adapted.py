@@ -131,6 +131,7 @@ def _fitted(
     if adapter.turned_over and not family.turned_over:
         raise UnsupportedError(f"{adapter.path}: fan_in_fan_out is set, and {checkpoint.path} has no such matrices", MERGE_FIRST)
     theirs = _names(ours, family.names(adapter.format))
+    theirs |= _names(ours, family.adapted_names) if adapter.format == "hf" else {}
 
     def known_as(name: str) -> str | None:
         part = next((part for part in _PARTS if name.startswith(part)), "")

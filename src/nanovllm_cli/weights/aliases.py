@@ -215,6 +215,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "minimax-m2": {"230b-a10b": "MiniMaxAI/MiniMax-M2"},
     "dots.llm1": {"142b-a14b": "rednote-hilab/dots.llm1.inst"},
     "solar-open": {"100b": "upstage/Solar-Open-100B"},
+    "hy3": {"preview": "tencent/Hy3-preview"},
     "hunyuan": {
         "0.5b": "tencent/Hunyuan-0.5B-Instruct",
         "1.8b": "tencent/Hunyuan-1.8B-Instruct",

@@ -79,8 +79,11 @@ _CARRIED = {
     "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
     "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
+    "router_scaling_factor", "moe_router_use_sigmoid",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
+_SEES = ("hy_v3",)
+"""Architectures of which llama.cpp sees by a layer's tensors whether it has experts."""
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
@@ -92,7 +95,7 @@ _OF_NO_USE = {
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
-    "altup_coef_clip", "input_jitter_noise",
+    "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine",
 }  # fmt: skip
 
 
@@ -152,7 +155,8 @@ def gguf_header(
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
     unread = ["sliding_window"] if family.full_every is None and _windows(spec) else []
     unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
-    if spec.mixture is not None and spec.dense_mlp is not None and "leading_dense_block_count" not in keys:
+    is_said = "leading_dense_block_count" in keys or builder.arch in _SEES
+    if spec.mixture is not None and spec.dense_mlp is not None and not is_said:
         unread.append("layers without experts")
     unread += ["hidden_activation"] if "hidden_activation" in keys else []  # for which llama.cpp has a SiLU there
     if unread:
