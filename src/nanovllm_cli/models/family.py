@@ -80,14 +80,15 @@ class Family:
     experts: what its configs call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its
     tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a
     config; they get the spec that the rest makes. tensors: of a folder, too; their third is what it is called in messages.
-    adapted_names: where PEFT's adapters call tensors as transformers does, and no folder. gguf_name: of the architecture, where
-    its GGUF files call it otherwise. gguf_activation: the one that they mean without a word. gguf_keys: what they say beyond what all do, by keys without the architecture, but for those that begin with a dot,
-    which have none; None: they are not written. gguf_gate_up: they have gate and up of a layer's experts in one tensor.
-    gguf_parallel: those without norms of MLPs have these read what attention reads, whatever they say in words. gguf_unread: and
-    keys and values of layers that read those of others, which llama.cpp asks for though nothing reads them. gguf_heads_dealt: and
-    value heads of the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn.
-    gguf_like: the family whose files hold such a model, where that is another. mtp_names: of what its folders have beside the
-    block of a layer that predicts further tokens; empty where none is known. mtp_gguf_names: of its files, where they are others
+    adapted_names: where PEFT's adapters call tensors as transformers does, and no folder. gguf_name: of the architecture,
+    where its GGUF files call it otherwise. gguf_activation: the one that they mean without a word. gguf_keys: what they say
+    beyond what all do, by keys without the architecture, but for those that begin with a dot, which have none; None: they are
+    not written. gguf_gate_up: they have gate and up of a layer's experts in one tensor. gguf_parallel: those without norms of
+    MLPs have these read what attention reads, whatever they say in words. gguf_unread: and keys and values of layers that
+    read those of others, which llama.cpp asks for though nothing reads them. gguf_heads_dealt: and value heads of the delta
+    rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the family
+    whose files hold such a model, where that is another. mtp_names: of what its folders have beside the block of a layer that
+    predicts further tokens; empty where none is known. mtp_gguf_names: of its files, where they are others
     than MTP_GGUF_NAMES. folding: see `weights/folded.py`.
     """
 
