@@ -80,6 +80,7 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
@@ -376,6 +377,11 @@ CASES: dict[str, Any] = {
     "hunyuan": HunYuanDenseV1Config(**SMALL),
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
+    ),
+    "nanochat": NanoChatConfig(**SMALL),
+    "nanochat, biases, tied, no cap, dynamic": NanoChatConfig(
+        **SMALL | {"tie_word_embeddings": True, "head_dim": 16, "max_position_embeddings": ORIGINAL}, attention_bias=True,
+        final_logit_softcapping=None, **rope("dynamic", factor=6.0),
     ),
     "hy v3, 3 of 5 and shared": HYV3Config(
         **SMALL, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, router_scaling_factor=1.7,
@@ -787,7 +793,7 @@ COUNTED = [
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
-    "phimoe, 2 of 5",
+    "phimoe, 2 of 5", "nanochat",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
@@ -979,7 +985,7 @@ DEFAULTS = {
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "HYV3ForCausalLM": HYV3Config,
-    "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
+    "NanoChatForCausalLM": NanoChatConfig, "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
@@ -1358,6 +1364,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "kinds of a Hy3 that nobody knows": (
         "hy v3, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "thin"]}, CheckpointError, "a list of 3 of dense",
     ),
+    "a NanoChat with a gate": ("nanochat", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
     "three experts of a Phi": (
         "phimoe, no biases, a window, tied", {"num_experts_per_tok": 3}, UnsupportedError, "whose tokens take 3 experts",
     ),

@@ -21,7 +21,7 @@ class RopeSpec:
     always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
     interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i). sections: how many frequencies turn by each of the three
     positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some left (M-RoPE);
-    empty: all by one.
+    empty: all by one. backwards: by angles below 0 (NanoChat).
     """
 
     dim: int
@@ -42,6 +42,7 @@ class RopeSpec:
     long_divisors: tuple[float, ...] = ()
     sections: tuple[int, ...] = ()
     woven: bool = False
+    backwards: bool = False
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
+from nanovllm_cli.models.nanochat import NANOCHAT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
@@ -170,6 +171,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,
+    "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
     "OlmoForCausalLM": OLMO,
