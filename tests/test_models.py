@@ -34,6 +34,7 @@ from transformers import (
     ExaoneMoeConfig,
     FalconH1Config,
     FlexOlmoConfig,
+    FlintConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -377,6 +378,15 @@ CASES: dict[str, Any] = {
     "hunyuan": HunYuanDenseV1Config(**SMALL),
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
+    ),
+    "flint, 2 of 5 and shared": FlintConfig(
+        **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, sliding_window=20,
+        shared_expert_intermediate_size=40, mlp_only_layers=[0],
+    ),
+    "flint, biases, weights as they are, a window first": FlintConfig(
+        **TWO_LAYERS | {"tie_word_embeddings": True}, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24,
+        sliding_window=20, shared_expert_intermediate_size=40, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention"],
     ),
     "nanochat": NanoChatConfig(**SMALL),
     "nanochat, biases, tied, no cap, dynamic": NanoChatConfig(
@@ -793,7 +803,7 @@ COUNTED = [
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
-    "phimoe, 2 of 5", "nanochat",
+    "phimoe, 2 of 5", "nanochat", "flint, 2 of 5 and shared",
     "command r7b", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
@@ -985,7 +995,8 @@ DEFAULTS = {
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "HYV3ForCausalLM": HYV3Config,
-    "NanoChatForCausalLM": NanoChatConfig, "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
+    "FlintForCausalLM": FlintConfig, "NanoChatForCausalLM": NanoChatConfig,
+    "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
@@ -1363,6 +1374,9 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     ),
     "kinds of a Hy3 that nobody knows": (
         "hy v3, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "thin"]}, CheckpointError, "a list of 3 of dense",
+    ),
+    "windows of a Flint that are none": (
+        "flint, 2 of 5 and shared", {"sliding_window": None}, CheckpointError, "layers with a window, and no 'sliding_window'",
     ),
     "a NanoChat with a gate": ("nanochat", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
     "three experts of a Phi": (

@@ -41,6 +41,7 @@ from nanovllm_cli.models.families import (
     VOXTRAL,
 )
 from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.flint import FLINT
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -117,6 +118,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
     "FalconH1ForCausalLM": FALCON_H1,
+    "FlintForCausalLM": FLINT,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
