@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "pythia": (TEXTS["pythia"], {}),
     "olmo": (TEXTS["olmo, clipped"], {}),
     "nanochat": (TEXTS["nanochat"], {}),
+    "kolibri": (TEXTS["kolibri, 2 of 5 and shared"], {}),
     "flint": (TEXTS["flint, 2 of 5 and shared"], {}),
     "hy v3": (TEXTS["hy v3, 3 of 5 and shared"], {}),
     "phimoe": (TEXTS["phimoe, 2 of 5"], {"target_modules": ["q_proj", "v_proj", "o_proj"]}),

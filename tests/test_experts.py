@@ -119,6 +119,10 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     taken = np.take_along_axis(scores, order, 1)
     expected = 1.5 * (taken / taken.sum(1, keepdims=True) if norm_topk else taken)
     assert np.allclose(weights.numpy(), expected, rtol=1e-5)
+    if by_sigmoid:
+        others, _ = route(logits, chosen, norm_topk, Scoring(True, 9 * bias, by_logit=True))
+        wanted = np.argsort(-(logits + 9 * bias).numpy(), axis=1)[:, :chosen]
+        assert others.tolist() == np.sort(wanted, axis=1).tolist()
     own = 0.5 + torch.rand(experts)
     again, scaled = route(logits, chosen, norm_topk, Scoring(by_sigmoid, bias, 1.5, own))
     assert torch.equal(again, places)

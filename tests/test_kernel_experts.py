@@ -111,7 +111,7 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     logits = random(tokens, experts, scale=3.0)
     for norm_topk, bias, rows in ((True, random(experts, scale=0.2), FEW_ROWS), (False, None, MANY_ROWS)):
         check_route(Emulator(order), logits, taken, norm_topk, rows, Scoring(by_sigmoid, bias, 2.5))
-        own = Scoring(by_sigmoid, bias, 2.5, random(experts).abs())
+        own = Scoring(by_sigmoid, bias, 2.5, random(experts).abs(), by_logit=by_sigmoid)
         check_route(Emulator(order), logits, taken, norm_topk, rows, own)
 
 

@@ -62,6 +62,7 @@ from transformers import (
     HyperCLOVAXConfig,
     HYV3Config,
     Jais2Config,
+    Kolibri1Config,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -173,6 +174,7 @@ LAGUNA = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "moe_routed_scaling_factor": 1.7,
 }
+KOLIBRI = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -387,6 +389,15 @@ CASES: dict[str, Any] = {
         **TWO_LAYERS | {"tie_word_embeddings": True}, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24,
         sliding_window=20, shared_expert_intermediate_size=40, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
         layer_types=["sliding_attention", "full_attention"],
+    ),
+    "kolibri, 2 of 5 and shared": Kolibri1Config(
+        **KOLIBRI | {"num_hidden_layers": 5}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, sliding_window=20,
+    ),
+    "kolibri, weights made 1 together": Kolibri1Config(
+        **KOLIBRI | {"num_hidden_layers": 2}, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, sliding_window=20, norm_topk_prob=True,
+        layer_types=["full_attention", "sliding_attention"],
     ),
     "nanochat": NanoChatConfig(**SMALL),
     "nanochat, biases, tied, no cap, dynamic": NanoChatConfig(
@@ -995,7 +1006,7 @@ DEFAULTS = {
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
     "MixtralForCausalLM": MixtralConfig, "HYV3ForCausalLM": HYV3Config,
-    "FlintForCausalLM": FlintConfig, "NanoChatForCausalLM": NanoChatConfig,
+    "FlintForCausalLM": FlintConfig, "Kolibri1ForCausalLM": Kolibri1Config, "NanoChatForCausalLM": NanoChatConfig,
     "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
@@ -1376,7 +1387,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "hy v3, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "thin"]}, CheckpointError, "a list of 3 of dense",
     ),
     "windows of a Flint that are none": (
-        "flint, 2 of 5 and shared", {"sliding_window": None}, CheckpointError, "layers with a window, and no 'sliding_window'",
+        "flint, 2 of 5 and shared", {"sliding_window": None}, CheckpointError, "config.json has no 'sliding_window'",
     ),
     "a NanoChat with a gate": ("nanochat", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
     "three experts of a Phi": (

@@ -83,6 +83,8 @@ class MoESpec:
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
 
+    ranks_logits (Kolibri): experts are chosen by logits and their bias, and weigh by sigmoids all the same.
+
     nearness (Phi-3.5-MoE): weights are what `mixture.shares_among_near` makes of logits, and nothing else counts.
 
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
@@ -104,6 +106,7 @@ class MoESpec:
     groups_taken: int = 1
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    ranks_logits: bool = False
     nearness: float | None = None
     scales_input: bool = False
     apart: bool = False

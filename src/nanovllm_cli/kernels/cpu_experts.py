@@ -26,7 +26,7 @@ def _score(logit, largest, total, by_sigmoid):
 
 @inner
 def _rank(row, bias, by_sigmoid, ranks):
-    """ranks = scores of a row + bias; returns what `_score` needs besides."""
+    """ranks = scores of a row + bias, or with a by_sigmoid of 2 logits + bias; returns what `_score` needs besides."""
     largest, total = np.float32(-np.inf), np.float32(0.0)
     if by_sigmoid == 0:
         for e in range(len(row)):
@@ -34,7 +34,7 @@ def _rank(row, bias, by_sigmoid, ranks):
         for e in range(len(row)):
             total += exp_not_positive(row[e] - largest)
     for e in range(len(row)):
-        ranks[e] = _score(row[e], largest, total, by_sigmoid) + bias[e]
+        ranks[e] = (row[e] if by_sigmoid == 2 else _score(row[e], largest, total, by_sigmoid)) + bias[e]
     return largest, total
 
 

@@ -46,10 +46,11 @@ class Groups(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all. Taken
-    are the experts with the largest score + bias, bias [E] fp32, where there are groups of some of them; their scores, or with
-    norm_topk their shares of the sum of these, times `scale`, and times what expert_scale [E] fp32 has for each expert, are the
-    weights. nearness: of logits instead, and nothing else of all this; see `shares_among_near`."""
+    """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all.
+    Taken are the experts with the largest score + bias, or with by_logit logit + bias, bias [E] fp32, where there are groups
+    of some of them; their scores, or with norm_topk their shares of the sum of these, times `scale`, and times what
+    expert_scale [E] fp32 has for each expert, are the weights. nearness: of logits instead, and nothing else of all this; see
+    `shares_among_near`."""
 
     sigmoid: bool = False
     bias: torch.Tensor | None = None
@@ -57,6 +58,13 @@ class Scoring(NamedTuple):
     expert_scale: torch.Tensor | None = None
     groups: Groups | None = None
     nearness: float | None = None
+    by_logit: bool = False
+
+    @property
+    def kind(self) -> int:
+        """What kernels call it: 0 for a softmax, 1 for sigmoids, 2 for sigmoids of those that logits choose."""
+        assert self.sigmoid or not self.by_logit, "no model has this of a softmax"
+        return int(self.sigmoid) + int(self.by_logit)
 
 
 def shares_among_near(logits: torch.Tensor, chosen: torch.Tensor, nearness: float) -> torch.Tensor:

@@ -276,7 +276,7 @@ def route(
     scores = ranks = logits
     if scoring is not None and scoring.nearness is None:
         scores = logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
-        ranks = scores if scoring.bias is None else scores + scoring.bias
+        ranks = (logits if scoring.by_logit else scores) + (0.0 if scoring.bias is None else scoring.bias)
         if scoring.groups is not None:
             ranks = in_groups(ranks, scoring.groups)
     chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values

@@ -5,7 +5,7 @@
 //   weights [tokens, taken] fp32: softmax of all the token's logits, or, where `normalises`, of the chosen ones alone. NaN among
 //   what a softmax is of makes all its weights NaN.
 //   SCORED: scores, a sigmoid of each logit or a softmax of all; the taken have the largest score + bias [experts] fp32, null for
-//   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
+//   zeros, or, SCORED being 2, logit + bias; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
 //   null for ones.
 //   SPARSE, without SCORED: of each in the order they are taken, the softmax's share among logits that are not taken yet and near;
 //   see mixture.shares_among_near.
@@ -24,7 +24,7 @@
 #include "experts.cuh"
 
 constexpr int ROOM = WARP_SIZE * VALUES;          // for experts
-constexpr int WARPS = VALUES > (GROUPED || SPARSE ? 4 : 8) ? 16 : 32;  // at most: counts fill shared memory; groups and shares, registers
+constexpr int WARPS = VALUES > (GROUPED || SPARSE || SCORED == 2 ? 4 : 8) ? 16 : 32;  // at most: counts fill shared memory; groups and shares, registers
 constexpr int VECTOR = VALUES < 4 ? VALUES : 4;   // logits of a load, where rows are multiples of it
 constexpr int ROWS = TASK_ROWS, ADDRESSES = 2 * MATRIX_WORDS, TASK_BYTES = 8 * TASK_WORDS;
 constexpr int ENDS = TASK_BYTES / 4 - 2 * ADDRESSES - 1 - ROWS;
@@ -90,7 +90,8 @@ struct Choice {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
       scores[i] /= total;
-      keys[i] = is_there(i) ? key_of(scores[i] + (bias ? bias[first + i] : 0.0f)) : 0;
+      const float ranked = SCORED == 2 ? logit_of(keys[i]) : scores[i];
+      keys[i] = is_there(i) ? key_of(ranked + (bias ? bias[first + i] : 0.0f)) : 0;
     }
   }
 

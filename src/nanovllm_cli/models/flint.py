@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
-from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, no_file
@@ -25,10 +24,8 @@ def with_kinds(config: Mapping[str, Any], sees_all: Callable[[int, int], bool]) 
 
 
 def turning_in_windows(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """The same without positions where there is no window. CheckpointError where a layer should have one, and none is said."""
-    kinds = read.values.get("layer_types")
-    if not read.has("sliding_window") and isinstance(kinds, list) and SLIDING in kinds:
-        raise CheckpointError(f"{read.where}: layers with a window, and no 'sliding_window'", BROKEN)
+    """The same without positions where there is no window. CheckpointError for a config that has none at all."""
+    read.integer("sliding_window")
     return spec.each_attention(lambda layer, own: own if own.window is not None else replace(own, rope=None))
 
 

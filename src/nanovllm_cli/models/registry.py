@@ -60,6 +60,7 @@ from nanovllm_cli.models.granite import (
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
+from nanovllm_cli.models.kolibri import KOLIBRI1
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
@@ -155,6 +156,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
+    "Kolibri1ForCausalLM": KOLIBRI1,
     "LagunaForCausalLM": LAGUNA,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
