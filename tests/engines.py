@@ -120,6 +120,6 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_value_length(head_dim)
     if hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
-    elif config.model_type != "nemotron" and not any(hasattr(config, name) for name in ("layer_norm_epsilon", "norm_epsilon")):
+    elif config.model_type not in ("nemotron", "olmo") and not {"layer_norm_epsilon", "norm_epsilon"} & vars(config).keys():
         # families of their own write these
         writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

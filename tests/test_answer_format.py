@@ -18,6 +18,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "{{ '<tool_call>' }}": ("hermes", None),
     "<think><tool_call><function=x><parameter=y>": ("qwen3_coder", "think"),
     "<tool_call><arg_key>": ("glm", None),
+    "HYTK = ':opensource' '<think{}>' '<tool_calls{}>' '<tool_sep{}>' '<arg_key{}>'.format(HYTK)": ("hy3", "hy3"),
     "[TOOL_CALLS][": ("mistral_list", None),
     "[TOOL_CALLS]x[ARGS][THINK]": ("mistral", "mistral"),
     "<｜tool▁calls▁begin｜>": ("deepseek", None),

@@ -60,7 +60,7 @@ def matrices_of(path: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "family",
     [experts.qwen, experts.qwen2, experts.mixtral, experts.granite, experts.gpt_oss, experts.glm, experts.ernie, experts.lfm2,
-     experts.olmoe, experts.minimax, experts.dots, experts.solar, experts.exaone],
+     experts.olmoe, experts.minimax, experts.dots, experts.solar, experts.exaone, experts.phimoe, experts.hy_v3],
 )
 def test_a_folder_becomes_the_file_that_llama_cpp_makes(family: Any, tmp_path: Path) -> None:
     model = random_model(with_tokenizer(family().config))
@@ -283,6 +283,8 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
         lambda: changed(TEXTS["granite swa, positions in some layers"], layer_rope_theta=[1e4, 500.0, 1e4]),
         "a granite_swa model: theta",
     ),
+    "another share of a Phi": (lambda: TEXTS["phimoe, 2 of 5"], "a phimoe model: nearness"),
+    "a clipped OLMoE": (lambda: TEXTS["olmoe, clipped"], "a olmoe model: .*clip"),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),
 }  # fmt: skip
 

@@ -136,8 +136,11 @@ def test_a_mistral_that_sees_becomes_a_llama_by_a_file(case: str, tmp_path: Path
     same(folder, tmp_path / "made.gguf")
 
 
-@pytest.mark.parametrize("case", ["flex olmo, 2 of 5, weights of those alone", "helium", "lfm3", "vaultgemma",
-                                  "lara mini, 3 of 5 and shared", "olmo hybrid"])
+@pytest.mark.parametrize(
+    "case",
+    ["flex olmo, 2 of 5, weights of those alone", "helium", "lfm3", "vaultgemma", "nanochat", "flint, 2 of 5 and shared",
+     "kolibri, 2 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid"],
+)
 def test_what_llama_cpp_has_no_architecture_for_is_refused(case: str, tmp_path: Path) -> None:
     folder = save(random_model(with_tokenizer(TEXTS[case])), tmp_path / "folder")
     with pytest.raises(UnsupportedError, match=r"GGUF has no .*: llama\.cpp knows none") as caught:
@@ -167,7 +170,9 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     ("case", "changes", "lacking"),
     [("pythia", {"attention_bias": False}, "biases"), ("stablelm", {"tie_word_embeddings": True}, "head of its own"),
      ("minicpm3", {"q_lora_rank": None}, "low rank of queries"),
-     ("phi", {"tie_word_embeddings": True}, "head of its own"), ("starcoder2", {"use_bias": False}, "bias behind attention")],
+     ("phi", {"tie_word_embeddings": True}, "head of its own"), ("starcoder2", {"use_bias": False}, "bias behind attention"),
+     ("olmo, biases, tied", {"head_dim": 8}, "output without a bias"),
+     ("olmo, clipped", {"head_dim": 16}, "heads as wide as the model")],
 )  # fmt: skip
 def test_what_llama_cpp_takes_for_granted_is_there_or_refused(
     case: str, changes: dict[str, Any], lacking: str, tmp_path: Path

@@ -31,7 +31,9 @@ from transformers import (
     Lfm3Config,
     MiniCPM3Config,
     Ministral3Config,
+    NanoChatConfig,
     Olmo2Config,
+    OlmoConfig,
     PhiConfig,
     Qwen3Config,
     SmolLM3Config,
@@ -163,6 +165,8 @@ OTHERS: dict[str, Any] = {
     "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
     "lfm3": Lfm3Config(**SHAPE | {"num_hidden_layers": 3}, layer_types=["conv", "full_attention", "sliding_attention"],
                        sliding_window=10),
+    "nanochat": NanoChatConfig(**SHAPE | {"pad_token_id": 0}),
+    "olmo": OlmoConfig(**SHAPE | {"pad_token_id": 0}, clip_qkv=0.5),
     "olmo2": Olmo2Config(**SHAPE),
     "cohere2": Cohere2Config(
         **SHAPE | {"hidden_size": 64, "head_dim": 16, "tie_word_embeddings": True}, sliding_window=10,

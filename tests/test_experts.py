@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSWAConfig,
+    HYV3Config,
     Lfm2MoeConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     SolarOpenConfig,
@@ -116,6 +119,10 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     taken = np.take_along_axis(scores, order, 1)
     expected = 1.5 * (taken / taken.sum(1, keepdims=True) if norm_topk else taken)
     assert np.allclose(weights.numpy(), expected, rtol=1e-5)
+    if by_sigmoid:
+        others, _ = route(logits, chosen, norm_topk, Scoring(True, 9 * bias, by_logit=True))
+        wanted = np.argsort(-(logits + 9 * bias).numpy(), axis=1)[:, :chosen]
+        assert others.tolist() == np.sort(wanted, axis=1).tolist()
     own = 0.5 + torch.rand(experts)
     again, scaled = route(logits, chosen, norm_topk, Scoring(by_sigmoid, bias, 1.5, own))
     assert torch.equal(again, places)
@@ -143,6 +150,39 @@ def test_experts_of_groups_that_are_not_looked_at_are_not_taken(
         allowed = sorted((e for e in range(experts) if e // size in seen), key=lambda e: -ranks[e])
         assert own == sorted(allowed[:chosen])
         assert weight == pytest.approx([1.5 * row[e] for e in own], rel=1e-5)
+
+
+def near_shares(logits: list[float], count: int, nearness: float) -> dict[int, float]:
+    """One after another, as the paper's own code has it of two."""
+    left, found = dict(enumerate(logits)), {}
+    for _ in range(count):
+        best = max(left, key=lambda e: left[e])
+        most = left[best]
+        near = [x for x in left.values() if not (most - x) / max(abs(x), most) > nearness]
+        found[best] = 1 / sum(math.exp(x - most) for x in near)
+        del left[best]
+    return found
+
+
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
+@pytest.mark.parametrize("nearness", [0.0, 0.3, 5.0])
+def test_an_expert_weighs_its_share_among_those_near_behind_it(nearness: float, route: Any) -> None:
+    """Logits of either sign, equal ones, and 0, among them."""
+    logits = 2 * randn(40, 7)
+    logits[3, 2], logits[4] = logits[3].max(), -logits[4].abs()
+    logits[5, :2] = torch.tensor([-0.0, 0.0])
+    for count in (1, 2, 3):
+        places, weights = route(logits, count, False, Scoring(nearness=nearness))
+        assert (places.diff() > 0).all()
+        for row, place, own in zip(logits.tolist(), places.tolist(), weights.tolist(), strict=True):
+            expected = near_shares(row, count, nearness)
+            assert place == sorted(expected)
+            assert own == pytest.approx([expected[e] for e in place], rel=1e-5)
+    shares = weights if nearness else weights[[0, 1]]
+    assert ((shares < 0.99).any() if nearness else (shares == 1).all())
+    logits[1, 4] = float("nan")
+    _, weights = route(logits, 2, False, Scoring(nearness=nearness))
+    assert weights.isnan().any(dim=1).nonzero().flatten().tolist() == [1]
 
 
 @pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
@@ -377,7 +417,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
            "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe",
            "olmoe": "olmoe", "minimax_m2": "minimax-m2", "dots1": "dots1", "solar_open": "glm4moe",
-           "exaone_moe": "exaone-moe", "granitemoe_swa": "granite_swa"}  # fmt: skip
+           "exaone_moe": "exaone-moe", "granitemoe_swa": "granite_swa", "phimoe": "phimoe",
+           "hy_v3": "hy_v3"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe", "granite_swa"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -388,7 +429,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
-    if not mixtral and arch != "olmoe":
+    if not mixtral and arch not in ("olmoe", "phimoe"):
         own_size = getattr(config, "moe_intermediate_size", config.intermediate_size)
         writer.add_expert_feed_forward_length(own_size)
     if arch == "qwen2moe":
@@ -418,6 +459,17 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if arch == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+    if arch == "phimoe":
+        rope = config.rope_parameters
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(rope["long_mscale"])
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
     if arch == "minimax-m2":
         writer.add_rope_dimension_count(config.head_dim // 2)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -447,7 +499,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
               "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"}  # fmt: skip
     names |= {f"mlp.{theirs}": f"ffn_{part}" for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-             "lm_head.weight": "output.weight", "model.embedding_norm.weight": "token_embd_norm.weight"}  # fmt: skip
+             "lm_head.weight": "output.weight", "lm_head.bias": "output.bias",
+             "model.norm.bias": "output_norm.bias", "model.embedding_norm.weight": "token_embd_norm.weight"}  # fmt: skip
     turn = 0
 
     def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -479,7 +532,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         if "correction_bias" in own and arch == "ernie4_5-moe" and "MXFP4" in types:
             parameter.data.zero_()  # a file may leave it out
         elif "correction_bias" in own or "expert_bias" in own:
-            writer.add_tensor(f"{place}exp_probs_b.bias", tensor.flatten().numpy())
+            writer.add_tensor(f"{place}exp_probs_b{'' if arch == 'hy_v3' else '.bias'}", tensor.flatten().numpy())
         elif own.endswith(("gate_up_proj_bias", "down_proj_bias")):
             parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}
             for part, bias in parts.items():
@@ -588,6 +641,21 @@ def granite_swa() -> Any:
     return random_model(config)
 
 
+def hy_v3() -> Any:
+    return random_model(HYV3Config(**SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=2))
+
+
+def phimoe() -> Any:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(16)],
+        "long_factor": [1.0 + 0.1 * i for i in range(16)], "short_mscale": 1.24, "long_mscale": 1.24,
+        "original_max_position_embeddings": 32,
+    }
+    shape = SHAPE | {"num_attention_heads": 4, "intermediate_size": 64, "pad_token_id": 0, "rope_parameters": rope}
+    config = PhimoeConfig(**shape, num_local_experts=5, attention_bias=True, lm_head_bias=True)
+    return random_model(config)
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -598,7 +666,8 @@ def gpt_oss() -> Any:
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
 @pytest.mark.parametrize(
-    "family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe, minimax, dots, solar, exaone, granite_swa]
+    "family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2, olmoe, minimax, dots, solar, exaone, granite_swa,
+               phimoe, hy_v3],
 )
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()

@@ -15,7 +15,7 @@ from nanovllm_cli.kernels import expert_sum as expert_sums
 from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, Tasks, most_tasks, words_of
-from nanovllm_cli.kernels.mixture import Groups, Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring, shares_among_near
 from nanovllm_cli.kernels.route import route
 from test_kernel_small import untouched_memory
 
@@ -49,6 +49,8 @@ def expected(
     """Experts, and weights in float64."""
     chosen, _ = reference.route(logits, taken, norm_topk, scoring)
     logits = logits.double()
+    if scoring is not None and scoring.nearness is not None:
+        return chosen, shares_among_near(logits, chosen, scoring.nearness)
     if scoring is not None:
         odds = (-logits).exp() if scoring.sigmoid else logits.exp().sum(dim=1, keepdim=True) / logits.exp() - 1
         scores = (1 / (1 + odds)).gather(1, chosen)
@@ -109,7 +111,7 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     logits = random(tokens, experts, scale=3.0)
     for norm_topk, bias, rows in ((True, random(experts, scale=0.2), FEW_ROWS), (False, None, MANY_ROWS)):
         check_route(Emulator(order), logits, taken, norm_topk, rows, Scoring(by_sigmoid, bias, 2.5))
-        own = Scoring(by_sigmoid, bias, 2.5, random(experts).abs())
+        own = Scoring(by_sigmoid, bias, 2.5, random(experts).abs(), by_logit=by_sigmoid)
         check_route(Emulator(order), logits, taken, norm_topk, rows, own)
 
 
@@ -128,6 +130,21 @@ def test_experts_of_groups_that_are_not_looked_at_are_not_taken(
         check_route(Emulator(order), logits, taken, norm_topk, scoring=Scoring(by_sigmoid, bias, 2.5, None, in_groups))
     logits[:, :] = logits[:, :1]  # the lower group among equals
     check_route(Emulator(order), logits, taken, True, scoring=Scoring(by_sigmoid, None, groups=in_groups))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("tokens", "experts", "taken"), [(1, 3, 2), (17, 16, 2), (5, 33, 3), (3, 512, 2)])
+def test_an_expert_weighs_its_share_among_those_near_behind_it(tokens: int, experts: int, taken: int, order: int) -> None:
+    logits = random(tokens, experts, scale=3.0)
+    logits[0] = -logits[0].abs()
+    for nearness, rows in ((0.02, FEW_ROWS), (0.7, MANY_ROWS)):
+        check_route(Emulator(order), logits, taken, False, rows, Scoring(nearness=nearness))
+
+
+def test_a_share_without_magnitudes_is_found() -> None:
+    logits = -random(9, 16, scale=3.0).abs()
+    with pytest.raises(AssertionError):
+        check_route(Emulator(bugs=("MAGNITUDE",)), logits, 2, False, FEW_ROWS, Scoring(nearness=0.7))
 
 
 def test_more_groups_than_lanes_are_refused() -> None:

@@ -166,6 +166,18 @@ def test_what_the_best_expert_reads_equals_reference(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_clipped_equals_torch(dtype: torch.dtype) -> None:
+    """Columns of a wider tensor; what is no number stays none."""
+    whole = randn(7, 100, dtype=dtype)
+    whole[2, 3:6] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    expected, limit = whole.clone(), torch.tensor(0.7, dtype=dtype).item()
+    expected[:, 3:40] = expected[:, 3:40].double().clamp(-limit, limit).to(dtype)
+    gates.clip(whole[:, 3:40], 0.7)
+    assert whole.isnan().nonzero().tolist() == [[2, 3]]
+    assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_rows_are_normed_by_themselves(dtype: torch.dtype) -> None:
     x, weight = randn(7, 3 * 37, dtype=dtype), randn(3 * 37, dtype=dtype)
     found = norms.add_rms_norm(x.view(21, 37), None, weight, 1e-6, 0.5).view(7, 111)

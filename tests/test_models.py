@@ -35,6 +35,7 @@ from transformers import (
     ExaoneMoeConfig,
     FalconH1Config,
     FlexOlmoConfig,
+    FlintConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -60,8 +61,10 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
+    HYV3Config,
     Jais2Config,
     KimiLinearConfig,
+    Kolibri1Config,
     LagunaConfig,
     LaraMiniConfig,
     Lfm2Config,
@@ -82,14 +85,17 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
     OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -172,6 +178,7 @@ LAGUNA = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "moe_routed_scaling_factor": 1.7,
 }
+KOLIBRI = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -403,6 +410,49 @@ CASES: dict[str, Any] = {
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
     ),
+    "flint, 2 of 5 and shared": FlintConfig(
+        **SMALL | {"num_hidden_layers": 4}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, sliding_window=20,
+        shared_expert_intermediate_size=40, mlp_only_layers=[0],
+    ),
+    "flint, biases, weights as they are, a window first": FlintConfig(
+        **TWO_LAYERS | {"tie_word_embeddings": True}, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24,
+        sliding_window=20, shared_expert_intermediate_size=40, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "kolibri, 2 of 5 and shared": Kolibri1Config(
+        **KOLIBRI | {"num_hidden_layers": 5}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, sliding_window=20,
+    ),
+    "kolibri, weights made 1 together": Kolibri1Config(
+        **KOLIBRI | {"num_hidden_layers": 2}, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, sliding_window=20, norm_topk_prob=True,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "nanochat": NanoChatConfig(**SMALL),
+    "nanochat, biases, tied, no cap, dynamic": NanoChatConfig(
+        **SMALL | {"tie_word_embeddings": True, "head_dim": 16, "max_position_embeddings": ORIGINAL}, attention_bias=True,
+        final_logit_softcapping=None, **rope("dynamic", factor=6.0),
+    ),
+    "hy v3, 3 of 5 and shared": HYV3Config(
+        **SMALL, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, router_scaling_factor=1.7,
+    ),
+    "hy v3, dense in between, two shared, tied": HYV3Config(
+        **SMALL | {"tie_word_embeddings": True}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        num_shared_experts=2, mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True,
+    ),
+    "phimoe, 2 of 5": PhimoeConfig(
+        **WIDE_EXPERTS | {"pad_token_id": 0}, num_local_experts=5, attention_bias=True, lm_head_bias=True,
+        router_jitter_noise=0.3, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": DIVISORS[4][:4], "long_factor": DIVISORS[4][:4],
+            "short_mscale": 1.24, "long_mscale": 1.24, "original_max_position_embeddings": ORIGINAL, "factor": 4.0,
+        },
+    ),
+    "phimoe, no biases, a window, tied": PhimoeConfig(
+        **WIDE_EXPERTS | {"pad_token_id": 0, "tie_word_embeddings": True}, num_local_experts=3, sliding_window=20,
+    ),
+    "olmo, clipped": OlmoConfig(**SMALL | {"head_dim": 8, "pad_token_id": 0}, clip_qkv=0.1),
+    "olmo, biases, tied": OlmoConfig(**SMALL | {"pad_token_id": 0, "tie_word_embeddings": True}, attention_bias=True),
+    "olmoe, clipped": OlmoeConfig(**WIDE_EXPERTS, num_experts=5, num_experts_per_tok=3, clip_qkv=0.7),
     "olmo2, group 1": Olmo2Config(**SMALL | {"head_dim": 8, "num_key_value_heads": 6}),
     "olmo3": Olmo3Config(
         **SMALL | {"head_dim": 12, "num_attention_heads": 4, "num_hidden_layers": 5, "sliding_window": 20},
@@ -810,7 +860,8 @@ COUNTED = [
     "lara mini, 3 of 5 and shared", "olmo hybrid", "olmo hybrid, positions, biases, betas up to 1",
     "kimi linear, 3 of 5 and shared", "kimi linear, 3 of 8 in two of four groups, queries by another rank",
     "gemma3n", "gemma3n, three streams, fewer tokens with numbers, sizes of its own",
-    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3",
+    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
+    "phimoe, 2 of 5", "nanochat", "flint, 2 of 5 and shared",
     "command r7b", "command a+, 2 of 5 and shared", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
@@ -1003,14 +1054,17 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
     "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "Mistral4ForCausalLM": Mistral4Config,
-    "MixtralForCausalLM": MixtralConfig, "PhiForCausalLM": PhiConfig,
+    "MixtralForCausalLM": MixtralConfig, "HYV3ForCausalLM": HYV3Config,
+    "FlintForCausalLM": FlintConfig, "Kolibri1ForCausalLM": Kolibri1Config, "NanoChatForCausalLM": NanoChatConfig,
+    "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
     "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig,
     "GlmForCausalLM": GlmConfig, "CwmForCausalLM": CwmConfig, "HeliumForCausalLM": HeliumConfig, "Jais2ForCausalLM": Jais2Config,
     "NemotronForCausalLM": NemotronConfig, "MinistralForCausalLM": MinistralConfig, "VaultGemmaForCausalLM": VaultGemmaConfig,
     "HyperCLOVAXForCausalLM": HyperCLOVAXConfig,
-    "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config, "OlmoHybridForCausalLM": OlmoHybridConfig,
+    "OlmoForCausalLM": OlmoConfig, "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
+    "OlmoHybridForCausalLM": OlmoHybridConfig,
     "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
     "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
     "AfmoeForCausalLM": AfmoeConfig, "ApertusForCausalLM": ApertusConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
@@ -1118,6 +1172,23 @@ def test_a_ling_as_it_is_published_is_built_like_a_sarvam(tmp_path: Path) -> Non
     as_ling(save(reference, tmp_path))
     check_what_it_writes(reference, tmp_path)
     assert worker_for(tmp_path).spec.architecture == "bailing_moe2"
+
+
+def test_a_phi_with_experts_as_it_is_published() -> None:
+    """Frequencies of long texts are their own, other than transformers has them; one factor is for both."""
+    short, long = [1.0] * 64, [2.0] * 64
+    scaling = {"type": "longrope", "short_factor": short, "long_factor": long, "short_mscale": 1.25, "long_mscale": 1.25,
+               "original_max_position_embeddings": 4096}  # fmt: skip
+    config = {"architectures": ["PhiMoEForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 1,
+              "intermediate_size": 6400, "vocab_size": 32064, "attention_bias": True, "lm_head_bias": True, "rope_theta": 1e4,
+              "rope_scaling": scaling, "sliding_window": 131072}  # fmt: skip
+    spec = spec_from_hf(config, hf_family(config))
+    rope = spec.attention.rope
+    assert rope is not None
+    assert (rope.short_divisors, rope.long_divisors, rope.attention_factor) == (tuple(short), tuple(long), 1.25)
+    assert (rope.original_len, rope.theta, spec.max_position, spec.head_bias) == (4096, 1e4, 131072, True)
+    assert spec.mixture is not None
+    assert (spec.mixture.num_experts, spec.mixture.nearness) == (16, 0.02)
 
 
 def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
@@ -1383,7 +1454,38 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "lara mini, 3 of 5 and shared", {"layer_types": ["linear_attention", "chunked_attention"] * 2}, UnsupportedError,
         "layer type 'chunked_attention'",
     ),
-    "clipped queries": ("olmoe, 3 of 5", {"clip_qkv": 8.0}, UnsupportedError, "queries, keys and values that are clipped"),
+    "a Hy3 without shared experts": (
+        "hy v3, 3 of 5 and shared", {"num_shared_experts": 0}, UnsupportedError, "a Hy3 without an expert that every token takes",
+    ),
+    "weights of a Hy3 as they are": (
+        "hy v3, 3 of 5 and shared", {"route_norm": False}, UnsupportedError, "a Hy3 whose 'route_norm' is false",
+    ),
+    "kinds of a Hy3 that nobody knows": (
+        "hy v3, 3 of 5 and shared", {"mlp_layer_types": ["dense", "sparse", "thin"]}, CheckpointError, "a list of 3 of dense",
+    ),
+    "windows of a Flint that are none": (
+        "flint, 2 of 5 and shared", {"sliding_window": None}, CheckpointError, "config.json has no 'sliding_window'",
+    ),
+    "a NanoChat with a gate": ("nanochat", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
+    "three experts of a Phi": (
+        "phimoe, no biases, a window, tied", {"num_experts_per_tok": 3}, UnsupportedError, "whose tokens take 3 experts",
+    ),
+    "a Phi with experts and yarn": (
+        "phimoe, 2 of 5", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, UnsupportedError, "rope scaling 'yarn'",
+    ),
+    "two factors of rotations": (
+        "phimoe, 2 of 5", {"rope_parameters": CASES["phimoe, 2 of 5"].rope_parameters | {"long_mscale": 1.3}}, UnsupportedError,
+        "factors of rotations that are 1.24 or 1.3",
+    ),
+    "no factor of rotations": (
+        "phimoe, 2 of 5", {"rope_parameters": CASES["phimoe, 2 of 5"].rope_parameters | {"short_mscale": None}}, CheckpointError,
+        "has no 'short_mscale'",
+    ),
+    "less noise than none": (
+        "phimoe, 2 of 5", {"router_jitter_noise": -0.1}, CheckpointError, "'router_jitter_noise' must be a number of at least 0",
+    ),
+    "queries clipped to nothing": ("olmo, clipped", {"clip_qkv": 0.0}, CheckpointError, "'clip_qkv' must be a number of at"),
+    "queries clipped by a word": ("olmoe, 3 of 5", {"clip_qkv": "8"}, CheckpointError, "'clip_qkv' must be a number"),
 }  # fmt: skip
 
 

@@ -253,6 +253,11 @@ def olmo3(writer: Writer, config: Any) -> None:
     writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
 
 
+def olmo(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_clamp_kqv(config.clip_qkv)
+
+
 def taps(writer: Writer, config: Any) -> None:
     theta(writer, config)
     writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -360,6 +365,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "nemotron, biases, another share": ("nemotron", TEXTS["nemotron, biases, another share"], of_layer_norms),
     "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
     "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),
+    "olmo": ("olmo", TEXTS["olmo, clipped"], olmo),
     "olmo2": ("olmo2", Olmo2Config(**SMALL), nothing),
     "olmo3": ("olmo2", TEXTS["olmo3"], olmo3),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
@@ -395,7 +401,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "phi": ("phi2", TEXTS["phi"], classic),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
-PAIRS = ("llama", "arcee", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "mistral3", "smollm3")
+PAIRS = ("llama", "arcee", "olmo", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "mistral3", "smollm3")
 """Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head; those whose
 heads don't rotate, too."""
 

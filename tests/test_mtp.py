@@ -35,7 +35,8 @@ from test_models import CASES
 FEW = 6
 """Tokens, so that guesses of random weights hold now and then."""
 KINDS = ["qwen3.5", "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "glm4 moe, 2 of 5 and shared",
-         "deepseek v3, 3 of 5 and shared", "sarvam moe, 3 of 8 in two of four groups"]  # fmt: skip
+         "deepseek v3, 3 of 5 and shared", "sarvam moe, 3 of 8 in two of four groups",
+         "hy v3, 3 of 5 and shared"]  # fmt: skip
 
 
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=40, ignore_eos=True)
@@ -87,7 +88,7 @@ def with_layer(kind: str, folder: Path, seed: int = 0, **more: Any) -> Saved:
 def write(folder: Path, layer: Layer, place: int) -> None:
     """Into the folder of the model, as its publisher has it."""
     config = json.loads((folder / "config.json").read_text())
-    is_qwen, is_ling = (config["model_type"].startswith(kind) for kind in ("qwen", "sarvam"))
+    is_qwen, is_ling = (config["model_type"].startswith(kind) for kind in ("qwen", ("sarvam", "hy")))
     own = {"embedding_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "join": "mtp.fc",
            "norm": "mtp.norm", "block": "mtp.layers.0."}  # fmt: skip
     if not is_qwen:
@@ -302,7 +303,7 @@ def test_a_layer_that_is_not_whole_is_refused(said: str, sure: Path, tmp_path: P
 def test_a_file_made_of_a_folder_has_it_too(kind: str, tmp_path: Path, made: list[tuple[int, int, list[int]]]) -> None:
     saved = with_layer(kind, tmp_path / "folder", vocab_size=4096)
     notes = make_gguf(saved.folder, tmp_path / "model.gguf")
-    assert [note for note in notes if "guess" in note] == ([] if kind.startswith(("qwen", "sarvam")) else [
+    assert [note for note in notes if "guess" in note] == ([] if kind.startswith(("qwen", "sarvam", "hy")) else [
         "2 tensors that guess further tokens: model.layers.3.embed_tokens.weight, model.layers.3.shared_head.head.weight"
     ])  # fmt: skip
     for source in (saved.folder, tmp_path / "model.gguf"):

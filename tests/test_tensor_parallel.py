@@ -38,7 +38,9 @@ from tiny_adapter import write_adapter
 SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "num_hidden_layers": 2}
 FAMILIES = [
     "llama, bias, tied, group 1", "llama, head dim 80, group 8", "command r",
-    "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "lfm3", "olmo2, group 1", "phi3, longrope of a part",
+    "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "lfm3", "olmo2, group 1",
+    "olmo, clipped", "nanochat", "phimoe, 2 of 5",
+    "hy v3, 3 of 5 and shared", "phi3, longrope of a part",
     "nemotron h", "falcon h1", "bitnet",
     "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared",
     "lara mini, 3 of 5 and shared", "olmo hybrid", "kimi linear, 3 of 5 and shared", "gemma4, numbers a layer", "gemma3n",

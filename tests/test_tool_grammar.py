@@ -196,6 +196,9 @@ TWO = {
     ),
     "gemma4": ONE["gemma4"] + "<|tool_call>call:now{}<tool_call|>",
     "glm": ONE["glm"] + "\n<tool_call>now\n</tool_call>",
+    "hy3": ONE["hy3"].replace(
+        "</tool_calls", "<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls"
+    ),
     "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "seed": ONE["seed"] + "\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "minimax": ONE["minimax"].replace("</minimax", '<invoke name="now">\n</invoke>\n</minimax'),

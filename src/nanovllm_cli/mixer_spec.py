@@ -21,7 +21,7 @@ class RopeSpec:
     always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
     interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i). sections: how many frequencies turn by each of the three
     or four positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some
-    left (M-RoPE); empty: all by one.
+    left (M-RoPE); empty: all by one. backwards: by angles below 0 (NanoChat).
     """
 
     dim: int
@@ -42,6 +42,7 @@ class RopeSpec:
     long_divisors: tuple[float, ...] = ()
     sections: tuple[int, ...] = ()
     woven: bool = False
+    backwards: bool = False
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -97,7 +98,8 @@ class AttentionSpec:
     RMS norm of every head of q and k; qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k,
     together (OLMo 2); without qk_gains the checkpoint has nothing for it. value_norm: every head of v is divided by its root mean
     square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives both.
-    reads: the layer before whose keys and values it attends to, having none of its own. gated: what a head finds is multiplied
+    reads: the layer before whose keys and values it attends to, having none of its own. clip: queries, keys and values are held
+    between -clip and clip before they rotate, behind norms of all heads (OLMo). gated: what a head finds is multiplied
     with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which have a
     projection of their own; gate_by_head: of one number a head then; gate_is: with what else of them (Laguna). found_norm: what
     all heads find is normed (BitNet). temperature: by which queries grow. latent: keys and values are made of what all heads
@@ -124,6 +126,7 @@ class AttentionSpec:
     fused_qkv: bool = False
     keys_are_values: bool = False
     reads: int | None = None
+    clip: float | None = None
     gated: bool = False
     gate_apart: bool = False
     gate_by_head: bool = False

@@ -84,6 +84,10 @@ class MoESpec:
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
     averaged: half of the sum of both is what comes out.
 
+    ranks_logits (Kolibri): experts are chosen by logits and their bias, and weigh by sigmoids all the same.
+
+    nearness (Phi-3.5-MoE): weights are what `mixture.shares_among_near` makes of logits, and nothing else counts.
+
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
 
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
@@ -104,6 +108,8 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_gate: bool = False
     averaged: bool = False
+    ranks_logits: bool = False
+    nearness: float | None = None
     scales_input: bool = False
     apart: bool = False
 
@@ -127,7 +133,7 @@ class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
     of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
     mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered. after_eps: of norms of what
-    attention and MLP add, where that is another."""
+    attention and MLP add, where that is another. gains: without, a checkpoint has no weight for it."""
 
     eps: float
     offset: float = 0.0
@@ -135,10 +141,15 @@ class NormSpec:
     centered: bool = False
     shifted: bool = False
     after_eps: float | None = None
+    gains: bool = True
 
     def named(self, name: str) -> NormSpec:
         """That of a block's norm of this name."""
         return self if self.after_eps is None or not name.startswith("after_") else replace(self, eps=self.after_eps)
+
+    def num_weights(self, width: int) -> int:
+        """Numbers of one that is so wide."""
+        return width * (self.gains + self.shifted)
 
 
 BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]

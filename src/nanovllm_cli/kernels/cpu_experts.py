@@ -26,7 +26,7 @@ def _score(logit, largest, total, by_sigmoid):
 
 @inner
 def _rank(row, bias, by_sigmoid, ranks):
-    """ranks = scores of a row + bias; returns what `_score` needs besides."""
+    """ranks = scores of a row + bias, or with a by_sigmoid of 2 logits + bias; returns what `_score` needs besides."""
     largest, total = np.float32(-np.inf), np.float32(0.0)
     if by_sigmoid == 0:
         for e in range(len(row)):
@@ -34,7 +34,7 @@ def _rank(row, bias, by_sigmoid, ranks):
         for e in range(len(row)):
             total += exp_not_positive(row[e] - largest)
     for e in range(len(row)):
-        ranks[e] = _score(row[e], largest, total, by_sigmoid) + bias[e]
+        ranks[e] = (row[e] if by_sigmoid == 2 else _score(row[e], largest, total, by_sigmoid)) + bias[e]
     return largest, total
 
 
@@ -77,18 +77,31 @@ def _weigh(row, places, largest, total, by_sigmoid, norm_topk, scale, part):
         part[c] = (part[c] / whole if norm_topk != 0 else part[c]) * scale
 
 
+@inner
+def _share_among_near(row, before, best, nearness):
+    """See `mixture.shares_among_near`, of the expert `best`, which is taken behind those before."""
+    most, total = row[best], np.float32(0.0)
+    for e in range(len(row)):
+        was_taken = False
+        for i in range(len(before)):
+            was_taken = was_taken or before[i] == e
+        if not was_taken and not most - row[e] > nearness * max(abs(row[e]), most):
+            total += exp_not_positive(row[e] - most)
+    return np.float32(1.0) / total
+
+
 @kernel()
 def route(arguments, thread, team):
     """chosen, weights [num_rows, num_chosen]: of each row of logits [num_rows, num_experts] fp32 the places of the largest, the
     lower one first among equals, in ascending order, and exp(logit) over the sum of it: of all, or with norm_topk of the chosen.
     Where ranks is not 0, [num_rows, num_experts] fp32 for scratch: as mixture.Scoring has it, bias [num_experts] fp32 and,
-    where it is not 0, expert_scale alike; num_groups 1 where there are none.
+    where it is not 0, expert_scale alike; num_groups 1 where there are none. nearness: below 0 for none; else ranks is 0.
 
     A NaN is larger than any number, so that it comes out in the weights. Sums go up in order: a row's bits are its own.
     """
     (
         logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ranks, bias, expert_scale, by_sigmoid,
-        num_groups, groups_taken, group_best, scale,
+        num_groups, groups_taken, group_best, scale, nearness,
     ) = fields(arguments)  # fmt: skip
     all_logits = carray(typed_pointer(logits, np.float32(0)), (num_rows, num_experts))
     rows = carray(typed_pointer(ranks if ranks != 0 else logits, np.float32(0)), (num_rows, num_experts))
@@ -115,12 +128,15 @@ def route(arguments, thread, team):
                     taken = taken or place[i] == e
                 if not taken:
                     best = e
+            own_share = _share_among_near(row, place[:c], best, np.float32(nearness)) if nearness >= 0 else np.float32(0.0)
             i = c
             while i > 0 and place[i - 1] > best:
-                place[i] = place[i - 1]
+                place[i], part[i] = place[i - 1], part[i - 1]
                 i -= 1
-            place[i] = best
+            place[i], part[i] = best, own_share
             largest = row[best] if c == 0 and ranks == 0 else largest
+        if nearness >= 0:
+            continue
         if ranks != 0:
             _weigh(all_logits[r], place, largest, total, by_sigmoid, norm_topk, np.float32(scale), part)
             if expert_scale != 0:

@@ -149,6 +149,21 @@ def activation(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def clip(arguments, thread, team):
+    """x [num_rows, width], held between -limit and limit; what is no number stays none. Rows lie row_stride numbers apart."""
+    tag, x, num_rows, width, row_stride, limit = fields(arguments)
+    lines, most = carray(typed_pointer(x, tag), (num_rows, row_stride)), np.float32(limit)
+    for r in share(num_rows, thread, team):
+        line = lines[r]
+        for i in range(width):
+            value = load(line, i)
+            if value > most:
+                store(line, i, most)
+            elif value < -most:
+                store(line, i, -most)
+
+
+@kernel(fastmath=FAST)
 def temper(arguments, thread, team):
     """x [num_rows, width] *= 1 + scale * log(1 + (position + offset) // length), of positions [num_rows] int64. Rows lie
     row_stride numbers apart; those whose factor is 1 stay as they are."""

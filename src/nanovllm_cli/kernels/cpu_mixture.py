@@ -233,14 +233,15 @@ def route(
         chosen.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
     how: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1)
-    if scoring is not None:
+    if scoring is not None and scoring.nearness is None:
         assert scoring.bias is not None, "zeros where there is none"
         ranks = cpu.new_tensor((tokens, num_experts), torch.float32)
         tables = (scoring.bias, scoring.expert_scale)
         bias, own = (0 if table is None else address_of(table, torch.float32, num_experts) for table in tables)
-        how = (ranks.data_ptr(), bias, own, int(scoring.sigmoid), *(scoring.groups or (1, 1, 1)))
-    scale = 1.0 if scoring is None else scoring.scale
-    cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints + how, (scale,))
+        how = (ranks.data_ptr(), bias, own, scoring.kind, *(scoring.groups or (1, 1, 1)))
+    scale, nearness = (1.0, None) if scoring is None else (scoring.scale, scoring.nearness)
+    numbers = (scale, -1.0 if nearness is None else nearness)
+    cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints + how, numbers)
     return chosen, weights
 
 

@@ -11,6 +11,7 @@ from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import (
     altup,
     best_gate,
+    clip,
     gemv,
     join_norm,
     norm,
@@ -87,6 +88,9 @@ class CudaOps:
 
     def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return best_gate.best_gate(self.launcher, x, logits)
+
+    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        return clip.clip(self.launcher, x, limit)
 
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return temper.temper(self.launcher, x, positions, length, scale, offset)

@@ -1,4 +1,4 @@
-"""Gates on the CPU, activations, queries that grow: tensors in, checks, addresses to the compiled kernels (cpu_fused.py)."""
+"""Gates on the CPU, activations, queries that grow, clips: tensors in, checks, addresses to compiled kernels (cpu_fused.py)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False)
     address, stride = cpu.rows_of(gate, gate.dtype, tokens, columns)
     ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, width // columns, int(softplus))
     cpu.launch(cpu_fused.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
+    return x
+
+
+def clip(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """See `ops.Ops`."""
+    tokens, width = x.shape
+    address, stride = cpu.rows_of(x, x.dtype, tokens, width)
+    cpu.launch(cpu_fused.clip, x.numel(), cpu.tags_of(x.dtype), (address, tokens, width, stride), (limit,))
     return x
 
 

@@ -46,16 +46,39 @@ class Groups(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all. Taken
-    are the experts with the largest score + bias, bias [E] fp32, where there are groups of some of them; their scores, or with
-    norm_topk their shares of the sum of these, times `scale`, and times what expert_scale [E] fp32 has for each expert, are the
-    weights."""
+    """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all.
+    Taken are the experts with the largest score + bias, or with by_logit logit + bias, bias [E] fp32, where there are groups
+    of some of them; their scores, or with norm_topk their shares of the sum of these, times `scale`, and times what
+    expert_scale [E] fp32 has for each expert, are the weights. nearness: of logits instead, and nothing else of all this; see
+    `shares_among_near`."""
 
     sigmoid: bool = False
     bias: torch.Tensor | None = None
     scale: float = 1.0
     expert_scale: torch.Tensor | None = None
     groups: Groups | None = None
+    nearness: float | None = None
+    by_logit: bool = False
+
+    @property
+    def kind(self) -> int:
+        """What kernels call it: 0 for a softmax, 1 for sigmoids, 2 for sigmoids of those that logits choose."""
+        assert self.sigmoid or not self.by_logit, "no model has this of a softmax"
+        return int(self.sigmoid) + int(self.by_logit)
+
+
+def shares_among_near(logits: torch.Tensor, chosen: torch.Tensor, nearness: float) -> torch.Tensor:
+    """Weights [T, k] of the experts `chosen` [T, k], those with the largest of logits [T, E]: of each the softmax's share among
+    what is as large at most and comes behind it, and that near that their difference is no more than nearness times the larger
+    of both, one's magnitude counting. As SparseMixer-v2 computes them where nothing is drawn (Liu et al. 2024)."""
+    behind, weights = logits.clone(), torch.empty(chosen.shape, dtype=logits.dtype, device=logits.device)
+    for _ in range(chosen.shape[1]):
+        most, expert = behind.gather(-1, chosen).max(dim=-1, keepdim=True)  # NaN above all
+        far = most - behind > nearness * torch.maximum(behind.abs(), most)
+        share = behind.masked_fill(far, -torch.inf).softmax(dim=-1)
+        weights.scatter_(-1, expert, share.gather(-1, chosen.gather(-1, expert)))
+        behind.scatter_(-1, chosen.gather(-1, expert), -torch.inf)
+    return weights
 
 
 Route = Callable[[torch.Tensor, int, bool, Scoring | None], tuple[torch.Tensor, torch.Tensor]]

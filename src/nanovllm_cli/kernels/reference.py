@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm_cli.kernels.mixture import Groups, Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring, shares_among_near
 
 _GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -189,12 +189,14 @@ def route(
     the largest, the lower number first among equals. Weights are the softmax of all logits, or of theirs alone. Shazeer et al.
     2017. scoring: see there; by sigmoids, DeepSeek-AI 2024."""
     scores = ranks = logits
-    if scoring is not None:
+    if scoring is not None and scoring.nearness is None:
         scores = logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
-        ranks = scores if scoring.bias is None else scores + scoring.bias
+        ranks = (logits if scoring.by_logit else scores) + (0.0 if scoring.bias is None else scoring.bias)
         if scoring.groups is not None:
             ranks = in_groups(ranks, scoring.groups)
     chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values
+    if scoring is not None and scoring.nearness is not None:
+        return chosen, shares_among_near(logits, chosen, scoring.nearness)
     if scoring is not None:
         taken = scores.gather(-1, chosen)
         weights = (taken / taken.sum(dim=-1, keepdim=True) if norm_topk else taken) * scoring.scale

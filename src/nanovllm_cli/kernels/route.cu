@@ -5,8 +5,10 @@
 //   weights [tokens, taken] fp32: softmax of all the token's logits, or, where `normalises`, of the chosen ones alone. NaN among
 //   what a softmax is of makes all its weights NaN.
 //   SCORED: scores, a sigmoid of each logit or a softmax of all; the taken have the largest score + bias [experts] fp32, null for
-//   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
+//   zeros, or, SCORED being 2, logit + bias; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
 //   null for ones.
+//   SPARSE, without SCORED: of each in the order they are taken, the softmax's share among logits that are not taken yet and near;
+//   see mixture.shares_among_near.
 //   GROUPED, with SCORED: of num_groups (at most 32, of as many experts each) only groups_taken are looked at: where the sum of
 //   the group_best (1 or 2) largest score + bias is the largest, the lower group first among equals.
 //   tasks [num_tasks] Task: up to ROWS pairs of one expert with what `matrices` [experts, 8] int64 has of it, experts ascending
@@ -22,7 +24,7 @@
 #include "experts.cuh"
 
 constexpr int ROOM = WARP_SIZE * VALUES;          // for experts
-constexpr int WARPS = VALUES > (GROUPED ? 4 : 8) ? 16 : 32;  // at most: their counts fill shared memory; groups, registers
+constexpr int WARPS = VALUES > (GROUPED || SPARSE || SCORED == 2 ? 4 : 8) ? 16 : 32;  // at most: counts fill shared memory; groups and shares, registers
 constexpr int VECTOR = VALUES < 4 ? VALUES : 4;   // logits of a load, where rows are multiples of it
 constexpr int ROWS = TASK_ROWS, ADDRESSES = 2 * MATRIX_WORDS, TASK_BYTES = 8 * TASK_WORDS;
 constexpr int ENDS = TASK_BYTES / 4 - 2 * ADDRESSES - 1 - ROWS;
@@ -48,7 +50,7 @@ DEVICE float logit_of(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0
 // A lane's part of one token.
 struct Choice {
   uint32_t keys[VALUES];  // of the experts from `first` on; 0 past the last
-  float scores[SCORED ? VALUES : 1];
+  float scores[SCORED || SPARSE ? VALUES : 1];
   uint32_t bits = 0;      // those that are chosen
   uint32_t largest;       // key of all experts
   int first, experts;
@@ -88,7 +90,8 @@ struct Choice {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
       scores[i] /= total;
-      keys[i] = is_there(i) ? key_of(scores[i] + (bias ? bias[first + i] : 0.0f)) : 0;
+      const float ranked = SCORED == 2 ? logit_of(keys[i]) : scores[i];
+      keys[i] = is_there(i) ? key_of(ranked + (bias ? bias[first + i] : 0.0f)) : 0;
     }
   }
 
@@ -126,7 +129,7 @@ struct Choice {
   DEVICE bool is_there(int i) const { return first + i < experts; }
   DEVICE bool has(int i) const { return bits >> i & 1; }
 
-  DEVICE void choose(int taken, uint32_t lanes_below) {
+  DEVICE void choose(int taken, uint32_t lanes_below, float nearness) {
 #pragma unroll 1
     for (int round = 0; round < taken; ++round) {
       uint32_t best = 0;
@@ -135,6 +138,21 @@ struct Choice {
       const uint32_t most = warp_max(best);
       const uint32_t holders = __ballot_sync(ALL_LANES, best == most);
       if (round == 0) largest = most;
+#if SPARSE
+      const float top = logit_of(most);
+      float near = 0.0f;
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) {
+        const float logit = logit_of(keys[i]);
+#ifdef BUG_MAGNITUDE
+        const bool is_far = top - logit > nearness * fmaxf(logit, top);
+#else
+        const bool is_far = top - logit > nearness * fmaxf(fabsf(logit), top);
+#endif
+        near += is_there(i) && !has(i) && !is_far ? expf(logit - top) : 0.0f;
+      }
+      near = warp_sum(near);
+#endif
 #ifdef BUG_TIES
       if (best != most || holders & ~(lanes_below << 1 | 1)) continue;
 #else
@@ -145,6 +163,11 @@ struct Choice {
       for (int i = VALUES - 1; i >= 0; --i)
         if (keys[i] == most && !has(i)) lowest = 1u << i;
       bits |= lowest;
+#if SPARSE
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i)
+        if (lowest >> i & 1) scores[i] = __fdividef(1.0f, near);
+#endif
     }
   }
 };
@@ -157,6 +180,9 @@ route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_
 #endif
 #if GROUPED
       , int num_groups, int groups_taken, int group_best
+#endif
+#if SPARSE
+      , float nearness
 #endif
 ) {
   __shared__ int counts[WARPS][ROOM];  // of each warp's pairs; then which of its expert's pairs is the next
@@ -192,17 +218,23 @@ route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_
 #if GROUPED
     choice.keep_groups(num_groups, groups_taken, group_best, lanes_below, lane);
 #endif
-    choice.choose(taken, lanes_below);
+#if SPARSE
+    choice.choose(taken, lanes_below, nearness);
+#else
+    choice.choose(taken, lanes_below, 0.0f);
+#endif
     const float largest = logit_of(choice.largest);
     float parts[VALUES], sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-      parts[i] = SCORED ? choice.scores[SCORED ? i : 0] : expf(logit_of(choice.keys[i]) - largest);
+      parts[i] = SCORED || SPARSE ? choice.scores[SCORED || SPARSE ? i : 0] : expf(logit_of(choice.keys[i]) - largest);
       sum += (normalises ? choice.has(i) : choice.is_there(i)) ? parts[i] : 0.0f;
     }
     sum = warp_sum(sum);
 #if SCORED
     sum = (normalises ? sum : 1.0f) / scale;
+#elif SPARSE
+    sum = 1.0f;
 #endif
     int place = 0;
 #pragma unroll

@@ -48,14 +48,19 @@ def route(
     if tokens:
         is_small = tokens * taken <= SHARED_PAIRS
         chosen = None if is_small else torch.empty(tokens, taken, dtype=torch.int32, device=launcher.device)
-        groups = None if scoring is None else scoring.groups
-        warps = max(-(-experts // WARP), min(tokens, most_warps(values, groups is not None)))
+        groups, nearness = (None, None) if scoring is None else (scoring.groups, scoring.nearness)
+        scored = 0 if scoring is None or nearness is not None else 2 if scoring.by_logit else 1
+        has_more = groups is not None or nearness is not None or scored == 2
+        warps = max(-(-experts // WARP), min(tokens, most_warps(values, has_more)))
         args = (
             logits, slots, matrices, chosen, weights, tasks,
             np.int32(tokens), np.int32(experts), np.int32(taken), np.int32(norm_topk), np.int32(num_tasks),
         )  # fmt: skip
         how: tuple[Arg, ...] = ()
-        if scoring is not None:
+        if nearness is not None:
+            assert groups is None
+            how = (np.float32(nearness),)
+        elif scoring is not None:
             for of_experts in (scoring.bias, scoring.expert_scale):
                 if of_experts is not None:
                     check(of_experts, launcher, torch.float32, experts)
@@ -64,10 +69,11 @@ def route(
             if groups.num_groups > MAX_GROUPS:
                 reason = f"{groups.num_groups} groups of experts on a GPU"
                 raise UnsupportedError(reason, f"at most {MAX_GROUPS}, or use --device cpu")
+            assert scored == 1, "no model has groups where logits choose"
             assert experts % groups.num_groups == 0
             assert groups.num_taken * (experts // groups.num_groups) >= taken
             how += tuple(map(np.int32, groups))
-        kernel = variant(values, rows, scoring is not None, groups is not None)
+        kernel = variant(values, rows, scored, groups is not None, nearness is not None)
         room = 4 * tokens * taken if is_small else 0
         launcher.launch(kernel, (1, 1, 1), (warps * WARP, 1, 1), (*args, *how), room)
     return Tasks(tasks, tokens, taken, experts, rows), weights
@@ -81,17 +87,17 @@ def values_of(experts: int) -> int:
     raise UnsupportedError(f"a mixture of {experts} experts on a GPU", f"at most {MAX_EXPERTS}, or use --device cpu")
 
 
-def most_warps(values: int, grouped: bool) -> int:
+def most_warps(values: int, has_more: bool) -> int:
     """As route.cu has it."""
-    return 16 if values > (4 if grouped else 8) else 32
+    return 16 if values > (4 if has_more else 8) else 32
 
 
-def variant(values: int, rows: int, scored: bool, grouped: bool = False) -> Kernel:
-    constants = ("VALUES", values), ("TASK_ROWS", rows), ("SCORED", int(scored)), ("GROUPED", int(grouped))
-    return Kernel("route", "route", constants)
+def variant(values: int, rows: int, scored: int, grouped: bool = False, sparse: bool = False) -> Kernel:
+    kinds = ("SCORED", scored), ("GROUPED", int(grouped)), ("SPARSE", int(sparse))
+    return Kernel("route", "route", (("VALUES", values), ("TASK_ROWS", rows), *kinds))
 
 
 def variants() -> list[Kernel]:
     """What the compile gate builds."""
-    hows = (False, False), (True, False), (True, True)
+    hows = (0, False, False), (1, False, False), (1, True, False), (0, False, True), (2, False, False)
     return [variant(values, rows, *how) for values, rows, how in itertools.product(VALUES, (FEW_ROWS, MANY_ROWS), hows)]

@@ -1,5 +1,5 @@
 """What joins an embedding before the first layer: learned positions (GPT-2), segments and a norm as well (BERT, Devlin et al.
-2018)."""
+2018), or a norm alone (NanoChat)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import EntrySpec
 
 
-def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions:
-    return Positions(spec, width, kit) if spec.norm is None else Entry(spec, width, kit)
+def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry:
+    if spec.norm is None:
+        return Positions(spec, width, kit)
+    return Entry(spec, width, kit) if spec.norm.centered else NormedEntry(spec, width, kit)
 
 
 class Positions:
@@ -31,6 +33,23 @@ class Positions:
 
     def slots(self) -> Slots:
         return {"positions.weight": storage_slot(self.weight)}
+
+
+class NormedEntry:
+    """norm(embedding), in its place, in steps that can be recorded."""
+
+    def __init__(self, spec: EntrySpec, width: int, kit: Kit) -> None:
+        assert spec.norm is not None
+        assert (spec.positions, spec.segments, spec.norm.gains) == (0, 0, False), "no decoder has these"
+        self.ops, self.eps = kit.ops, spec.norm.eps
+        self.weight = kit.zeros(width).fill_(1)
+
+    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+        """See `Entry`."""
+        return self.ops.norm_columns(rows, self.weight, self.eps, 0.0)
+
+    def slots(self) -> Slots:
+        return {}
 
 
 class Entry:

@@ -27,7 +27,7 @@ class LatentAttention(Projected):
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         assert spec.latent is not None
-        more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap
+        more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap, spec.clip
         assert not any(more), "no model has these there"
         latent = self.latent = spec.latent
         norm = norm if latent.eps is None else replace(norm, eps=latent.eps)

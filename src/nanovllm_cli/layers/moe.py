@@ -34,7 +34,11 @@ class MoE:
         if by_sigmoid or in_groups or spec.selection_bias or spec.scale != 1.0 or spec.expert_scale:
             bias, scales = kit.zeros(2, spec.num_experts, dtype=torch.float32)
             groups = Groups(spec.groups, spec.groups_taken, 2 if by_sigmoid else 1) if in_groups else None
-            self.scoring = Scoring(by_sigmoid, bias, spec.scale, scales if spec.expert_scale else None, groups)
+            own = scales if spec.expert_scale else None
+            self.scoring = Scoring(by_sigmoid, bias, spec.scale, own, groups, by_logit=spec.ranks_logits)
+        if spec.nearness is not None:
+            assert self.scoring is None, "no model has more there"
+            self.scoring = Scoring(nearness=spec.nearness)
         assert not spec.scales_input or (spec.experts_per_token == 1 and spec.norm_topk and self.scoring is None), "weights of 1"
         self.apart = _Apart(norm, hidden_size, kit) if spec.apart else None
         self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk, self.scoring)

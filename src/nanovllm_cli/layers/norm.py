@@ -36,7 +36,8 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
 
     def slots(self) -> Slots:
-        return {"weight": table_slot(self.weight, self.spec.stored_offset)} | _bias_slot(self.bias)
+        gains = {"weight": table_slot(self.weight, self.spec.stored_offset)} if self.spec.gains else {}
+        return gains | _bias_slot(self.bias)
 
 
 class StreamNorm:
@@ -44,6 +45,7 @@ class StreamNorm:
 
     def __init__(self, spec: NormSpec, width: int, kit: Kit) -> None:
         assert spec.centered, "no model has a norm of squares there"
+        assert spec.gains, "nor one without gains"
         self.eps, self.ops = spec.eps, kit.ops
         self.weight = kit.zeros(width).fill_(1)
         self.bias = kit.zeros(width) if spec.shifted else None

@@ -27,8 +27,8 @@ class Rope:
         self.ops = ops
         device = ops.device
         self.attention_factor = _attention_factor(spec)
-        self._short = _frequencies(spec, long=False).to(device)
-        self._long = _frequencies(spec, long=True).to(device)
+        self._sign = -1.0 if spec.backwards else 1.0
+        self._short, self._long = (self._sign * _frequencies(spec, long).to(device) for long in (False, True))
         self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
 
     def tables(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,7 @@ class Rope:
             cos, sin = (torch.stack(each).gather(0, index)[0] for each in zip(*by_axis, strict=True))
             return cos, sin
         if self.spec.scaling == "dynamic":
-            angles = positions.float()[:, None] * self._dynamic(lengths)
+            angles = positions.float()[:, None] * self._sign * self._dynamic(lengths)
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         long = self._long if self.spec.scaling == "longrope" else None
         return self.ops.rope_tables(

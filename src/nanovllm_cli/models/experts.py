@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
@@ -15,6 +15,7 @@ MAX_EXPERTS = 1024
 BY_SOFTMAX, BY_SIGMOID = 1, 2
 """What GGUF files call the functions that routers score by."""
 MATRICES = ("gate", "up", "down")
+KINDS_OF_MLPS = ("dense", "sparse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,20 @@ def mlps_from_gguf(
     shared = read.integer(key("expert_shared_feed_forward_length"), shared, least=0)
     if shared and keys is not None and (keys.shared or keys.shared_size) is not None:
         mixture = replace(mixture, shared=replace(expert, intermediate_size=shared), shared_gate=keys.shared_size is not None)
-    chooses = mixture.selection_bias and any(name.endswith(".exp_probs_b.bias") for name in names)
+    chooses = mixture.selection_bias and any(name.endswith((".exp_probs_b.bias", ".exp_probs_b")) for name in names)
     mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, selection_bias=chooses, scale=scale)
     return [mixture if f"blk.{i}.ffn_gate_inp.weight" in names else dense for i in range(layers)]
+
+
+def layers_without_experts(config: Mapping[str, Any], num_dense: int) -> list[int]:
+    """Of those whose "mlp_layer_types" say it; so many first ones where nothing does."""
+    said, layers = config.get("mlp_layer_types"), config.get("num_hidden_layers")
+    if said is None:
+        return list(range(num_dense))
+    if not isinstance(said, list) or len(said) != layers or not all(kind in KINDS_OF_MLPS for kind in said):
+        what = f"must be a list of {layers} of {', '.join(KINDS_OF_MLPS)}"
+        raise CheckpointError(f"config.json: 'mlp_layer_types' {what}", BROKEN)
+    return [layer for layer, kind in enumerate(said) if kind == "dense"]
 
 
 def only_behind_the_first(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

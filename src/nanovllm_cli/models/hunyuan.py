@@ -3,6 +3,8 @@ whatever the length (alpha: NTK-aware scaling, bloc97 2023). A13B has experts in
 
 HunYuan-VL's is the dense one, whose frequencies are divided among four positions of an image's tokens (XD-RoPE): both halves of a
 pair turn by the same, as in the publisher's own code and llama.cpp. In transformers 5.24 they turn by two.
+
+Hy3 (HY V3): norms of heads in front of their rotation, experts behind the first layer that are chosen by sigmoids and a bias.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, SHARED_NAMES, ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import MTP_HF_NAMES
 from nanovllm_cli.models.rotary import checked_rope, rope_section
 
 
@@ -118,6 +121,32 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {} if shared is None else {"expert_shared_feed_forward_length": shared.intermediate_size}
 
 
+def _third(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the layers that have no experts by their numbers."""
+    num_dense = ConfigReader(config, "config.json").integer("first_k_dense_replace", 1, least=0)
+    return {**config, "mlp_only_layers": layers_without_experts(config, num_dense)}
+
+
+def _third_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    usual = "qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"
+    for key in usual:
+        if not read.flag(key, True):
+            raise UnsupportedError(f"{read.where}: a Hy3 whose {key!r} is false", ANOTHER)
+    if not read.integer("num_shared_experts", least=0):
+        raise UnsupportedError(f"{read.where}: a Hy3 without an expert that every token takes", ANOTHER)
+    return spec
+
+
+def _third_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    mixture = spec.mixture
+    shared = None if mixture is None else mixture.shared
+    has_all(spec.architecture, experts=shared is not None, output_without_a_bias=not spec.attention.out_bias)
+    assert mixture is not None
+    assert shared is not None
+    return {"expert_shared_feed_forward_length": shared.intermediate_size, "expert_weights_norm": True,
+            "expert_weights_scale": mixture.scale}  # fmt: skip
+
+
 HUNYUAN_DENSE = Family(
     "hunyuan_v1_dense",
     gguf_name="hunyuan-dense",
@@ -150,4 +179,30 @@ HUNYUAN_MOE = replace(
     | {f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_mlp.{part}_proj.weight" for part in MATRICES},
     hf=_with_experts_from_hf,
     gguf_keys=_keys,
+)
+_MLP = "model.layers.{i}.mlp"
+HY_V3 = Family(
+    "hy_v3",
+    qk_norm=True,
+    experts=ExpertKeys(
+        ("num_experts", "num_local_experts"), "moe_intermediate_size", True, shared="num_shared_experts",
+        scale="router_scaling_factor", scoring="sigmoid", selection_bias=True,
+    ),
+    config=_third,
+    defaults={
+        "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0,
+        "max_position_embeddings": 131072, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
+        "moe_intermediate_size": 1536, "router_scaling_factor": 2.826,
+    },
+    hf_names={
+        **QWEN_NAMES,
+        "blocks.{i}.router.weight": f"{_MLP}.router.gate.weight",
+        "blocks.{i}.router.selection_bias": f"{_MLP}.expert_bias",
+        **{f"blocks.{{i}}.shared.{part}.weight": f"{_MLP}.shared_mlp.{part}_proj.weight" for part in MATRICES},
+    },
+    gguf_names={"blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b"},
+    peft_names={ours: theirs for ours, theirs in SHARED_NAMES.items() if ".shared." in ours},
+    hf=_third_from_hf,
+    gguf_keys=_third_keys,
+    mtp_names={**MTP_HF_NAMES, "norm.weight": "model.layers.{i}.final_layernorm.weight"},
 )

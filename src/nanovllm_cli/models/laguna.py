@@ -11,24 +11,17 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import FULL, QWEN3_MOE, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 
 _LAYER = "model.layers.{i}"
-_KINDS = ("dense", "sparse")
 
 
 def _by_layers(config: Mapping[str, Any], num_dense: int, ropes: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same with the layers that have no experts by their numbers, and what it leaves out: so many first ones have none, no
     layer has a window."""
-    layers = config.get("num_hidden_layers")
-    said = config.get("mlp_layer_types")
-    found: dict[str, Any] = {"mlp_only_layers": list(range(num_dense))}
-    if said is not None:
-        if not isinstance(said, list) or len(said) != layers or not all(kind in _KINDS for kind in said):
-            raise CheckpointError(f"config.json: 'mlp_layer_types' must be a list of {layers} of {', '.join(_KINDS)}", BROKEN)
-        found["mlp_only_layers"] = [layer for layer, kind in enumerate(said) if kind == "dense"]
+    found: dict[str, Any] = {"mlp_only_layers": layers_without_experts(config, num_dense)}
     if config.get("layer_types") is None:
         found["sliding_window"] = None
     if config.get("rope_parameters") is None:

@@ -1,21 +1,23 @@
 """OLMo 2 and 3: norms of what attention and MLP add, none of what they read, and norms of all heads of q, and of k, together.
 Most layers of an OLMo 3 have a window, and positions as they are, whatever those of the others are stretched by. OLMoE: Qwen's
-experts, and such norms of heads, in a Llama; FlexOlmo: the same experts in an OLMo 2.
+experts, and such norms of heads, in a Llama; FlexOlmo: the same experts in an OLMo 2. OLMo 1 (Groeneveld et al. 2024): a Llama
+with layer norms that have no weights, and queries, keys and values that some clip.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import QWEN_KEYS, QWEN_NAMES
 from nanovllm_cli.models.families import FULL
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, no_file
+from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
@@ -66,12 +68,48 @@ def _with_experts(spec: ModelSpec) -> ModelSpec:
 
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if read.values.get("clip_qkv") is not None:
-        raise UnsupportedError("queries, keys and values that are clipped are not supported", ANOTHER)
-    return _with_experts(spec)
+    return _clipped(_with_experts(spec), read)
+
+
+_CLIP = "attention.clamp_kqv"
+
+
+def _first(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What its configs don't have is the same in all of them."""
+    return {**config, "layer_norm_eps": 1e-5, "mlp_bias": False}
+
+
+def _clipped(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return spec.with_attention(clip=read.number("clip_qkv")) if read.has("clip_qkv") else spec
+
+
+def _without_gains(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, norm=replace(spec.norm, gains=False))
+
+
+def _first_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """llama.cpp clips by numbers above 0."""
+    clip = read.number(key(_CLIP), 0.0, positive=False)
+    return _without_gains(spec.with_attention(clip=clip) if clip > 0 else spec)
+
+
+def _first_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    attention = spec.attention
+    has_all(spec.architecture, output_without_a_bias=not attention.out_bias,
+            heads_as_wide_as_the_model=attention.num_heads * attention.head_dim == spec.hidden_size)  # fmt: skip
+    return {} if attention.clip is None else {_CLIP: attention.clip}
 
 
 _EXPERTS = replace(QWEN_KEYS, size="intermediate_size", norm_in_gguf=True)
+OLMO = Family(
+    "olmo",
+    layer_norm=True,
+    interleaved_gguf=True,
+    config=_first,
+    hf=lambda spec, read: _without_gains(_clipped(spec, read)),
+    gguf=_first_from_gguf,
+    gguf_keys=_first_keys,
+)
 OLMO2 = Family(
     "olmo2",
     qk_norm=True,

@@ -2,6 +2,11 @@
 
 Phi-1, 1.5 and 2 (Li et al. 2023): attention and an MLP without a gate side by side behind one layer norm, biases everywhere, in
 the head too.
+
+Phi-3.5-MoE (Abdin et al. 2024; Phi-mini-MoE, Phi-tiny-MoE): Mixtral with layer norms, biases of attention and of the head, and
+two experts a token that each weigh their share among those with near logits. llama.cpp computes other norms and other weights of
+experts; here its files are the model that they were made of, but for a factor of rotations, of which its converter writes another
+than configs have. transformers takes the frequencies of short texts for long ones, too, other than the code published with it.
 """
 
 from __future__ import annotations
@@ -10,11 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.bert import LONE_TANH
-from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.rotary import rope_section
 
 PHI3 = Family(
     "phi3",
@@ -49,6 +56,57 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {}
 
 
+_NEAR = 0.01
+"""The published models' "router_jitter_noise", of which files have no word."""
+
+
+def _with_experts(spec: ModelSpec, jitter: float, *, head_bias: bool) -> ModelSpec:
+    spec = replace(spec.with_shifted_norms(), head_bias=head_bias)
+    return spec.each_mlp(lambda mlp: replace(mlp, nearness=2 * jitter) if isinstance(mlp, MoESpec) else mlp)
+
+
+def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if (taken := read.integer("num_experts_per_tok")) != 2:
+        raise UnsupportedError(f"{read.where}: a Phi whose tokens take {taken} experts", "known: 2")
+    section = rope_section(read)
+    for rope in spec.ropes:
+        if rope.scaling not in ("none", "longrope"):
+            raise UnsupportedError(f"{read.where}: a Phi with experts and rope scaling {rope.scaling!r}", "known: longrope")
+        if rope.scaling == "longrope":
+            short, long = (section.number(f"{which}_mscale") for which in ("short", "long"))
+            if short != long:
+                raise UnsupportedError(f"{read.where}: factors of rotations that are {short:g} or {long:g}", "known: one of both")
+            spec = spec.each_rope(lambda rope, factor=short: replace(rope, attention_factor=factor))  # type: ignore[misc]
+    jitter = read.number("router_jitter_noise", _NEAR, positive=False)
+    if jitter < 0:
+        raise CheckpointError(f"{read.where}: 'router_jitter_noise' must be a number of at least 0, not {jitter:g}", BROKEN)
+    return _with_experts(spec, jitter, head_bias=read.flag("lm_head_bias", False))
+
+
+def _keys_of_experts(spec: ModelSpec) -> dict[str, GGUFField]:
+    attention = spec.attention
+    has_all(
+        spec.architecture, head_of_its_own=not spec.tied_head, bias_of_the_head=spec.head_bias,
+        bias_behind_attention=attention.out_bias,
+        heads_as_wide_as_the_model=attention.num_heads * attention.head_dim == spec.hidden_size,
+    )  # fmt: skip
+    return {"attention.layer_norm_rms_epsilon": spec.norm.eps}
+
+
+PHIMOE = Family(
+    "phimoe",
+    has_window=True,
+    experts=MIXTRAL_KEYS,
+    config=lambda config: {**config, "mlp_bias": False},
+    defaults={
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+        "num_local_experts": 16, "num_experts_per_tok": 2,
+    },
+    hf_names=MIXTRAL_NAMES,
+    hf=_with_experts_from_hf,
+    gguf=lambda spec, read, key: _with_experts(spec, _NEAR, head_bias=True),
+    gguf_keys=_keys_of_experts,
+)
 PHI = Family(
     "phi",
     gguf_name="phi2",

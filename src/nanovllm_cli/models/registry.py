@@ -42,6 +42,7 @@ from nanovllm_cli.models.families import (
     VOXTRAL,
 )
 from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.flint import FLINT
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_UNIFIED
@@ -57,10 +58,11 @@ from nanovllm_cli.models.granite import (
     GRANITE_STATES,
     GRANITE_SWA,
 )
-from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL
+from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.kimi import KIMI_LINEAR
+from nanovllm_cli.models.kolibri import KOLIBRI1
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
@@ -70,11 +72,12 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
+from nanovllm_cli.models.nanochat import NANOCHAT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
-from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
-from nanovllm_cli.models.phi import PHI, PHI3
+from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
@@ -124,6 +127,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
     "FalconH1ForCausalLM": FALCON_H1,
+    "FlintForCausalLM": FLINT,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -157,12 +161,14 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "HunYuanVLForConditionalGeneration": HUNYUAN_VL,
+    "HYV3ForCausalLM": HY_V3,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
     "KimiLinearForCausalLM": KIMI_LINEAR,
+    "Kolibri1ForCausalLM": KOLIBRI1,
     "LagunaForCausalLM": LAGUNA,
     "LaraMiniForCausalLM": LARA_MINI,
     "Lfm2ForCausalLM": LFM2,
@@ -185,8 +191,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,
     "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
+    "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
+    "OlmoForCausalLM": OLMO,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "OlmoHybridForCausalLM": OLMO_HYBRID,
@@ -195,6 +203,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
+    "PhiMoEForCausalLM": PHIMOE,
+    "PhimoeForCausalLM": PHIMOE,
     "SarvamMoEForCausalLM": SARVAM_MOE,
     "SeedOssForCausalLM": SEED_OSS,
     "SolarOpenForCausalLM": SOLAR_OPEN,
@@ -316,6 +326,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "hunyuan-dense": HUNYUAN_DENSE,
     "hunyuan-moe": HUNYUAN_MOE,
     "hunyuan_vl": HUNYUAN_VL,
+    "hy_v3": HY_V3,
     "internlm2": INTERNLM2,
     "kimi-linear": KIMI_LINEAR,
     "laguna": LAGUNA,
@@ -332,11 +343,13 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H_MOE,
+    "olmo": OLMO,
     "olmo2": OLMO2,
     "olmoe": OLMOE,
     "paddleocr": PADDLEOCR,
     "phi2": PHI,
     "phi3": PHI3,
+    "phimoe": PHIMOE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,

@@ -109,17 +109,17 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["embedding"] = spec.vocab_size * hidden
     found["head"] = 0 if spec.tied_head else spec.num_drawn * hidden
     found["head"] += spec.num_drawn * spec.head_bias
-    found["norms"] = hidden * (1 + spec.norm.shifted) * spec.ends_normed
+    found["norms"] = spec.norm.num_weights(hidden) * spec.ends_normed
     if spec.entry is not None:
         found["embedding"] += (spec.entry.positions + spec.entry.segments) * hidden
-        found["norms"] += 0 if spec.entry.norm is None else (1 + spec.entry.norm.shifted) * hidden
+        found["norms"] += 0 if spec.entry.norm is None else spec.entry.norm.num_weights(hidden)
     for block in spec.blocks:
         mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer
         if (state := state_in(block.mixer)) is not None and state.normed:
             found["norms"] += state.values if state.mamba else state.value_dim
         found["mlp"] += mlp
-        found["norms"] += len(block.norms) * hidden * (1 + spec.norm.shifted)
+        found["norms"] += len(block.norms) * spec.norm.num_weights(hidden)
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:
             found["norms"] += 3 * hidden
             found["mlp"] += hidden  # the router's norm, which has a name of its own

@@ -123,6 +123,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[0]),
     _tags("seed", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
+    _tags("hy3", "<think:opensource>", "</think:opensource>", signs=(("<think{}>", ":opensource"),)),
     _tags("exaone", "<thought>", "</thought>"),
     _tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningFormat(

@@ -22,6 +22,7 @@ from nanovllm_cli.text.tool_grammar import (
     solar_call,
     tagged_call,
 )
+from nanovllm_cli.text.tool_hy import HY_CLOSERS, HY_GRAMMAR, HY_OPENERS, HY_SIGNS, read_hy
 from nanovllm_cli.text.tool_sections import (
     APERTUS_BEGIN,
     APERTUS_END,
@@ -195,6 +196,7 @@ FORMATS: tuple[ToolFormat, ...] = (
             between=(LINE, "<tool_call>"),
         ),
     ),
+    ToolFormat("hy3", (HY_SIGNS,), HY_OPENERS, HY_CLOSERS, read_hy, HY_GRAMMAR),
     ToolFormat(
         "seed",
         (("<seed:tool_call>",),),

@@ -308,7 +308,7 @@ def python_call(writer: Writer, tool: Bound) -> str:
     return f"{quoted(tool.name + '(')} {body} {quoted(')')}"
 
 
-def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
+def tagged_call(head: tuple[str, ...], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
     """Arguments between tags, in the order of the schema: first those that must be there.
 
     head: around the call's name; key: around an argument's key; close: behind its value; end: behind the call.
@@ -326,7 +326,7 @@ def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, .
             any_key = writer.terminal(ANY_KEY)
             opening = f"{writer.sequence(key[0])} {any_key} {writer.sequence(*key[1:])}"
             body = [f"({opening} {_value(writer, tool, {'type': 'string'}, close)})*"]
-        return f"{writer.sequence(head[0] + tool.name, head[1])} {' '.join(body)} {writer.sequence(*end)}"
+        return f"{writer.sequence(head[0] + tool.name, *head[1:])} {' '.join(body)} {writer.sequence(*end)}"
 
     return write
 

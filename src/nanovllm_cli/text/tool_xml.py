@@ -1,4 +1,5 @@
-"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder, Seed, MiniMax, MiniCPM and GLM write them.
+"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder, Seed, MiniMax, MiniCPM, GLM and Hy3 write
+them.
 
 Values are text without quotes. What they mean follows from the tool's schema: text stays text, to the letter; where something
 else is wanted, the value is read as JSON, or as the Python that these models fall into (True, None, single quotes). Where either
@@ -49,22 +50,39 @@ def read_xml_call(stream: CallStream, tags: XmlTags, tools: Sequence[Tool]) -> R
     arguments.end()
 
 
+class PairTags(NamedTuple):
+    """name: behind the call's. key, value: around an argument's. end: behind the call."""
+
+    name: str
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str
+
+
+_GLM = PairTags("\n", ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>")
+
+
 def read_glm_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
     """NAME (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* </tool_call>, of GLM."""
-    name, mark = yield from stream.until("\n", "<arg_key>", "</tool_call>", "<")
+    yield from read_pairs(stream, _GLM, tools)
+
+
+def read_pairs(stream: CallStream, tags: PairTags, tools: Sequence[Tool]) -> Reading[None]:
+    """NAME (<KEY> </KEY> <VALUE> </VALUE>)* </…>, behind the tag that begins it."""
+    name, mark = yield from stream.until(tags.name, tags.key[0], tags.end, "<")
     if mark == "<":
         stream.position -= 1  # it may begin another call
         raise Broken
     arguments = _Arguments(stream, name, tools)
     while True:
-        if mark == "\n":
-            mark = yield from stream.expect("<arg_key>", "</tool_call>")
-        if mark == "</tool_call>":
+        if mark == tags.name:
+            mark = yield from stream.expect(tags.key[0], tags.end)
+        if mark == tags.end:
             break
-        key, _ = yield from stream.until("</arg_key>")
-        yield from stream.expect("<arg_value>")
-        yield from arguments.read(key, "</arg_value>")
-        mark = "\n"
+        key, _ = yield from stream.until(tags.key[1])
+        yield from stream.expect(tags.value[0])
+        yield from arguments.read(key, tags.value[1])
+        mark = tags.name
     arguments.end()
 
 

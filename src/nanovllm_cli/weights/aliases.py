@@ -152,7 +152,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "20b": "internlm/internlm2_5-20b-chat",
     },
     "internlm3": {"8b": "internlm/internlm3-8b-instruct"},
-    "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct"},
+    "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct", "42b-moe": "microsoft/Phi-3.5-MoE-instruct"},
     "granite4": {
         "350m": "ibm-granite/granite-4.0-350m",
         "1b": "ibm-granite/granite-4.0-1b",
@@ -183,6 +183,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "3b": "ibm-granite/granite-3.1-3b-a800m-instruct",
     },
     "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
+    "olmo": {"1b": "allenai/OLMo-1B-hf", "7b": "allenai/OLMo-7B-0724-Instruct-hf"},
     "olmo2": {
         "1b": "allenai/OLMo-2-0425-1B-Instruct",
         "7b": "allenai/OLMo-2-1124-7B-Instruct",
@@ -222,6 +223,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "minimax-m2": {"230b-a10b": "MiniMaxAI/MiniMax-M2"},
     "dots.llm1": {"142b-a14b": "rednote-hilab/dots.llm1.inst"},
     "solar-open": {"100b": "upstage/Solar-Open-100B"},
+    "hy3": {"preview": "tencent/Hy3-preview"},
     "hunyuan": {
         "0.5b": "tencent/Hunyuan-0.5B-Instruct",
         "1.8b": "tencent/Hunyuan-1.8B-Instruct",

@@ -81,11 +81,14 @@ _CARRIED = {
     "linear_attn_config", "linear_head_dim", "linear_num_heads", "model_max_length", "moe_renormalize",
     "num_expert_group", "num_experts_per_token", "moe_router_activation_func", "mla_use_nope",
     "use_grouped_topk",
-    "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base",
+    "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
+    "router_scaling_factor", "moe_router_use_sigmoid",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
+_SEES = ("hy_v3",)
+"""Architectures of which llama.cpp sees by a layer's tensors whether it has experts."""
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
@@ -97,7 +100,7 @@ _OF_NO_USE = {
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
-    "altup_coef_clip",
+    "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine",
 }  # fmt: skip
 
 
@@ -157,11 +160,14 @@ def gguf_header(
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
     unread = ["sliding_window"] if family.full_every is None and _windows(spec) else []
     unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
-    if spec.mixture is not None and spec.dense_mlp is not None and "leading_dense_block_count" not in keys:
+    is_said = "leading_dense_block_count" in keys or builder.arch in _SEES
+    if spec.mixture is not None and spec.dense_mlp is not None and not is_said:
         unread.append("layers without experts")
     unread += ["hidden_activation"] if "hidden_activation" in keys else []  # for which llama.cpp has a SiLU there
     if unread:
         notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
+    if spec.mixture is not None and spec.mixture.nearness is not None:
+        notes.append("norms and weights of experts: llama.cpp computes others for this architecture")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)
 
 

@@ -230,8 +230,8 @@ def _stream_shapes(streams: StreamsSpec, hidden: int) -> dict[str, tuple[int, ..
 
 
 def _norm_shapes(name: str, norm: NormSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,)}
-    return weight | {f"{name}.bias": (hidden,)} if norm.shifted else weight
+    parts = {"weight": norm.gains, "bias": norm.shifted}
+    return {f"{name}.{part}": (hidden,) for part, there in parts.items() if there}
 
 
 def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
