@@ -75,6 +75,7 @@ from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
+from nanovllm_cli.models.states_alone import MAMBA2
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -161,6 +162,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
     "LlavaForConditionalGeneration": LLAVA,
+    "Mamba2ForCausalLM": MAMBA2,
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
@@ -299,6 +301,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "mamba2": MAMBA2,
     "mellum": MELLUM,
     "minicpm": MINICPM,
     "minicpm3": MINICPM3,

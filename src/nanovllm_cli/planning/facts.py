@@ -176,7 +176,7 @@ def _stored(checkpoint: Checkpoint, classes: list[TensorClass]) -> str:
 
 def rope_words(spec: ModelSpec) -> str:
     """How positions are told, in a few words."""
-    rope = spec.attention.rope
+    rope = spec.attention.rope if spec.attentions else None
     if rope is None:
         return "none, positions are learned" if spec.entry is not None and spec.entry.positions else "none"
     words = f"theta {rope.theta:,.0f}"

@@ -128,6 +128,7 @@ def make_plan(
     """
     platform = select_platform(config, progress)
     facts = facts_of(checkpoint, headers_only=headers_only)
+    facts = replace(facts, spec=facts.spec.reaching(config.max_model_len))
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
