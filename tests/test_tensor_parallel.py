@@ -39,7 +39,7 @@ SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "n
 FAMILIES = [
     "llama, bias, tied, group 1", "llama, head dim 80, group 8", "command r",
     "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "lfm3", "olmo2, group 1", "phi3, longrope of a part",
-    "nemotron h", "falcon h1", "bitnet",
+    "mamba2", "nemotron h", "falcon h1", "bitnet",
     "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared", "gemma4, numbers a layer",
     "gemma3n", "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mistral4, 3 of 5 and shared", "ministral3, queries that grow",
