@@ -14,6 +14,7 @@ from engines import engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import MOST_EMPTY, size_cache
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, UnsupportedError
+from nanovllm_cli.kernels import cpu
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from test_delta import LONG, REPEATING, check_nothing_is_lost
@@ -23,12 +24,14 @@ from test_quant_engine import difference, logits_of
 PROMPTS = [[5], LONG[:300], [*LONG[:256], 3], LONG[300:370]]
 ASKED = [(ids, greedy(20, logprobs=2)) for ids in PROMPTS]
 ASKED += [(ids, greedy(30, allowed_token_ids=(3, 4))) for ids in REPEATING[:3]]
+WIDE = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "n_groups": 2, "state_size": 33, "num_hidden_layers": 2}
+"""So wide that a decode step's products take memory of their own."""
 Answers = list[tuple[tuple[int, ...], Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(random_model(Mamba2Config(**MAMBA2), dtype=torch.bfloat16), tmp_path_factory.mktemp("mamba2"))
+    return save(random_model(Mamba2Config(**MAMBA2 | WIDE), dtype=torch.bfloat16), tmp_path_factory.mktemp("mamba2"))
 
 
 def answers(folder: Path, num_states: int | None = None, **settings: Any) -> Answers:
@@ -43,8 +46,9 @@ def answers(folder: Path, num_states: int | None = None, **settings: Any) -> Ans
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
-    """Each by itself."""
+    """Each by itself, by steps that are not recorded."""
     worker = worker_for(folder)
+    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
     found = [run(engine_for(worker, enable_prefix_caching=False), [each])[0].outputs[0] for each in ASKED]
     return [(each.token_ids, each.logprobs) for each in found]
 
@@ -59,6 +63,18 @@ def test_every_bit_is_the_same_together_in_chunks_preempted_and_behind_guesses(
     settings: dict[str, Any], folder: Path, expected: Answers
 ) -> None:
     assert answers(folder, **settings) == expected
+
+
+def test_memory_is_free_again_when_no_view_is_left() -> None:
+    """As a norm of groups gives its rows: as a view of what it computed."""
+    pool = cpu.MemoryPool()
+    view = pool.empty((4, 6), torch.bfloat16).view(3, 8)
+    other = pool.empty((4, 6), torch.bfloat16)
+    assert view.data_ptr() != other.data_ptr()
+    place = view.data_ptr()
+    del view
+    assert pool.empty((2, 3), torch.float32).data_ptr() == place
+    assert pool.num_bytes == 2 * 64
 
 
 def test_it_drafts_for_itself(folder: Path, expected: Answers) -> None:
@@ -80,7 +96,7 @@ def test_a_saved_session_is_its_state_alone(folder: Path, expected: Answers, tmp
 
 
 def test_blocks_that_hold_nothing_are_bounded_by_no_memory() -> None:
-    """By hand: 1,000,000 tokens are 62,500 blocks of 16, and two of these as many more; past MOST_EMPTY one sequence's are taken."""
+    """By hand: 1,000,000 tokens are 62,500 blocks of 16; past MOST_EMPTY no more than one sequence needs."""
     config = EngineConfig(max_num_seqs=2, kv_cache_bytes=5000)
     assert size_cache(config, 1_000_000, 0, 1 << 40, 100) == (125_000, 1_000_000, 12)
     assert size_cache(EngineConfig(max_num_seqs=9), 1_000_000, 0, 10_000, 100)[0] == MOST_EMPTY

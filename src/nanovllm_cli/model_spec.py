@@ -333,8 +333,8 @@ class ModelSpec:
         return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last))
 
     def reaching(self, length: int | None) -> ModelSpec:
-        """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then, and what is kept of
-        a sequence does not grow with it."""
+        """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then, and what is kept
+        of a sequence does not grow with it."""
         return self if length is None or self.attentions else replace(self, max_position=max(self.max_position, length))
 
     @property

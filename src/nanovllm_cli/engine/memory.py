@@ -12,8 +12,8 @@ from nanovllm_cli.errors import DoesNotFitError
 GIB = 1 << 30
 KEPT_STATES = 8
 MOST_EMPTY = 1 << 17
-"""Blocks of a cache in which no layer keeps anything, so that they are only counted: all those of the longest sequences up to this,
-and those of one at least."""
+"""Blocks of a cache in which no layer keeps anything, so that they are only counted: those of all sequences at their longest, up
+to this, and those of one at least."""
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
 GROUP = Path("/sys/fs/cgroup")
@@ -77,7 +77,7 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
     max_position: the model's own limit. budget: bytes that a cache of our own choice may take. The context is max_model_len
     where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it. Of a model with states,
     of state_bytes each, every sequence has one, and as many and KEPT_STATES are there to be kept; they get what one such context
-    leaves, and half at least where nobody asked for it. Where blocks hold nothing, of states alone, no memory bounds their number.
+    leaves, and half at least where nobody asked for it. Blocks that hold nothing, beside states alone, are bounded by no memory.
     """
     length = context_of(config, max_position)
     size = config.block_size

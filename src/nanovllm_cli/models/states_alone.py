@@ -1,5 +1,5 @@
-"""Mamba-2 by itself (Dao and Gu 2024; Codestral Mamba): each layer is one of its state spaces behind a norm. Nothing has attention,
-positions or an MLP, so that no length is the longest.
+"""Mamba-2 by itself (Dao and Gu 2024; Codestral Mamba): each layer is one of its state spaces behind a norm. Nothing has
+attention, positions or an MLP, so that no length is the longest.
 
 What `families.py` asks of heads and MLPs in every config is told here of none, and left out of the spec again.
 """
