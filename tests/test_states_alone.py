@@ -16,7 +16,7 @@ from nanovllm_cli.engine.memory import MOST_EMPTY, size_cache
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.models.families import spec_from_hf
-from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry import gguf_family, hf_family
 from test_delta import LONG, REPEATING, check_nothing_is_lost
 from test_models import CASES, MAMBA2
 from test_quant_engine import difference, logits_of
@@ -119,6 +119,12 @@ def test_codestral_mamba_has_another_prefix(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "config.json").symlink_to(folder / "config.json")
     found, wanted = (logits_of(worker_for(each), PROMPTS[:1]) for each in (tmp_path, folder))
     assert difference(found, wanted) == 0
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "mamba", "jamba"])
+def test_what_scans_by_channel_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}: the selective scan of Mamba's first kind"):
+        (hf_family if name[0].isupper() else gguf_family)({"architectures": [name], "general.architecture": name})
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -40,7 +40,7 @@ from nanovllm_cli.models.families import (
     QWEN3_VL_MOE,
     VOXTRAL,
 )
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -327,6 +327,9 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
 """Names of other architectures whose tokens see those behind them."""
 
+_SCANS = ("mamba", "falconmamba", "jamba")
+"""Those whose layers have Mamba's first rule, a decay for each channel and number of its state (Gu and Dao 2023)."""
+
 
 def hf_family(config: Mapping[str, Any]) -> Family:
     """By "architectures", as written in config.json."""
@@ -356,6 +359,8 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
 def _look_up(name: str, table: dict[str, Family]) -> Family:
     if name in table:
         return table[name]
+    if name.lower().removesuffix("forcausallm") in _SCANS:
+        raise UnsupportedError(f"{name}: the selective scan of Mamba's first kind is not computed", f"Mamba-2 is; {ANOTHER}")
     if _BOTH_WAYS.search(name):
         raise _reads_both_ways(name)
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.8)
