@@ -107,6 +107,12 @@ def greedy(max_tokens: int = 64, **options: Any) -> SamplingParams:
 def add_shape(writer: Any, config: Any) -> None:
     """To a GGUFWriter, what every architecture's files say of a model, by transformers' config of it."""
     writer.add_block_count(config.num_hidden_layers)
+    if "mamba" in config.model_type:  # has neither attention nor a longest sequence
+        writer.add_context_length(1 << 20)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(0)
+        writer.add_head_count(0)
+        return
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     values = config.to_dict()  # whose own layers' values a Gemma 4 asks for by name

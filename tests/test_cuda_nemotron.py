@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config, NemotronHConfig
+from transformers import FalconH1Config, Mamba2Config, NemotronHConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -26,7 +26,7 @@ from nanovllm_cli.quant.low_rank import Beside
 from test_cuda_delta import check_nothing_is_lost
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
 from test_cuda_quantized import worker_on
-from test_models import FALCON_H1, NEMOTRON, NEMOTRON_EXPERTS
+from test_models import FALCON_H1, MAMBA2, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, expected_logits, logits_of
 
 pytestmark = needs_emulation
@@ -38,6 +38,7 @@ MODELS = {
                                        "moe_shared_expert_intermediate_size": 48},
     ),
     "side by side": FalconH1Config(**FALCON_H1 | SHAPE),
+    "states alone": Mamba2Config(**MAMBA2 | {"num_hidden_layers": 2, "vocab_size": SHAPE.get("vocab_size", 512)}),
 }  # fmt: skip
 EVEN = {"hidden_size": 64, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "intermediate_size": 96,
         "mamba_head_dim": 16, "mamba_num_heads": 4, "n_groups": 2}  # fmt: skip

@@ -75,6 +75,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    Mamba2Config,
     MellumConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
@@ -166,6 +167,10 @@ SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "hybrid_override_pattern": "M-M*-MM--*", "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 16,
 }
+MAMBA2 = {
+    "vocab_size": 512, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 24, "n_groups": 3,
+    "layer_norm_epsilon": 1e-5, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 NEMOTRON_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33,
                     "moe_shared_expert_intermediate_size": 41, "routed_scaling_factor": 2.5}  # fmt: skip
 FALCON_H1 = SMALL | {
@@ -612,6 +617,10 @@ CASES: dict[str, Any] = {
     "granite 4 h, 2 of 5 and shared": GraniteMoeHybridConfig(
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
+    "mamba2": Mamba2Config(**MAMBA2),
+    "mamba2, one group, no bias, three taps, tied": Mamba2Config(
+        **MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": True},
+    ),
     "nemotron h": NemotronHConfig(**NEMOTRON),
     "nemotron h, one group, no bias, three taps, biases of MLPs": NemotronHConfig(
         **NEMOTRON | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "mlp_bias": True},
@@ -850,7 +859,7 @@ def test_what_other_models_of_a_family_have_is_named(what: str) -> None:
 
 
 COUNTED = [
-    "nemotron h", "falcon h1", "bitnet",
+    "mamba2", "nemotron h", "falcon h1", "bitnet",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",

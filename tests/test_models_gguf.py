@@ -221,6 +221,17 @@ def nemotron(writer: Writer, config: Any) -> None:
         writer.add_expert_group_count(config.n_group)
 
 
+def states_alone(writer: Writer, config: Any) -> None:
+    """What is said of attention and MLPs, of which there are none, is 0."""
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_inner_size(config.expand * config.hidden_size)
+    writer.add_ssm_state_size(config.state_size)
+    if writer.arch == "mamba2":
+        writer.add_ssm_time_step_rank(config.num_heads)
+        writer.add_ssm_group_count(config.n_groups)
+
+
 def of_mamba(key: str, numbers: np.ndarray, flat: bool, groups: int = 1) -> np.ndarray:
     """As llama.cpp's converter has them, or with flat its quantizer, which leaves no 1 at a shape's end."""
     if "conv1d.weight" in key:
@@ -363,6 +374,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "mistral3": ("mistral3", TEXTS["ministral3, queries that grow"], ministral),
     "nemotron": ("nemotron", TEXTS["nemotron"], of_layer_norms),
     "nemotron, biases, another share": ("nemotron", TEXTS["nemotron, biases, another share"], of_layer_norms),
+    "mamba2": ("mamba2", TEXTS["mamba2"], states_alone),
     "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
     "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),
     "olmo": ("olmo", TEXTS["olmo, clipped"], olmo),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Phi3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Mamba2Config, Phi3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from live_server import live_server
@@ -32,18 +32,18 @@ from nanovllm_cli.planning import estimate
 from nanovllm_cli.weights.source import resolve
 from rank_server import RankServer
 from test_llm import VOCAB, write_byte_tokenizer
-from test_models import CASES, DELTA, DELTA_LAYERS
+from test_models import CASES, DELTA, DELTA_LAYERS, MAMBA2
 from tiny_adapter import write_adapter
 
 SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "num_hidden_layers": 2}
 FAMILIES = [
     "llama, bias, tied, group 1", "llama, head dim 80, group 8", "command r",
     "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "lfm3", "olmo2, group 1",
-    "olmo, clipped", "nanochat", "phimoe, 2 of 5",
+    "olmo, clipped",
     "hy v3, 3 of 5 and shared", "phi3, longrope of a part",
-    "nemotron h", "falcon h1", "bitnet",
+    "mamba2", "nemotron h", "falcon h1", "bitnet",
     "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared",
-    "lara mini, 3 of 5 and shared", "olmo hybrid", "kimi linear, 3 of 5 and shared", "gemma4, numbers a layer", "gemma3n",
+    "olmo hybrid", "kimi linear, 3 of 5 and shared", "gemma4, numbers a layer", "gemma3n",
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "command a+, 2 of 5 and shared",
     "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mistral4, 3 of 5 and shared", "ministral3, queries that grow",
@@ -101,6 +101,11 @@ def gives_the_same(folder: Path, size: int = 2, least_saved: float = 1.3, **sett
         assert together.weight_bytes >= alone.weight_bytes > least_saved * (together.weight_bytes - together._others.weight_bytes)
     finally:
         together.close()
+
+
+def test_a_norm_of_groups_in_front_of_a_divided_product(tmp_path: Path, quick: RankServer) -> None:
+    wide = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "n_groups": 2, "num_hidden_layers": 2}
+    gives_the_same(save(random_model(Mamba2Config(**MAMBA2 | wide), dtype=torch.bfloat16), tmp_path))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

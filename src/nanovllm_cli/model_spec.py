@@ -361,6 +361,11 @@ class ModelSpec:
         *before, last = self.blocks[: self.last_keeper + 1]
         return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last))
 
+    def reaching(self, length: int | None) -> ModelSpec:
+        """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then, and what is kept
+        of a sequence does not grow with it."""
+        return self if length is None or self.attentions else replace(self, max_position=max(self.max_position, length))
+
     @property
     def attention(self) -> AttentionSpec:
         """The first one: in most models, but for windows and positions, every one."""

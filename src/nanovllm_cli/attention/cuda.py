@@ -139,13 +139,13 @@ class CudaAttention:
         shapes = () if deterministic else {shape[:3] for shape in self.shapes}
         self._scratch = {shape: DecodeScratch(launcher, max_batch, *shape, max_tokens) for shape in shapes}
         self._counters = new_counters(launcher)
-        most_heads = max(spec.num_kv_heads for spec in (*specs, *latent))
+        most_heads = max((spec.num_kv_heads for spec in (*specs, *latent)), default=0)
         quantized = cache_dtype == torch.float8_e4m3fn
         self._scales = torch.ones(most_heads, device=launcher.device) if quantized else None
         most_rows = max(max_batch, LATENT_ROWS) if deterministic else max_batch
         one_scale = None if self._scales is None else self._scales[:1]
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
-        plain = not latent and all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
+        plain = bool(specs) and not latent and all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
         dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
         same_type = cache_dtype == dtype
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic

@@ -73,6 +73,19 @@ class BlockMover(Protocol):
         """Fills these, none of them twice, with what `take_out` gave of others."""
 
 
+class NothingInBlocks:
+    """A BlockMover of a cache whose layers keep states alone: nothing moves, and nothing is asked to be taken out."""
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        pass
+
+    def take_out(self, blocks: list[int]) -> torch.Tensor:
+        return torch.empty(len(blocks), 0, dtype=torch.uint8)
+
+    def put_in(self, blocks: list[int], data: torch.Tensor) -> None:
+        assert not data.numel(), "nobody keeps this"
+
+
 class CacheLayout(Protocol):
     """The part of an AttentionBackend that says what its cache looks like."""
 
@@ -113,7 +126,8 @@ class KVCache:
             for ns, every in zip(counts, parts, strict=True)
         ]
         split = [(layer[:own], layer[own:]) for layer, own in zip(self.layers, kept, strict=True)]
-        self.blocks = layout.block_mover([blocks for blocks, _ in split if blocks])
+        kept_in_blocks = [blocks for blocks, _ in split if blocks]
+        self.blocks = layout.block_mover(kept_in_blocks) if kept_in_blocks else NothingInBlocks()
         states = [state for _, state in split if state]
         self.states = layout.block_mover(states) if states else None
         for i, mixer in enumerate(mixers):

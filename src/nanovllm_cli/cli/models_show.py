@@ -170,6 +170,9 @@ def _record(
 
 
 def _heads(facts: Facts) -> dict[str, int]:
+    """Empty of a model without attention."""
+    if not facts.spec.attentions:
+        return {}
     attention = facts.spec.attention
     window = max(each.window or 0 for each in facts.spec.attentions)
     found = {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
@@ -205,6 +208,8 @@ def _sounds(facts: Facts) -> dict[str, int]:
 
 def _heads_in_words(facts: Facts) -> str:
     heads = _heads(facts)
+    if not heads:
+        return "states alone, without attention"
     if "latent_rank" in heads:
         shared = f"{heads['latent_rank']} numbers and {heads['rotary_dim']} rotated ones of a token"
         return f"{heads['heads']} heads of {heads['head_dim']} dims, whose keys and values are made of {shared}"

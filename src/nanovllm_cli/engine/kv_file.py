@@ -107,8 +107,8 @@ def save(
         step = _blocks_at_once(header)
         for first in range(0, len(found), step):
             data = executor.read_blocks(found[first : first + step])
-            for offset in range(0, len(data), header.block_bytes):
-                block = data[offset : offset + header.block_bytes]
+            for i in range(min(step, len(found) - first)):
+                block = data[i * header.block_bytes : (i + 1) * header.block_bytes]
                 tag = _tag(key, tag, block)
                 output.file.write(block)
                 output.file.write(tag)
@@ -164,8 +164,8 @@ def _load(
         raise _NotUsed("no state is free")
     try:
         known = sequence.num_computed // header.block_size
-        for first, data in reader.slices(count):
-            table = sequence.block_table[first : first + len(data) // header.block_bytes]
+        for first, last, data in reader.slices(count):
+            table = sequence.block_table[first:last]
             skipped = min(max(0, known - first), len(table))  # the cache has these already
             if skipped < len(table):
                 executor.write_blocks(table[skipped:], data[skipped * header.block_bytes :])
@@ -204,14 +204,15 @@ class _Reader:
         if os.fstat(file.fileno()).st_size != end:
             raise _NotUsed(f"it is damaged: {end} bytes are expected")
 
-    def slices(self, count: int) -> Iterator[tuple[int, memoryview]]:
-        """(number of the first block, blocks), some at a time, checked."""
+    def slices(self, count: int) -> Iterator[tuple[int, int, memoryview]]:
+        """(number of the first block, of the one behind the last, blocks), some at a time, checked."""
         size, step = self.header.block_bytes, _blocks_at_once(self.header)
         for first in range(0, count, step):
-            data = memoryview(bytearray(min(step, count - first) * size))
-            for start in range(0, len(data), size):
-                self._fill(data[start : start + size], f"block {first + start // size}")
-            yield first, data
+            last = min(first + step, count)
+            data = memoryview(bytearray((last - first) * size))
+            for i in range(last - first):
+                self._fill(data[i * size : (i + 1) * size], f"block {first + i}")
+            yield first, last, data
 
     def state(self) -> memoryview:
         """What comes behind all blocks, checked."""
@@ -249,7 +250,7 @@ def _tag(key: bytes, before: bytes, block: memoryview) -> bytes:
 
 
 def _blocks_at_once(header: Header) -> int:
-    return max(1, SLICE_BYTES // header.block_bytes)
+    return max(1, SLICE_BYTES // max(1, header.block_bytes))
 
 
 def _own_key() -> bytes:

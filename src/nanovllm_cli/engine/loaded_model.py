@@ -76,7 +76,7 @@ class LoadedModel:
         self._group = group
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
-        self.spec: ModelSpec = read_spec(checkpoint, reader)
+        self.spec: ModelSpec = read_spec(checkpoint, reader).reaching(config.max_model_len)
         if config.lora or config.lora_modules:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)

@@ -11,6 +11,9 @@ from nanovllm_cli.errors import DoesNotFitError
 
 GIB = 1 << 30
 KEPT_STATES = 8
+MOST_EMPTY = 1 << 17
+"""Blocks of a cache in which no layer keeps anything, so that they are only counted: those of all sequences at their longest, up
+to this, and those of one at least."""
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
 GROUP = Path("/sys/fs/cgroup")
@@ -74,7 +77,7 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
     max_position: the model's own limit. budget: bytes that a cache of our own choice may take. The context is max_model_len
     where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it. Of a model with states,
     of state_bytes each, every sequence has one, and as many and KEPT_STATES are there to be kept; they get what one such context
-    leaves, and half at least where nobody asked for it.
+    leaves, and half at least where nobody asked for it. Blocks that hold nothing, beside states alone, are bounded by no memory.
     """
     length = context_of(config, max_position)
     size = config.block_size
@@ -87,12 +90,15 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
         states = config.max_num_seqs + keeps
         states = states if config.num_blocks is not None else max(1, min(states, most))
         room -= states * state_bytes
+    each = -(-length // size)
     if config.num_blocks is not None:
         blocks = config.num_blocks
+    elif not block_bytes:
+        blocks = max(each, min(each * config.max_num_seqs, MOST_EMPTY)) if room >= 0 else 0
     elif config.kv_cache_bytes is not None:
         blocks = room // block_bytes
     else:
-        blocks = min(-(-length // size) * config.max_num_seqs, room // block_bytes)
+        blocks = min(each * config.max_num_seqs, room // block_bytes)
     if blocks < 1:
         raise DoesNotFitError(
             f"no room for the KV cache: one block of {size} tokens takes {block_bytes / 1024:.0f} KiB"

@@ -268,6 +268,8 @@ class Worker(LoadedModel):
     def read_blocks(self, blocks: list[int]) -> memoryview:
         """See Executor."""
         self._enter_settled()
+        if not self.block_bytes:
+            return memoryview(b"")
         found = [cache.blocks.take_out(blocks) for cache in self._caches]
         others = [] if self._ranks is None else self._ranks.take(blocks, of_states=False)
         return torch.cat([*found, *others], dim=1).flatten().numpy().data
@@ -275,6 +277,8 @@ class Worker(LoadedModel):
     def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """See Executor."""
         self._enter_settled()
+        if not self.block_bytes:
+            return
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
         *parts, others = torch.split(rows, self._block_parts, dim=1)
         for cache, part in zip(self._caches, parts, strict=True):

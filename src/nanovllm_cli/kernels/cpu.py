@@ -131,7 +131,7 @@ class MemoryPool:
         self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the smallest free piece that holds it; the piece is free again when Python drops the tensor."""
+        """A tensor in the smallest free piece that holds it; the piece is free again when neither it nor a view is held."""
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         fitting = [piece for piece in self._free if piece.numel() >= size]
@@ -141,9 +141,9 @@ class MemoryPool:
         else:
             memory = torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8)
             self.num_bytes += memory.nbytes
-        tensor = memory[:size].view(dtype).view(shape)
-        weakref.finalize(tensor, lambda: self._free.append(memory))
-        return tensor
+        lent = memory.numpy()[:size]  # which a tensor's storage keeps alive as long as any view has it
+        weakref.finalize(lent, lambda: self._free.append(memory))
+        return torch.from_numpy(lent).view(dtype).view(shape)
 
 
 class Step(NamedTuple):

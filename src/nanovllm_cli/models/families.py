@@ -251,7 +251,7 @@ def spec_from_gguf(
     vocab_size: rows of the embedding. names: the file's tensors, which tell what metadata doesn't (biases, a tied head, what is
     one tensor).
     """
-    read = whole = ConfigReader(metadata, "GGUF metadata")
+    read = whole = ConfigReader(family.metadata(metadata), "GGUF metadata")
     arch = read.text("general.architecture")
 
     def key(name: str) -> str:

@@ -64,10 +64,11 @@ def no_file(name: str) -> Callable[[ModelSpec], Family]:
 class Family:
     """A line of `registry.py` points to one.
 
-    config: what its config.json says, by the keys that others have. layer_norm: its norms are centered, and what is added to
-    their squares has another name. qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for
-    "sliding_window" to count; None: a window counts wherever it is given. full_every: where a config doesn't list its layers,
-    each so many-th has no window, None: all have one; full_first: or those in front of which a multiple of that lies.
+    config: what its config.json says, by the keys that others have; metadata: the same of its GGUF files. layer_norm: its norms
+    are centered, and what is added to their squares has another name. qkv_bias: None reads "attention_bias". window_switch: the
+    config key that must be true for "sliding_window" to count; None: a window counts wherever it is given. full_every: where a
+    config doesn't list its layers, each so many-th has no window, None: all have one; full_first: or those in front of which a
+    multiple of that lies.
     local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config doesn't list them,
     each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in its GGUF files.
     fused_qkv: q, k and v are one tensor of its folders, qkv_by_head: which has a head's three together; fused_mlp: gate and up
@@ -123,6 +124,7 @@ class Family:
     latent: bool = False
     experts: ExpertKeys | None = None
     config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
+    metadata: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda metadata: metadata
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_names: Mapping[str, str] = field(default_factory=dict)

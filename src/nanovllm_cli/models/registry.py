@@ -41,7 +41,7 @@ from nanovllm_cli.models.families import (
     QWEN3_VL_MOE,
     VOXTRAL,
 )
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.flint import FLINT
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
@@ -83,6 +83,7 @@ from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
+from nanovllm_cli.models.states_alone import MAMBA2
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -181,6 +182,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
     "LlavaForConditionalGeneration": LLAVA,
+    "Mamba2ForCausalLM": MAMBA2,
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
@@ -332,6 +334,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "mamba2": MAMBA2,
     "mellum": MELLUM,
     "minicpm": MINICPM,
     "minicpm3": MINICPM3,
@@ -359,6 +362,9 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
 
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
 """Names of other architectures whose tokens see those behind them."""
+
+_SCANS = ("mamba", "falconmamba", "jamba")
+"""Those whose layers have Mamba's first rule, a decay for each channel and number of its state (Gu and Dao 2023)."""
 
 
 def hf_family(config: Mapping[str, Any]) -> Family:
@@ -391,6 +397,8 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
 def _look_up(name: str, table: dict[str, Family]) -> Family:
     if name in table:
         return table[name]
+    if name.lower().removesuffix("forcausallm") in _SCANS:
+        raise UnsupportedError(f"{name}: the selective scan of Mamba's first kind is not computed", f"Mamba-2 is; {ANOTHER}")
     if _BOTH_WAYS.search(name):
         raise _reads_both_ways(name)
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.8)

@@ -186,7 +186,10 @@ def cache_room(config: EngineConfig, free: int, weight_bytes: int, *, is_cpu: bo
 
 def longest_context(room: int, bytes_per_block: int, bytes_of_state: int, block_size: int, answers: int, most: int) -> int:
     """Tokens of the longest context that so many answers can have at once."""
-    return min(most, max(0, room - answers * bytes_of_state) // bytes_per_block // answers * block_size)
+    room -= answers * bytes_of_state
+    if not bytes_per_block:
+        return most if room >= 0 else 0
+    return min(most, max(0, room) // bytes_per_block // answers * block_size)
 
 
 def read_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, depth: int) -> float:

@@ -128,6 +128,7 @@ def make_plan(
     """
     platform = select_platform(config, progress)
     facts = facts_of(checkpoint, headers_only=headers_only)
+    facts = replace(facts, spec=facts.spec.reaching(config.max_model_len))
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
@@ -226,7 +227,7 @@ def _cache_rows(
     spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, lengths: list[int], batches: tuple[int, ...], room: int
 ) -> Iterator[CacheRow]:
     """Of the types that were asked for, or of those that there are. room: bytes beside the weights."""
-    types = {(kind, kind): replace(config, kv_cache_dtype=kind) for kind in CACHE_TYPES}
+    types = {(kind, kind): replace(config, kv_cache_dtype=kind) for kind in (CACHE_TYPES if spec.attentions else CACHE_TYPES[:1])}
     for names, settings in types.items() if config.cache_types == ("auto", "auto") else [(config.cache_types, config)]:
         try:
             platform = select_platform(settings, None)

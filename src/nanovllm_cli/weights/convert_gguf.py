@@ -18,7 +18,7 @@ from gguf.metadata import Metadata
 from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.experts import gguf_fields
 from nanovllm_cli.models.families import spec_from_gguf, text_config
@@ -82,6 +82,7 @@ _CARRIED = {
     "num_expert_group", "num_experts_per_token", "moe_router_activation_func", "mla_use_nope",
     "use_grouped_topk",
     "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
+    "num_heads", "state_size",
     "router_scaling_factor", "moe_router_use_sigmoid",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
@@ -100,7 +101,7 @@ _OF_NO_USE = {
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
-    "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine",
+    "altup_coef_clip", "time_step_rank", "input_jitter_noise", "enable_moe_fp32_combine",
 }  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def gguf_header(
     tensors |= _add_dense(builder, checkpoint, embedding)
     if spec.entry is not None and spec.entry.segments:
         builder.add_token_type_count(spec.entry.segments)
-    if spec.entry is None or not spec.entry.positions:
+    if spec.attentions and (spec.entry is None or not spec.entry.positions):
         _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
@@ -180,6 +181,8 @@ def _windows(spec: ModelSpec) -> set[int]:
 def _keys(spec: ModelSpec, family: Family, config: Mapping[str, Any]) -> dict[str, GGUFField]:
     """What is said of heads, MLPs and experts, and what only some families say, by keys without the architecture."""
     assert family.gguf_keys is not None
+    if not spec.attentions:
+        return dict(family.gguf_keys(spec))
     keys: dict[str, GGUFField] = {"attention.head_count_kv": attention_of(spec).num_kv_heads}
     size = config.get("intermediate_size") if spec.dense_mlp is None else spec.dense_mlp.intermediate_size
     if type(size) is int and size > 0:  # llama.cpp's converter has it also where no layer reads it
@@ -188,6 +191,8 @@ def _keys(spec: ModelSpec, family: Family, config: Mapping[str, Any]) -> dict[st
 
 
 def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField], context_length: int) -> SayableRope:
+    if not spec.attentions:
+        return SayableRope(RopeSpec(0), [])
     attention = attention_of(spec)
     if attention.rope is not None:
         rope = replace(attention.rope, interleaved=family.interleaved_gguf)
@@ -218,7 +223,7 @@ def _of_one_share(rope: RopeSpec) -> RopeSpec:
 def _add_model(
     builder: HeaderBuilder, spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField], context_length: int
 ) -> None:
-    attention, activation = attention_of(spec), activation_of(spec)
+    activation = activation_of(spec)
     if activation not in ("silu", family.gguf_activation):
         raise UnsupportedError(
             f"the activation {activation} has no place in GGUF, which knows silu only here",
@@ -230,10 +235,8 @@ def _add_model(
     builder.add_block_count(spec.num_layers + further)
     builder.add_context_length(context_length)
     builder.add_embedding_length(spec.hidden_size)
-    builder.add_head_count(attention.num_heads)
-    if "attention.key_length" not in keys:
-        builder.add_key_length(attention.head_dim)
-        builder.add_value_length(attention.head_dim if attention.latent is None else attention.latent.rank)
+    if spec.attentions:
+        _add_heads(builder, attention_of(spec), says_lengths="attention.key_length" not in keys)
     (builder.add_layer_norm_eps if spec.norm.centered else builder.add_layer_norm_rms_eps)(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)
@@ -243,6 +246,13 @@ def _add_model(
            str: builder.add_string}  # fmt: skip
     for key, value in keys.items():
         add[type(value)](key[1:] if key.startswith(".") else f"{builder.arch}.{key}", value)
+
+
+def _add_heads(builder: HeaderBuilder, attention: AttentionSpec, *, says_lengths: bool) -> None:
+    builder.add_head_count(attention.num_heads)
+    if says_lengths:
+        builder.add_key_length(attention.head_dim)
+        builder.add_value_length(attention.head_dim if attention.latent is None else attention.latent.rank)
 
 
 def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:
@@ -392,7 +402,7 @@ def _check(
         return tuple(tensors[name].tolist()) if name in tensors else None
 
     found = spec_from_gguf(metadata, family, spec.vocab_size, names, values)
-    usual = attention_of(spec).rope
+    usual = attention_of(spec).rope if spec.attentions else None
     norm = replace(spec.norm, stored_offset=spec.norm.offset)
     told = replace(spec, norm=norm)
     if (entry := spec.entry) is not None:

@@ -32,10 +32,9 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
 
 
 def activation_of(spec: ModelSpec) -> str:
-    """Of all layers' MLPs and experts."""
+    """Of all layers' MLPs and experts; of none, what most have."""
     mlp = spec.dense_mlp if spec.mixture is None else spec.mixture.expert
-    assert mlp is not None
-    return mlp.activation
+    return "silu" if mlp is None else mlp.activation
 
 
 def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:

@@ -1,0 +1,146 @@
+"""Models of state spaces alone: engines without attention, whose blocks hold nothing, and contexts that nothing bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Mamba2Config
+
+from engines import engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.memory import MOST_EMPTY, size_cache
+from nanovllm_cli.errors import CheckpointError, DoesNotFitError, UnsupportedError
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import gguf_family, hf_family
+from test_delta import LONG, REPEATING, check_nothing_is_lost
+from test_models import CASES, MAMBA2
+from test_quant_engine import difference, logits_of
+
+PROMPTS = [[5], LONG[:300], [*LONG[:256], 3], LONG[300:370]]
+ASKED = [(ids, greedy(20, logprobs=2)) for ids in PROMPTS]
+ASKED += [(ids, greedy(30, allowed_token_ids=(3, 4))) for ids in REPEATING[:3]]
+WIDE = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "n_groups": 2, "state_size": 33, "num_hidden_layers": 2}
+"""So wide that a decode step's products take memory of their own."""
+Answers = list[tuple[tuple[int, ...], Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model(Mamba2Config(**MAMBA2 | WIDE), dtype=torch.bfloat16), tmp_path_factory.mktemp("mamba2"))
+
+
+def answers(folder: Path, num_states: int | None = None, **settings: Any) -> Answers:
+    drafts = {name: settings[name] for name in ("num_speculative_tokens", "draft_model") if name in settings}
+    worker = worker_for(folder, **drafts)
+    worker.num_states = num_states or worker.num_states
+    engine = engine_for(worker, **settings)
+    outputs = run(engine, ASKED)
+    check_nothing_is_lost(engine)
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Answers:
+    """Each by itself, by steps that are not recorded."""
+    worker = worker_for(folder)
+    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
+    found = [run(engine_for(worker, enable_prefix_caching=False), [each])[0].outputs[0] for each in ASKED]
+    return [(each.token_ids, each.logprobs) for each in found]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_batched_tokens": 37}, {"num_states": 2}, {"num_blocks": 25},
+     {"num_speculative_tokens": 8, "max_num_batched_tokens": 90}],
+    ids=str,
+)  # fmt: skip
+def test_every_bit_is_the_same_together_in_chunks_preempted_and_behind_guesses(
+    settings: dict[str, Any], folder: Path, expected: Answers
+) -> None:
+    assert answers(folder, **settings) == expected
+
+
+def test_memory_is_free_again_when_no_view_is_left() -> None:
+    """As a norm of groups gives its rows: as a view of what it computed."""
+    pool = cpu.MemoryPool()
+    view = pool.empty((4, 6), torch.bfloat16).view(3, 8)
+    other = pool.empty((4, 6), torch.bfloat16)
+    assert view.data_ptr() != other.data_ptr()
+    place = view.data_ptr()
+    del view
+    assert pool.empty((2, 3), torch.float32).data_ptr() == place
+    assert pool.num_bytes == 2 * 64
+
+
+def test_it_drafts_for_itself(folder: Path, expected: Answers) -> None:
+    assert answers(folder, draft_model=str(folder), num_speculative_tokens=3) == expected
+
+
+def test_a_saved_session_is_its_state_alone(folder: Path, expected: Answers, tmp_path: Path) -> None:
+    first, second = (engine_for(worker_for(folder)) for _ in range(2))
+    run(first, [(PROMPTS[1], greedy(1))])
+    assert first.save_kv(tmp_path / "kv", PROMPTS[1], None, "the same") == 288
+    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == 288
+    (output,) = run(second, [ASKED[1]])
+    assert output.metrics.num_cached_tokens == 288
+    assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == expected[1]
+    data = bytearray((tmp_path / "kv").read_bytes())
+    data[-60] ^= 1
+    (tmp_path / "kv").write_bytes(data)
+    assert engine_for(worker_for(folder)).load_kv(tmp_path / "kv", "the same", lambda count: None) == 0
+
+
+def test_blocks_that_hold_nothing_are_bounded_by_no_memory() -> None:
+    """By hand: 1,000,000 tokens are 62,500 blocks of 16; past MOST_EMPTY no more than one sequence needs."""
+    config = EngineConfig(max_num_seqs=2, kv_cache_bytes=5000)
+    assert size_cache(config, 1_000_000, 0, 1 << 40, 100) == (125_000, 1_000_000, 12)
+    assert size_cache(EngineConfig(max_num_seqs=9), 1_000_000, 0, 10_000, 100)[0] == MOST_EMPTY
+    assert size_cache(EngineConfig(max_num_seqs=1, max_model_len=5_000_000), 5_000_000, 0, 300, 100) == (312_500, 5_000_000, 3)
+    assert size_cache(EngineConfig(), 1000, 0, 100, 100).num_states == 1
+    with pytest.raises(DoesNotFitError, match="the state of a sequence 1 KiB"):
+        size_cache(EngineConfig(), 1000, 0, 1023, 1024)
+
+
+def test_a_context_is_as_long_as_somebody_asks(folder: Path) -> None:
+    assert worker_for(folder, num_blocks=None).max_model_len == 1 << 20
+    assert worker_for(folder, num_blocks=None, max_model_len=(1 << 20) + 1).max_model_len == (1 << 20) + 1
+    assert worker_for(folder, num_blocks=None, max_model_len=100).max_model_len == 100
+
+
+def test_codestral_mamba_has_another_prefix(folder: Path, tmp_path: Path) -> None:
+    """As mistralai has published it."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"model.{name}": each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(folder / "config.json")
+    found, wanted = (logits_of(worker_for(each), PROMPTS[:1]) for each in (tmp_path, folder))
+    assert difference(found, wanted) == 0
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "mamba", "jamba"])
+def test_what_scans_by_channel_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}: the selective scan of Mamba's first kind"):
+        (hf_family if name[0].isupper() else gguf_family)({"architectures": [name], "general.architecture": name})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "biases": ({"use_bias": True}, UnsupportedError, "a Mamba with biases of its projections"),
+    "a gelu": ({"hidden_act": "gelu"}, UnsupportedError, "a state space behind 'gelu'"),
+    "bounded steps": ({"time_step_limit": [0.0, 0.5]}, UnsupportedError, "time steps of a state space that are bounded"),
+    "heads that don't fit": ({"num_heads": 5}, CheckpointError, "5 heads of 16, for 96 numbers"),
+    "groups that don't divide": ({"n_groups": 4}, CheckpointError, "6 heads of a state space can't share 4 groups"),
+    "a state of nothing": ({"state_size": 0}, CheckpointError, "'state_size' must be a whole number of at least 1"),
+    "one tap": ({"conv_kernel": 1}, CheckpointError, "and 1 taps"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_configs_that_mean_nothing_or_more(case: str) -> None:
+    values, kind, message = REFUSED[case]
+    config = CASES["mamba2"].to_dict() | {"architectures": ["Mamba2ForCausalLM"]} | values
+    with pytest.raises(kind, match=message):
+        spec_from_hf(config, hf_family(config))
