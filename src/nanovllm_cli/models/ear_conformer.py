@@ -53,13 +53,14 @@ class Conformer(Matrices):
     def _halved(self, name: str, planes: torch.Tensor) -> torch.Tensor:
         """[frames, bands, channels] -> half as many of both, of the convolution's channels."""
         seen = functional.pad(planes, (0, 0, 1, 1, 1, 1)).unfold(0, 3, 2).unfold(1, 3, 2)
-        gain, made = self._tensors[f"{name}.norm.weight"], []
+        gain = self._tensors[f"{name}.norm.weight"]
+        made = torch.empty(*seen.shape[:2], len(gain), device=self._device, dtype=self._dtype)
         for first in range(0, len(seen), _ROWS_TOGETHER):
             part = seen[first : first + _ROWS_TOGETHER].flatten(2)
             rows = self._linear(name, part.flatten(0, 1)).to(torch.float32)
             normed = functional.layer_norm(rows, gain.shape, gain, None, self._spec.eps)
-            made.append(normed.relu_().to(self._dtype).view(*part.shape[:2], -1))
-        return torch.cat(made)
+            made[first : first + len(part)] = normed.relu_().view(*part.shape[:2], -1)
+        return made
 
     def _layer(self, layer: str, x: torch.Tensor) -> torch.Tensor:
         x = x + self._spec.share * self._mlp(f"{layer}.first", x)

@@ -1,5 +1,5 @@
 """What a folder's model sees by, as a GGUF file of its own beside the model's: names, order of rows and keys as llama.cpp's
-converter has them (`mmproj.py` reads it).
+converter has them (`mmproj.py` reads it). What it hears by, where it does both, is in the same file (`convert_ears.py`).
 
 A tower that such a file can't say is left out, with a note; whoever reads the metadata again must find the same one. Numbers are
 as the folder has them, or in the plain type that was asked for; a model's block types are none of a tower's.
