@@ -22,6 +22,7 @@ from hearing import hearing_model
 from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.weights.aliases import ALIASES
 from openai_server import OpenAIServer, Reply, Request
+from perceiving import perceiving_model
 from seeing import png, seeing_model
 from sounding import noise, wav
 from test_cli_driver import environment
@@ -37,7 +38,7 @@ SHORT = {
 MODELS = dict.fromkeys(
     ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m", "lightonocr:1b", "paddleocr-vl", "glm-ocr"), "seeing"
 ) | {
-    "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing",
+    "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing", "gemma4:e2b": "perceiving",
 }  # fmt: skip
 GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
@@ -127,10 +128,11 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     for name in ("adapter", "other"):
         write_adapter(folder / name)
     seeing_model(folder / "seeing")
-    for name in ("photo.jpg", "page.png", "table.png", "a.png", "b.png"):
+    for name in ("photo.jpg", "page.png", "table.png", "a.png", "b.png", "board.png"):
         (folder / name).write_bytes(png())
     hearing_model(folder / "hearing")
-    for name in ("talk.wav", "bell.mp3"):  # a name says nothing
+    perceiving_model(folder / "perceiving")
+    for name in ("talk.wav", "memo.wav", "bell.mp3"):  # a name says nothing
         (folder / name).write_bytes(wav(noise(4000)))
     make = (
         "nanovllm convert tiny -q -o model.gguf && nanovllm convert tiny -q --to gguf --split-max-size 2500K -o parts &&"

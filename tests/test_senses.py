@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from nanovllm_cli import LLM, EngineConfig, data_url
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.plan import Look, Scheduled
@@ -22,7 +24,9 @@ from nanovllm_cli.text.chat_template import ChatTemplate, prepare_chat
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, ImagePart
 from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, SizeRule, Sound, TokenIds, TowerSpec, VisionSpec
+from perceiving import perceiving_model
 from seeing import png
+from sounding import in_base64, noise, wav
 from test_image_tokens import message, tokenizers
 
 VISION = VisionSpec(
@@ -170,3 +174,27 @@ def test_a_piece_of_a_sound_takes_its_own_towers_work() -> None:
         look = looking.take()
         assert look is not None
         assert look[1].num_stages == room[1] // (seen if start == 0 else heard)
+
+
+def test_a_conversation_with_both_is_answered(tmp_path: Path) -> None:
+    """By LLM.chat, and the same where its prompt is made first; what is missing is told."""
+    content = [
+        {"type": "text", "text": "a"},
+        {"type": "input_audio", "input_audio": {"data": in_base64(wav(noise(4000))), "format": "wav"}},
+        {"type": "image_url", "image_url": {"url": data_url(png(40, 25))}}, {"type": "text", "text": "b"},
+    ]  # fmt: skip
+    with LLM(perceiving_model(tmp_path), config=EngineConfig(threads=2, num_blocks=64)) as llm:
+        assert llm.vision is not None
+        assert llm.hearing is not None
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        ids = llm.encode_chat([{"role": "user", "content": content}])
+        sound, image = ids.images
+        assert (sound.num_tokens, isinstance(sound.image, Sound), isinstance(image.image, Image)) == (6, True, True)
+        words = llm.tokenizer.decode(list(ids), skip_special_tokens=False)
+        seen, heard = "<|image|>" * image.num_tokens, "<|audio|>" * 6
+        assert words.startswith(f"<bos><|turn>user\na<|audio>{heard}<audio|><|image>{seen}<image|>b<turn|>")
+        (one,) = llm.chat([[{"role": "user", "content": content}]], params)
+        (other,) = llm.generate([ids], params)
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        with pytest.raises(UsageError, match=r"6 tokens of the prompt stand for sounds, which it has for 0"):
+            llm.generate([TokenIds(ids, [image])], params)
