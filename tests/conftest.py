@@ -58,11 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _leave_most_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of a test on emulated GPUs: where nothing is kept of what was compiled, all of them take minutes. Of those
-    that run the whole engine a third stays, of those of a single kernel a half; which, is the same in every process."""
-    shares = {"test_cuda_": 2 / 3, "test_kernel_": 1 / 2, "test_ptx": 1 / 2}
+    that run the whole engine a third stays, of those of a single kernel a half, and of the families that several processes
+    compute; which, is the same in every process."""
+    shares = {"test_cuda_": 2 / 3, "test_kernel_": 1 / 2, "test_ptx": 1 / 2, "test_tensor_parallel::test_a_family": 1 / 2}
     cases: dict[tuple[float, str], list[pytest.Item]] = {}
     for item in items:
-        share = next((shares[start] for start in shares if item.path.stem.startswith(start)), None)
+        share = next((shares[start] for start in shares if f"{item.path.stem}::{item.name}".startswith(start)), None)
         if share is not None and "[" in item.nodeid and "planted" not in item.name:
             cases.setdefault((share, item.nodeid.partition("[")[0]), []).append(item)
     left: set[pytest.Item] = set()

@@ -128,8 +128,8 @@ QWEN3_EXPERTS = {
 }  # fmt: skip
 CONFIGS: dict[str, tuple[dict[str, Any], Expected]] = {
     "unknown architecture": (
-        {"architectures": ["MambaForCausalLM"]},
-        Expected(UnsupportedError, ("unknown architecture 'MambaForCausalLM'", "LlamaForCausalLM, L", "Qwen3For")),
+        {"architectures": ["RwkvForCausalLM"]},
+        Expected(UnsupportedError, ("unknown architecture 'RwkvForCausalLM'", "LlamaForCausalLM, L", "Qwen3For")),
     ),
     "another model of a name": (
         {"architectures": ["Qwen3VLForCausalLM"]},
@@ -472,8 +472,8 @@ def good_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 GGUF_KEYS: dict[str, tuple[dict[str, Any], Expected]] = {
     "unknown architecture": (
-        {"general.architecture": "mamba2"},
-        Expected(UnsupportedError, ("unknown architecture 'mamba2'", "known: afmoe, apertus, arcee, bailingmoe2, ")),
+        {"general.architecture": "rwkv7"},
+        Expected(UnsupportedError, ("unknown architecture 'rwkv7'", "known: afmoe, apertus, arcee, bailingmoe2, ")),
     ),
     "no architecture": ({"general.architecture": MISSING}, Expected(CheckpointError, ("no 'general.architecture'",))),
     "no heads": (

@@ -49,7 +49,10 @@ for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_
     for model_type, names in mapping.items():
         for each in [names] if isinstance(names, str) else names:
             MODEL_TYPES.setdefault(each, model_type)
-KNOWN = [name for name in HF_ARCHITECTURES if name in MODEL_TYPES and HF_ARCHITECTURES[name].defaults]
+KNOWN = [
+    name for name, family in HF_ARCHITECTURES.items()
+    if name in MODEL_TYPES and family.defaults and not family.assists  # which have none that are valid in transformers
+]  # fmt: skip
 
 
 def found(config: Any, key: str) -> Iterator[Any]:

@@ -211,7 +211,8 @@ def test_spectrograms_and_numbers_of_tokens_are_those_of_transformers(bins: int,
 
 def hearing_of(folder: Path, bins: int) -> HearingSpec:
     spec, _ = open_ear(folder)
-    return replace(spec, tower=msgspec.structs.replace(spec.tower, num_bins=bins))
+    assert isinstance(spec.tower, ConformerSpec)
+    return replace(spec, tower=spec.tower._replace(num_bins=bins))
 
 
 def test_a_long_sound_is_further_pieces_and_none_of_it_is_lost(made: Callable[[str], Made]) -> None:

@@ -181,7 +181,7 @@ def test_a_config_in_one_piece_is_read_as_another(tmp_path: Path) -> None:
     for path in (folder, flat):
         worker = worker_for(path, dtype="float32")
         assert worker.sight is not None
-        vision = worker.sight.spec
+        vision = worker.sight.senses.vision
         if not answers:
             prompt = prompt_with(vision, [4, an_image(vision, 2, 3), 5], 512)
         answers += [run(engine_for(worker), [(prompt, greedy(8))])[0].outputs[0].token_ids]

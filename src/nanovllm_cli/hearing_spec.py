@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from msgspec import Struct
-
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, VisionSpec
 
 RATE = 16_000
@@ -21,7 +19,8 @@ HOP, WINDOW = 160, 400
 """Samples from one frame of a spectrogram to the next, and in each of them (Whisper, Radford et al. 2022)."""
 
 
-class EarSpec(Struct, frozen=True, tag="transformer"):
+@dataclass(frozen=True, slots=True)
+class EarSpec:
     """A transformer that reads spectrograms of num_bins bands (Whisper's encoder, Radford et al. 2022).
 
     front: what makes rows of frames. "line": two convolutions along time, the second of which halves it, and learned positions,
@@ -86,7 +85,7 @@ class EarSpec(Struct, frozen=True, tag="transformer"):
         return rows * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + 2 * rows)
 
 
-class ConformerSpec(Struct, frozen=True, tag="conformer"):
+class ConformerSpec(NamedTuple):
     """A tower of attention to what was shortly before and of convolutions (Gulati et al. 2020), as the Universal Speech Model
     (Zhang et al. 2023) and Gemma 4 have it, which reads spectrograms of num_bins bands.
 
@@ -96,6 +95,8 @@ class ConformerSpec(Struct, frozen=True, tag="conformer"):
     convolution. clipped: bounds of what each of the layers' matrices reads and gives. limit: what numbers are cut off at where
     norms read them. made_size: of rows behind the layers, of which a norm without a gain and a matrix make those of out_size.
     eps: of norms in front, at convolutions and in the end.
+
+    A tuple, by which whoever decodes a HearingSpec tells it from an EarSpec.
     """
 
     num_bins: int
@@ -155,7 +156,6 @@ class ConformerSpec(Struct, frozen=True, tag="conformer"):
 
 
 AnyEar = EarSpec | ConformerSpec
-"""Which of both one is, it says itself on its way to other processes."""
 
 
 @dataclass(frozen=True, slots=True)

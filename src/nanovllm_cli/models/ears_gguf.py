@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec import structs
-
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import AnyEar, ConformerSpec, HearingSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
@@ -76,7 +74,7 @@ def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
     tower = spec.tower
     if isinstance(tower, ConformerSpec):  # of which llama.cpp's converter once wrote another epsilon than it has
         return spec
-    return replace(spec, tower=structs.replace(tower, eps=read.number("clip.audio.attention.layer_norm_epsilon", tower.eps)))
+    return replace(spec, tower=replace(tower, eps=read.number("clip.audio.attention.layer_norm_epsilon", tower.eps)))
 
 
 def ear_names_in_gguf(spec: AnyEar, projector: EarProjector) -> dict[str, tuple[str, ...]]:

@@ -45,8 +45,10 @@ class Walk:
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])
         per_layer = self._per_layer_rows(sequences, platform, dtype) if original.spec.per_layer_width else None
         entry = None if original.spec.entry is None else self._entry_rows(original.spec.entry, platform, dtype)
-        tokenizer = original.tokenizer()
-        second_text = second_text_of(scoring_of(original.checkpoint, tokenizer), tokenizer, original.spec)
+        second_text = None
+        if original.spec.tells_texts_apart:
+            tokenizer = original.tokenizer()
+            second_text = second_text_of(scoring_of(original.checkpoint, tokenizer), tokenizer, original.spec)
         self.calibration = Calibration(
             original.spec, sequences, embedding, platform, dtype, per_layer, entry, second_text
         )

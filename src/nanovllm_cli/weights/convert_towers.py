@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gguf.constants import GGUFType, LlamaFileType
-from msgspec import to_builtins
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.hearing_spec import Sense
+from nanovllm_cli.hearing_spec import ConformerSpec, Sense
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
@@ -98,13 +97,15 @@ def tower_header(name: str, kind: LlamaFileType, keys: Mapping[str, Any]) -> Hea
 
 def check_spec(wanted: Sense, found: Sense) -> None:
     """found: what a file's header is read as. UnsupportedError where that is another tower."""
-    if lost := sorted(_differences(to_builtins(wanted), to_builtins(found))):
+    if lost := sorted(_differences(asdict(wanted), asdict(found))):
         raise UnsupportedError(f"a GGUF file can't say this of a tower: {some(lost)}", "keep the model as a Hugging Face folder")
 
 
 def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
     for key, value in wanted.items():
-        if isinstance(value, dict):
+        if isinstance(value, ConformerSpec):
+            yield from _differences(value._asdict(), found[key]._asdict())
+        elif isinstance(value, dict):
             yield from _differences(value, found[key])
         elif isinstance(value, float):
             if not math.isclose(value, found[key], rel_tol=1e-6):
