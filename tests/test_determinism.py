@@ -142,6 +142,15 @@ def test_recorded_steps_equal_steps_that_are_not(inner: int, tmp_path: Path) -> 
     assert len(set(recorded[0])) > 3
 
 
+def test_recorded_steps_of_all_sizes_share_their_memory(tmp_path: Path) -> None:
+    """A batch that drains has a step of each size: of none do logits, or rows that are kept, stay taken."""
+    worker = worker_for(save(random_model(Qwen3Config(**SMALL)), tmp_path), dtype="bfloat16")
+    run(engine_for(worker), [(TARGET, greedy(4 + 3 * i)) for i in range(9)])
+    graphs = worker.runner.graphs  # type: ignore[attr-defined]
+    assert len(graphs._graphs) == 9
+    assert sum(piece.nbytes for piece in graphs._pool._free) == graphs._pool.num_bytes
+
+
 def test_seeded_requests_differ_by_seed_and_greedy_ones_do_not(worker: Worker) -> None:
     seeded = [(TARGET, SamplingParams(temperature=1.5, seed=s, max_tokens=20, ignore_eos=True)) for s in (1, 1, 2)]
     a, b, c = (answer(o)[0] for o in run(engine_for(worker), seeded))

@@ -32,9 +32,9 @@ class DecodeGraph:
             hidden = model.run(inputs, cache)
             rows = model.normed(hidden) if keeps_hidden else None
             logits = model.head(hidden)
-            # Other views, so that the memory itself goes back to the pool: every step of a batch that drains has its own graph.
-            self._logits = logits.detach()
-            self._rows = None if rows is None else rows.detach()
+            # The memory itself goes back to the pool: every step of a batch that drains has its own graph.
+            self._logits = pool.not_held(logits)
+            self._rows = None if rows is None else pool.not_held(rows)
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] of this step, which the next replay, of any graph, overwrites; the rows that are kept."""

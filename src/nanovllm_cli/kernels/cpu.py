@@ -128,6 +128,7 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
+        self._pieces: dict[int, torch.Tensor] = {}
         self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -141,9 +142,15 @@ class MemoryPool:
         else:
             memory = torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8)
             self.num_bytes += memory.nbytes
+            self._pieces[memory.data_ptr()] = memory
         lent = memory.numpy()[:size]  # which a tensor's storage keeps alive as long as any view has it
         weakref.finalize(lent, lambda: self._free.append(memory))
         return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def not_held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of these as another tensor, by which its piece is not held: whoever gets that next writes over what it shows."""
+        memory = self._pieces[tensor.data_ptr()]
+        return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class Step(NamedTuple):
