@@ -84,6 +84,14 @@ def run(
     return [done[str(i)] for i in range(len(requests))]
 
 
+def each_alone(folder: Path, asked: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    """Tokens and log-probabilities of each by itself, by steps that are not recorded."""
+    worker = worker_for(folder)
+    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
+    found = [run(engine_for(worker, enable_prefix_caching=False), [each])[0].outputs[0] for each in asked]
+    return [(each.token_ids, each.logprobs) for each in found]
+
+
 def failing_once(worker: Worker) -> set[tuple[tuple[int, int, int], ...]]:
     """Steps of several sequences will fail behind their kernels, each once: their (seq_id, start, count), as they do."""
     execute, failed = worker.runner.run, set()

@@ -23,8 +23,6 @@ from engines import failing_once, greedy, random_model, run, save
 from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.plan import Plan
-from nanovllm_cli.engine.strategy import Drafted, Pace
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -32,6 +30,7 @@ from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from test_lookup import ASKED, PROMPT, answers, engine_with
 from test_models import CASES, GEMMA_4, GEMMA_4_LARGE
+from test_mtp import every_guess
 
 KINDS = {
     "layers read others' keys": "gemma4, keys of other layers",
@@ -99,20 +98,7 @@ def guessing(saved: Saved, **more: Any) -> Engine:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[int]]]:
-    """Every guess: whose it is, behind how many tokens, and what."""
-    found: list[tuple[int, int, list[int]]] = []
-    fill = AssistantDraft.fill
-
-    def spying(draft: AssistantDraft, plan: Plan) -> Any:
-        filled, guesses = fill(draft, plan)
-        ends = {share.seq_id: share.start + len(share.known) for share in plan.scheduled}
-        found.extend((seq_id, ends[seq_id], guess) for seq_id, guess in guesses.items())
-        return filled, guesses
-
-    monkeypatch.setattr(AssistantDraft, "fill", spying)
-    monkeypatch.setattr(Pace, "learn", lambda *_: None)  # as many every time
-    monkeypatch.setattr(Drafted, "begin_sequence", lambda _: Pace(3))
-    return found
+    return every_guess(AssistantDraft, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

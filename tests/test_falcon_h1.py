@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import FalconH1Config
 
-from engines import engine_for, greedy, random_model, run, save, worker_for
+from engines import each_alone, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.config import LoraModule
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -53,10 +53,7 @@ def answers(folder: Path, num_states: int | None = None, **settings: Any) -> Ans
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
     """Each by itself, by steps that are not recorded."""
-    worker = worker_for(folder)
-    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
-    found = [run(engine_for(worker, enable_prefix_caching=False), [each])[0].outputs[0] for each in ASKED]
-    return [(each.token_ids, each.logprobs) for each in found]
+    return each_alone(folder, ASKED)
 
 
 @pytest.mark.parametrize(

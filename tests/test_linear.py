@@ -15,7 +15,7 @@ from transformers import KimiLinearConfig, LaraMiniConfig, OlmoHybridConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
-from engines import engine_for, greedy, random_model, run, save, worker_for
+from engines import each_alone, engine_for, greedy, random_model, run, save, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import DeltaSpec
@@ -48,10 +48,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
     """Each by itself, by steps that are not recorded."""
-    worker = worker_for(folder)
-    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
-    found = [run(engine_for(worker, enable_prefix_caching=False), [each])[0].outputs[0] for each in ASKED]
-    return [(each.token_ids, each.logprobs) for each in found]
+    return each_alone(folder, ASKED)
 
 
 @pytest.mark.parametrize(

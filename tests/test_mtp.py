@@ -130,22 +130,26 @@ def guessing(folder: Path, **more: Any) -> Engine:
     return engine_with(folder, more.pop("num_guesses", 0), **{"mtp": True, "draft_min_p": 0.0} | more)
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[int]]]:
-    """Every guess: whose it is, behind how many tokens, and what."""
+def every_guess(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[int]]]:
+    """Of a class that guesses, three each time from now on: whose it is, behind how many tokens, and what."""
     found: list[tuple[int, int, list[int]]] = []
-    fill = MTPDraft.fill
+    fill = kind.fill
 
-    def spying(draft: MTPDraft, plan: Plan) -> Any:
+    def spying(draft: Any, plan: Plan) -> Any:
         filled, guesses = fill(draft, plan)
         ends = {share.seq_id: share.start + len(share.known) for share in plan.scheduled}
         found.extend((seq_id, ends[seq_id], guess) for seq_id, guess in guesses.items())
         return filled, guesses
 
-    monkeypatch.setattr(MTPDraft, "fill", spying)
+    monkeypatch.setattr(kind, "fill", spying)
     monkeypatch.setattr(Pace, "learn", lambda *_: None)  # as many every time
     monkeypatch.setattr(Drafted, "begin_sequence", lambda _: Pace(3))
     return found
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[int]]]:
+    return every_guess(MTPDraft, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

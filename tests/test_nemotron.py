@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig
 
-from engines import engine_for, greedy, random_model, run, save, worker_for
+from engines import each_alone, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
@@ -54,10 +54,7 @@ def answers(folder: Path, num_states: int | None = None, **settings: Any) -> Ans
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
     """Each by itself, by steps that are not recorded."""
-    worker = worker_for(folder)
-    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
-    found = [run(engine_for(worker, enable_prefix_caching=False), [each])[0].outputs[0] for each in ASKED]
-    return [(each.token_ids, each.logprobs) for each in found]
+    return each_alone(folder, ASKED)
 
 
 @pytest.mark.parametrize(
