@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 import signal
 import sys
-from collections.abc import Generator
+import types
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -28,13 +30,14 @@ LONGEST = (  # those that compile for other processors: where nothing is kept of
 )  # fmt: skip
 
 
+STARTS: list[Callable[[], object]] = []  # of generators: each goes back to its first number
+
+
 @pytest.fixture(autouse=True)
-def own_numbers(request: pytest.FixtureRequest) -> None:
+def own_numbers() -> None:
     """A test's random numbers are the same whatever ran before it, in its file or in another that shares the generator."""
-    for module in (request.module, sys.modules.get("emulation.compare")):
-        generator = getattr(module, "GENERATOR", None)
-        if generator is not None:
-            generator.manual_seed(generator.initial_seed())
+    for start in STARTS:
+        start()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
@@ -46,6 +49,21 @@ def own_console() -> None:
     output = sys.modules.get("nanovllm_cli.cli.output")
     if output is not None:
         output.console.cache_clear()
+
+
+def pytest_collection_finish() -> None:
+    """The generators that modules hold, each as its seed left it: nothing has drawn from them yet."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    for module in list(sys.modules.values()):
+        for held in list(getattr(module, "__dict__", {}).values()) if _is_ours(module) else ():
+            if torch is not None and isinstance(held, torch.Generator):
+                STARTS.append(functools.partial(held.set_state, held.get_state()))
+            elif numpy is not None and isinstance(held, numpy.random.Generator):
+                STARTS.append(functools.partial(setattr, held.bit_generator, "state", held.bit_generator.state))
+
+
+def _is_ours(module: types.ModuleType) -> bool:
+    return str(getattr(module, "__file__", None)).startswith(os.path.dirname(__file__))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
