@@ -1,4 +1,4 @@
-"""Every example of the help, the manual pages and the README is run as it stands: in a shell, with a home of its own, offline.
+"""Every example of the help, the manual, the README and its pages is run as it stands: in a shell, at a home of its own, offline.
 
 Names of models on the hub stand for the bundled one (by [aliases], as a person could do it); files that examples read are made
 beforehand. Settings of the environment keep answers, repetitions and calibration short. What is not run is in NOT_RUN, with the
@@ -29,7 +29,8 @@ from test_cli_driver import environment
 from tiny_adapter import write_adapter
 from warm_command import warm_command
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
 SHORT = {
     "PREDICT": "8", "NUM_SAMPLES": "1", "VERIFY_TOKENS": "32", "REPETITIONS": "1", "NO_WARMUP": "1", "ROOFLINE": "off",
@@ -85,13 +86,14 @@ def examples() -> Iterator[Line]:
             if example.line not in seen:
                 yield Line("help", command, example.line)
             seen.add(example.line)
-    for block in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL):
+    pages = "".join(page.read_text() for page in PAGES)
+    for block in re.findall(r"^```sh\n(.*?)^```", pages, re.MULTILINE | re.DOTALL):
         for text in block.splitlines():
             line = re.sub(r"\s+# .*", "", text).strip()
             if line and line not in seen and not line.startswith("#"):
                 seen.add(line)
                 command = re.search(r"nanovllm (\w+)", line)
-                yield Line("README", command[1] if command else "", line)
+                yield Line("pages", command[1] if command else "", line)
 
 
 LINES = list(examples())
