@@ -52,14 +52,15 @@ def own_console() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The generators that modules hold, each as its seed left it: nothing has drawn from them yet."""
+    """Of all generators that modules of tests hold. What these drew while they were imported depends on which others were."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     for module in list(sys.modules.values()):
-        for held in list(getattr(module, "__dict__", {}).values()) if _is_ours(module) else ():
+        for held in list(vars(module).values()) if _is_ours(module) else ():
             if torch is not None and isinstance(held, torch.Generator):
-                STARTS.append(functools.partial(held.set_state, held.get_state()))
+                STARTS.append(functools.partial(held.manual_seed, held.initial_seed()))
             elif numpy is not None and isinstance(held, numpy.random.Generator):
-                STARTS.append(functools.partial(setattr, held.bit_generator, "state", held.bit_generator.state))
+                source = held.bit_generator
+                STARTS.append(functools.partial(setattr, source, "state", type(source)(source.seed_seq).state))
 
 
 def _is_ours(module: types.ModuleType) -> bool:
