@@ -22,7 +22,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat, strings
 from nanovllm_cli.text.content_parts import IMAGES, PARTS, SOUNDS, ImagePart
 from nanovllm_cli.text.image_tokens import Sent
 from nanovllm_cli.text.messages import template_messages, template_tools
-from nanovllm_cli.text.tool_formats import ToolFormat
+from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.vision_spec import TokenIds
 
 _NAMES = {IMAGES: "images", SOUNDS: "sounds"}

@@ -24,7 +24,8 @@ from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, har
 from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
-from nanovllm_cli.text.tool_formats import ToolFormat, read_plain, tool_format, tool_format_named
+from nanovllm_cli.text.tool_format import ToolFormat, read_plain
+from nanovllm_cli.text.tool_formats import tool_format, tool_format_named
 from nanovllm_cli.text.tool_grammar import Bound, Writer, content
 from nanovllm_cli.text.tool_harmony import HarmonyCalls
 from nanovllm_cli.text.tool_stream import CallStream

@@ -32,7 +32,8 @@ from nanovllm_cli.text.template_probes import (
 )
 from nanovllm_cli.text.told_tools import tells_tools, told
 from nanovllm_cli.text.tool_calls import LETTERS
-from nanovllm_cli.text.tool_formats import ToolFormat, tool_format
+from nanovllm_cli.text.tool_format import ToolFormat
+from nanovllm_cli.text.tool_formats import tool_format
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _INSTRUCT = frozenset({"system", "developer"})

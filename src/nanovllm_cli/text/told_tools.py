@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.own_text import OwnText, Piece, callers, joined, own
 from nanovllm_cli.text.template_probes import reads_tools, writes_calls, writes_results
-from nanovllm_cli.text.tool_formats import ToolFormat
+from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_sections import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL,

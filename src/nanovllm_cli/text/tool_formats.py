@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.tool_format import ToolFormat
+from nanovllm_cli.text.tool_formats_tagged import TAGGED
 from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
@@ -20,9 +21,7 @@ from nanovllm_cli.text.tool_grammar import (
     named_call,
     python_call,
     solar_call,
-    tagged_call,
 )
-from nanovllm_cli.text.tool_hy import HY_CLOSERS, HY_GRAMMAR, HY_OPENERS, HY_SIGNS, read_hy
 from nanovllm_cli.text.tool_sections import (
     APERTUS_BEGIN,
     APERTUS_END,
@@ -44,8 +43,6 @@ from nanovllm_cli.text.tool_sections import (
     SOLAR_CALL_END,
     SOLAR_END,
     SOLAR_NAME,
-    ReadSection,
-    Tools,
     read_bare,
     read_deepseek,
     read_internlm,
@@ -58,79 +55,8 @@ from nanovllm_cli.text.tool_sections import (
     read_mistral,
     read_olmo,
     read_solar,
-    read_xml,
     tagged,
 )
-from nanovllm_cli.text.tool_stream import CallStream, Reader, Reading
-from nanovllm_cli.text.tool_xml import CODER, INVOKE, MINICPM, SEED, read_glm_call
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """One way to write calls. openers: what begins a call; tags: everything that must stay in the text for the reader.
-
-    signs: a chat template with all of one of these writes it. section: reads what follows an opener. grammar: of calls that
-    must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
-    that says nothing, of a model whose vocabulary has the opener as a special token. in_reasoning: what begins a call where its
-    models forget to close their reasoning.
-    """
-
-    name: str
-    signs: tuple[tuple[str, ...], ...]
-    openers: tuple[str, ...]
-    closers: tuple[str, ...]
-    section: ReadSection
-    grammar: CallGrammar | HarmonyGrammar
-    bare: bool = False
-    id_chars: int = 24
-    by_token: bool = False
-    in_reasoning: str = ""
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        return self.openers + self.closers
-
-    def reader(
-        self, tools: Tools, hidden: Sequence[str] = (), kept: tuple[str, str] | None = None, starts_kept: bool = False
-    ) -> Reader:
-        """Reads an answer. hidden: tags to leave out of the content. kept: tags between which nothing is a call, and which are
-        content; starts_kept: the prompt wrote the first of them."""
-
-        def read(stream: CallStream) -> Reading[None]:
-            keeps = kept
-            if keeps and starts_kept and not (yield from _keep(stream, keeps[1], self.in_reasoning)):
-                keeps = None
-            if self.bare:
-                yield from stream.attempt(read_bare(stream, "", tools))
-            while True:
-                tag = yield from stream.content_to(*self.openers, *hidden, *(keeps[:1] if keeps else ()))
-                if tag in self.openers:
-                    yield from stream.attempt(self.section(stream, tag, tools), tag)
-                elif keeps and tag == keeps[0]:
-                    stream.content(tag)
-                    keeps = keeps if (yield from _keep(stream, keeps[1], self.in_reasoning)) else None
-
-        return read
-
-
-def read_plain(hidden: Sequence[str]) -> Reader:
-    """Leaves tags out of a text without calls."""
-
-    def read(stream: CallStream) -> Reading[None]:
-        while True:
-            yield from stream.content_to(*hidden)
-
-    return read
-
-
-def _keep(stream: CallStream, close: str, begins: str) -> Reading[bool]:
-    """Content up to the tag. begins: what begins a call all the same where the tag does not come any more; returns False then,
-    and the call is next."""
-    tag = yield from stream.content_to(*filter(None, (close, begins)))
-    if tag != close and not (yield from stream.hold_to(close, tag)):
-        return False
-    stream.content(close)
-    return True
 
 
 def tool_format(template_source: str, special_tokens: Collection[str] = ()) -> ToolFormat:
@@ -179,87 +105,7 @@ def _gemma(name: str, tags: GemmaTags, *signs: tuple[str, ...]) -> ToolFormat:
 
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
-    ToolFormat(
-        "glm",
-        (("<arg_key>",),),
-        ("<tool_call>",),
-        ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        read_glm_call,
-        CallGrammar(
-            tagged_call(
-                ("", LINE),
-                ("<arg_key>", "</arg_key>", LINE, "<arg_value>"),
-                ("</arg_value>", LINE),
-                ("</tool_call>",),
-            ),
-            "<tool_call>",
-            between=(LINE, "<tool_call>"),
-        ),
-    ),
-    ToolFormat("hy3", (HY_SIGNS,), HY_OPENERS, HY_CLOSERS, read_hy, HY_GRAMMAR),
-    ToolFormat(
-        "seed",
-        (("<seed:tool_call>",),),
-        ("<seed:tool_call>", "<function="),
-        ("</seed:tool_call>",),
-        read_xml(SEED, "<seed:tool_call>", "</seed:tool_call>"),
-        CallGrammar(
-            tagged_call(
-                ("\n<function=", ">\n"),
-                ("<parameter=", ">"),
-                ("</parameter>\n",),
-                ("</function>\n", "</seed:tool_call>"),
-            ),
-            "<seed:tool_call>",
-            between=("\n", "<seed:tool_call>"),
-        ),
-    ),
-    ToolFormat(
-        "qwen3_coder",
-        (("<function=", "<parameter="),),
-        ("<tool_call>", "<function="),
-        ("</tool_call>",),
-        read_xml(CODER, "<tool_call>", "</tool_call>"),
-        CallGrammar(
-            tagged_call(
-                ("\n<function=", ">\n"),
-                ("<parameter=", ">\n"),
-                ("\n</parameter>\n",),
-                ("</function>\n", "</tool_call>"),
-            ),
-            "<tool_call>",
-            between=(LINE, "<tool_call>"),
-        ),
-        in_reasoning="<tool_call>\n<function=",
-    ),
-    ToolFormat(
-        "minimax",
-        (("<minimax:tool_call>",),),
-        ("<minimax:tool_call>",),
-        ("</minimax:tool_call>",),
-        read_xml(INVOKE, "<minimax:tool_call>", "</minimax:tool_call>"),
-        CallGrammar(
-            tagged_call(
-                ('<invoke name="', '">\n'), ('<parameter name="', '">'), ("</parameter>\n",), ("</invoke>\n",)
-            ),
-            "<minimax:tool_call>",
-            before=("\n",),
-            between=("",),
-            after=("</minimax:tool_call>",),
-        ),
-    ),
-    ToolFormat(
-        "minicpm",
-        (('<function name="', '<param name="'),),
-        ('<function name="',),
-        (),
-        read_xml(MINICPM, "", ""),
-        CallGrammar(
-            tagged_call(("", '">'), ('<param name="', '">'), ("</param>",), ("</function>",)),
-            '<function name="',
-            between=('\n<function name="',),
-        ),
-    ),
+    *TAGGED,
     _gemma("gemma4", GEMMA4, (GEMMA4.open + "call:",), (GEMMA4.open, GEMMA4.quote)),
     _gemma("functiongemma", FUNCTION_GEMMA, (FUNCTION_GEMMA.open,)),
     ToolFormat(
