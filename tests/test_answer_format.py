@@ -47,6 +47,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<TOOLCALL>[": ("nemotron", None),
     "<|START_THINKING|> <|START_ACTION|>[ <|START_RESPONSE|>": ("cohere", "cohere"),
     "<|START_THINKING|> <|START_ACTION|>[ <|START_TEXT|>": ("cohere", "cohere_text"),
+    """'\\nAction:\\n```json\\n[\\n' + '"tool_name": "' + name""": ("command_r", None),
     "<|think|> <|content|> <|tool_calls|><|tool_call:begin|>": ("solar", "solar"),
     "<|role_sep|> <|message_sep|> '<|function_call|>' + call": ("gigachat", None),
     "'role': 'function call' role_sep=\"<|role_sep|>\\n\" message_sep=\"<|message_sep|>\"": ("gigachat_role", None),

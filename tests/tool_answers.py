@@ -65,6 +65,10 @@ ONE: dict[str, str] = {
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Köln", "days": 3}}'
         "\n]<|END_ACTION|>"
     ),
+    "command_r": (
+        'Action:\n```json\n[\n    {\n        "tool_name": "weather",\n        "parameters": {"city": "Köln", "days": 3}\n'
+        "    }\n]```"
+    ),
     "solar": (
         "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather<|tool_call:args|>"
         '{"city": "Köln", "days": 3}<|tool_call:end|>'

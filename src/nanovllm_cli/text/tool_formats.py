@@ -10,10 +10,12 @@ from nanovllm_cli.text.tool_formats_tagged import TAGGED
 from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
+    GAP,
     LINE,
     CallGrammar,
     HarmonyGrammar,
     SolarGrammar,
+    action_call,
     cohere_call,
     json_call,
     kimi_call,
@@ -43,6 +45,7 @@ from nanovllm_cli.text.tool_sections import (
     SOLAR_CALL_END,
     SOLAR_END,
     SOLAR_NAME,
+    read_actions,
     read_bare,
     read_deepseek,
     read_internlm,
@@ -180,6 +183,14 @@ FORMATS: tuple[ToolFormat, ...] = (
         ("<|END_ACTION|>",),
         read_json("<|END_ACTION|>"),
         CallGrammar(cohere_call, "<|START_ACTION|>", ("[\n    ",), (",\n    ",), ("\n]", "<|END_ACTION|>")),
+    ),
+    ToolFormat(
+        "command_r",
+        (("Action:", "```json", '"tool_name"'),),
+        ("Action:",),
+        (),
+        read_actions,
+        CallGrammar(action_call, "Action:", (GAP, "```json\n[\n    "), (",\n    ",), ("\n]", LINE, "```")),
     ),
     ToolFormat(
         "solar",

@@ -20,6 +20,8 @@ from nanovllm_cli.text.tool_calls import Tool, ToolChoice, alternatives
 
 LINE = "\n?"
 """A part of a grammar: a line break, or none."""
+GAP = "[ \n]?"
+"""The same, or a space."""
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _ANYTHING = "(?s:.*)"
 ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
@@ -79,6 +81,8 @@ class Writer:
     def _part(self, part: str) -> str:
         if part == LINE:
             return f"{quoted(LINE[0])}?"
+        if part == GAP:
+            return f'({quoted(" ")} | {quoted(LINE[0])})?'
         return f"<[{self._special[part]}]>" if part in self._special else quoted(part)
 
 
@@ -275,6 +279,13 @@ def cohere_call(writer: Writer, tool: Bound) -> str:
     head = writer.sequence('{"tool_call_id": "')
     name = writer.sequence(f'", "tool_name": {quoted(tool.name)}, "parameters": ')
     return f"{head} {number} {name} {tool.arguments(writer)} {writer.sequence('}')}"
+
+
+def action_call(writer: Writer, tool: Bound) -> str:
+    """{"tool_name": …, "parameters": {…}}, in lines."""
+    head = writer.sequence(f'{{\n        "tool_name": {quoted(tool.name)},\n        "parameters": ')
+    end = writer.sequence("\n    }")
+    return f"{head} {tool.arguments(writer)} {end}"
 
 
 def solar_call(writer: Writer, tool: Bound) -> str:

@@ -151,10 +151,12 @@ def read_named_call(stream: CallStream, name: str, call_id: str | None = None) -
     stream.end()
 
 
-def read_call(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
+def read_call(
+    stream: CallStream, known: Collection[str] | None = None, dropped: Collection[str] = ()
+) -> Reading[None]:
     """One call, an object with a name and arguments in either order, behind its brace.
 
-    known: names that count; without it, any does.
+    known: names that count; without it, any does. dropped: names of what is written like a call, and is none.
     """
     name, held, begun = "", "", False
     while True:
@@ -167,7 +169,7 @@ def read_call(stream: CallStream, known: Collection[str] | None = None) -> Readi
         elif key in _ARGUMENTS and not held and not begun:
             if (yield from stream.skip_space()) != "{":
                 held = yield from _loose_arguments(stream)
-            elif name:
+            elif name and name not in dropped:
                 stream.begin(name)
                 begun = True
                 yield from read_value(stream, stream.arguments)
@@ -183,17 +185,22 @@ def read_call(stream: CallStream, known: Collection[str] | None = None) -> Readi
             break
     if not name:
         raise Broken
+    if name in dropped:
+        stream.drop()
+        return
     if not begun:
         stream.begin(name)
         stream.arguments(held or "{}")
     stream.end()
 
 
-def read_calls(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
-    """Calls up to the bracket that ends their list."""
+def read_calls(
+    stream: CallStream, known: Collection[str] | None = None, dropped: Collection[str] = ()
+) -> Reading[None]:
+    """Calls up to the bracket that ends their list. known, dropped: see `read_call`."""
     while True:
         yield from stream.expect("{")
-        yield from read_call(stream, known)
+        yield from read_call(stream, known, dropped)
         stream.mark()
         if (yield from stream.expect(",", "]")) == "]":
             stream.settle()

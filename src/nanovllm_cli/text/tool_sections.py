@@ -26,6 +26,8 @@ KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end
 KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 SOLAR_BEGIN, SOLAR_CALL, SOLAR_NAME = "<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>"
 SOLAR_ARGUMENTS, SOLAR_CALL_END, SOLAR_END = "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"
+DIRECTLY = frozenset(("directly_answer", "directly-answer"))
+"""What a Command R calls where it needs no tool."""
 OLMO_BEGIN, OLMO_END = "<function_calls>", "</function_calls>"
 
 
@@ -164,6 +166,14 @@ def read_olmo(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
         if (yield from stream.accept(OLMO_END)):
             return
         stream.mark()
+
+
+def read_actions(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """A list of calls in a fence. One of Cohere's own that says that no tool is needed is none, unless it is among the tools."""
+    yield from stream.expect("```json", "```")
+    yield from stream.expect("[")
+    yield from read_calls(stream, dropped=DIRECTLY.difference(tool.name for tool in tools))
+    yield from stream.accept("```")
 
 
 def read_internlm(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:

@@ -278,6 +278,11 @@ class CallStream:
         self.num_calls += 1
         self._behind_call = True
 
+    def drop(self) -> None:
+        """What was read since the mark is neither a call for the caller nor content."""
+        self.settle()
+        self._space, self._behind_call = Pieces(), True
+
     def cut(self) -> None:
         """The text ended: a call that has begun stays as far as it came; what only looked like one is content."""
         self.position = len(self.text)
