@@ -35,6 +35,8 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<|tool_call|><|/tool_call|>": ("phi4", None),
     "functools[": ("phi", None),
     "<|start_header_id|>": ("llama", None),
+    "start with <function= and end with </function>\\n <|start_header_id|>": ("functionary_v31", None),
+    "\\n>>>${recipient}\\n${content} <|start_header_id|> '>>>all\\n' + content": ("functionary_v32", None),
     "<|start_header_id|>[func_name1(params)]": ("pythonic", None),
     "<|channel|>analysis to=functions.": ("harmony", "harmony"),
     "<|im_start|>": ("json", None),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from typing import Any
 
 import pytest
 
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.messages import template_tools
 from nanovllm_cli.text.tool_calls import tools_of
 from test_tool_grammar import STRICT, allows, known
 from tool_answers import ONE, answer, form
@@ -56,3 +60,83 @@ def test_the_fence_of_a_command_r_may_follow_in_three_ways() -> None:
         assert allows(known("command_r"), ONE["command_r"].replace("Action:\n", f"Action:{between}"))
         assert allows(known("command_r"), f"Plan: now.\n{ONE['command_r']}", "auto", STRICT)
     assert not allows(known("command_r"), "Action: I look.", "auto", STRICT)
+
+
+# ---- Functionary and Firefunction ----
+
+PYTHON = tools_of([{"type": "function", "function": {"name": "python"}}])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('Look.\n<function=x>{"a": 1}</function><function=now>{}</function> Done.', "Look.Done.", [("x", {"a": 1}), NOW]),
+        ("<function=now>\n{}", "", [NOW]),
+        ("<function=>{}</function>", "<function=>{}</function>", []),
+        ("<function=now></function>", "<function=now></function>", []),
+        ("<function=now>[1]</function>", "<function=now>[1]</function>", []),
+        ('<|python_tag|>{"code": "1"}', '<|python_tag|>{"code": "1"}', []),
+        ('{"name": "now", "parameters": {}}', '{"name": "now", "parameters": {}}', []),
+    ],
+)  # fmt: skip
+def test_functions_of_a_functionary(text: str, content: str, calls: Any) -> None:
+    for whole_calls in (False, True):
+        assert answer(form("functionary_v31"), text, whole_calls=whole_calls) == ("", content, calls)
+
+
+def test_what_a_functionary_has_for_python_is_for_a_tool_of_that_name() -> None:
+    text = '<|python_tag|>{"code": "1"}'
+    assert answer(form("functionary_v31"), text, tools=PYTHON) == ("", "", [("python", {"code": "1"})])
+    assert answer(form("functionary_v31"), "<|python_tag|>print(1)", tools=PYTHON) == ("", "<|python_tag|>print(1)", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("now\n{}", "", [NOW]),
+        ("all\nLet me look.\n>>>now\n{}", "Let me look.", [NOW]),
+        ('weather\n{"city": "Köln", "days": 3}>>>now\n{}\n>>>now\n{}', "", [WEATHER, NOW, NOW]),
+        ("all\n>>> 1 + 1 >>>> 2\n>>>now", ">>> 1 + 1 >>>> 2\n>>>now", []),
+        ("all\nall\nnow\n{}", "all\nnow\n{}", []),
+        ("all\nOne.>>>all\n", "One.", []),
+        ("whether\n{}", "whether\n{}", []),
+        ("now\nor never", "now\nor never", []),
+        ("now", "now", []),
+        ("al", "al", []),
+        ("", "", []),
+        ("all\n", "", []),
+    ],
+)
+def test_recipients_of_a_functionary(text: str, content: str, calls: Any) -> None:
+    for whole_calls in (False, True):
+        assert answer(form("functionary_v32"), text, "assistant\n\n>>>", whole_calls=whole_calls) == ("", content, calls)
+    assert answer(form("functionary_v32"), f">>>{text}", whole_calls=True)[2] == calls
+
+
+def test_a_functionary_without_tools_speaks_to_all() -> None:
+    for text, content in (("all\nYes.", "Yes."), ("now\n{}", "now\n{}"), ("Yes.", "Yes.")):
+        assert answer(form("functionary_v32"), text, ">>>", tools=()) == ("", content, [])
+    assert answer(form("functionary_v32"), "all\nof it", "they took ") == ("", "all\nof it", [])
+
+
+def test_the_prompt_of_a_functionary_may_begin_what_it_is_held_to() -> None:
+    for call in (ONE["functionary_v32"], ONE["functionary_v32"].removeprefix(">>>")):
+        assert allows(known("functionary_v32"), call)
+        assert allows(known("functionary_v32"), call, "auto", STRICT)
+        assert allows(known("functionary_v32"), f"all\nI look.>>>{call.removeprefix('>>>')}", "auto", STRICT)
+        assert not allows(known("functionary_v32"), call.replace("3", "few"), "auto", STRICT)
+    assert not allows(known("functionary_v32"), "all\nYes.")
+    assert not allows(known("functionary_v32"), "all\nYes.>>>whether\n{}", "auto", STRICT)
+
+
+def test_a_template_that_knows_no_tools_gets_functions_as_text() -> None:
+    source = "{{ 'functools[' + functions + datetime }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template, asked, date = ChatTemplate(source), [{"role": "user", "content": "?"}], datetime(2026, 2, 28, 23, 59)
+    tool = {"type": "function", "function": {"name": "now", "description": "the time"}}
+    shaped = template_tools([tool], template)
+    text = json.dumps([tool["function"]], indent=4)
+    assert template.render(asked, tools=shaped, now=date) == f"functools[{text}Feb 28 2026?"
+    assert template.render(asked, now=date) == "functools[Feb 28 2026?"
+    assert template.render(asked, tools=shaped, now=date, functions="f", datetime="d") == "functools[fd?"
+    other = ChatTemplate("{{ functions is defined }}{% if tools %}{{ tools[0].function.name }}{% endif %}")
+    assert other.render(asked, tools=shaped) == "Falsenow"

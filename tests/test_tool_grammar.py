@@ -83,7 +83,7 @@ def allows(known: AnswerFormat, answer: str, choice: str = "required", tools: An
     return given[0]
 
 
-BEFORE = {"harmony": "<|channel|>final<|message|>", "solar": "<|content|>"}
+BEFORE = {"harmony": "<|channel|>final<|message|>", "solar": "<|content|>", "functionary_v32": "all\n"}
 """What begins content."""
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
 
@@ -167,7 +167,7 @@ def test_beside_calls_a_grammar_is_held_to_where_a_token_begins_them(name: str) 
     if name not in BEFORE:
         with pytest.raises(UnsupportedError, match="ordinary text"):
             followed(name, (), lark, "ab;")
-    if name in ("phi", "minicpm", "command_r"):  # no token of its vocabulary begins a call
+    if name in ("phi", "minicpm", "command_r", "functionary_v31"):  # no token of its vocabulary begins a call
         return
     for good in ("ab;x", "a b ; }", "ab;" + "<" * 9, "ab;"):
         assert followed(name, tags, lark, before + good), good
@@ -209,6 +209,8 @@ TWO = {
         "\n]", ',\n    {\n        "tool_name": "now",\n        "parameters": {}\n    }\n]'
     ),
     "solar": ONE["solar"] + "<|tool_call:begin|>0123456789<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
+    "functionary_v31": ONE["functionary_v31"] + "\n<function=now>{}</function>",
+    "functionary_v32": ONE["functionary_v32"] + ">>>now\n{}",
     "olmo": ONE["olmo"].replace("</", "\nnow()</"),
     "internlm": ONE["internlm"] + '<|action_start|><|plugin|>\n{"name": "now", "parameters": {}}<|action_end|>',
 }  # fmt: skip

@@ -78,6 +78,8 @@ ONE: dict[str, str] = {
         '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}'
     ),
     "olmo": '<function_calls>weather(city="Köln", days=3)</function_calls>',
+    "functionary_v31": '<function=weather>{"city": "Köln", "days": 3}</function>',
+    "functionary_v32": '>>>weather\n{"city": "Köln", "days": 3}',
     "internlm": (
         '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "Köln", "days": 3}}<|action_end|>'
     ),

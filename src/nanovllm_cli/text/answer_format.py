@@ -112,9 +112,10 @@ class AnswerFormat:
         wrap = () if known is None or known.wrap is None else (*known.wrap.opens, known.wrap.close)
         hidden = tuple(tag for tag in (*self.tools.tags, *wrap) if tag in self.special_tokens)
         kept = (known.open, known.close) if known is not None and not splits_reasoning else None
-        if tools:
+        if tools or self.tools.opened:
             inside = known is not None and prompt_opens_reasoning(prompt_tail, known)
-            read = self.tools.reader(tools, hidden, kept, starts_kept=inside)
+            is_open = self.tools.opened != "" and prompt_tail.endswith(self.tools.opened)
+            read = self.tools.reader(tools, hidden, kept, starts_kept=inside, is_open=is_open)
         else:
             read = read_plain(hidden)
         openers, within = (self.tools.openers, self.tools.in_reasoning) if tools else ((), "")

@@ -9,6 +9,7 @@ come from a message, a tool description or a tool's answer. Templates for models
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -62,6 +63,7 @@ class ChatTemplate:
         self.with_tools: ChatTemplate | None = None
         self._variables = {"bos_token": bos_token, "eos_token": eos_token}
         self._max_seconds = max_seconds
+        self._wants_text = {"functions", "tools"}.intersection(_WORD.findall(source)) == {"functions"}
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -109,10 +111,12 @@ class ChatTemplate:
         limits, UsageError for messages that are not plain JSON data.
         """
         plain = [_with_reasoning(message) for message in _plain_messages(messages)]
+        shaped = _plain(list(tools)) if tools is not None else None
         values = {
             **self._variables,
+            **(_told_as_text(shaped or [], now) if self._wants_text else {}),
             "messages": plain,
-            "tools": _plain(list(tools)) if tools is not None else None,
+            "tools": shaped,
             "documents": _plain(list(documents)) if documents is not None else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             **{name: _plain(value) for name, value in kwargs.items()},
@@ -279,6 +283,15 @@ class _Veil:
         return "".join(pieces), places
 
 
+def _told_as_text(tools: Sequence[Any], now: datetime | None) -> dict[str, Any]:
+    """The variables of a template that knows functions as JSON, and no tools (Firefunction). llama.cpp's date has no time either:
+    a prompt is found again all day."""
+    told = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    date = (now or datetime.now()).strftime("%b %d %Y")
+    return {"functions": json.dumps(told, ensure_ascii=False, indent=4) if told else "", "datetime": date}
+
+
+_WORD = re.compile(r"\w+")
 _TAG = re.compile(r"</?[A-Za-z_][\w:-]*>|\[/?[A-Z_]+\]")
 _HINT = "choose a built-in format with --chat-template, or send the text without a template"
 

@@ -17,7 +17,7 @@ class ToolFormat:
     signs: a chat template with all of one of these writes it. section: reads what follows an opener. grammar: of calls that
     must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
     that says nothing, of a model whose vocabulary has the opener as a special token. in_reasoning: what begins a call where its
-    models forget to close their reasoning.
+    models forget to close their reasoning. opened: what ends a prompt behind which the first opener is left out.
     """
 
     name: str
@@ -30,21 +30,29 @@ class ToolFormat:
     id_chars: int = 24
     by_token: bool = False
     in_reasoning: str = ""
+    opened: str = ""
 
     @property
     def tags(self) -> tuple[str, ...]:
         return self.openers + self.closers
 
     def reader(
-        self, tools: Tools, hidden: Sequence[str] = (), kept: tuple[str, str] | None = None, starts_kept: bool = False
+        self,
+        tools: Tools,
+        hidden: Sequence[str] = (),
+        kept: tuple[str, str] | None = None,
+        starts_kept: bool = False,
+        is_open: bool = False,
     ) -> Reader:
         """Reads an answer. hidden: tags to leave out of the content. kept: tags between which nothing is a call, and which are
-        content; starts_kept: the prompt wrote the first of them."""
+        content; starts_kept: the prompt wrote the first of them. is_open: it wrote the first opener."""
 
         def read(stream: CallStream) -> Reading[None]:
             keeps = kept
             if keeps and starts_kept and not (yield from _keep(stream, keeps[1], self.in_reasoning)):
                 keeps = None
+            if is_open:
+                yield from stream.attempt(self.section(stream, "", tools))
             if self.bare:
                 yield from stream.attempt(read_bare(stream, "", tools))
             while True:

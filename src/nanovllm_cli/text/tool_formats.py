@@ -7,6 +7,14 @@ from collections.abc import Collection
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_formats_tagged import TAGGED
+from nanovllm_cli.text.tool_functionary import (
+    FUNCTION,
+    PYTHON,
+    TO,
+    RecipientGrammar,
+    read_function,
+    read_recipient,
+)
 from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
@@ -278,6 +286,23 @@ FORMATS: tuple[ToolFormat, ...] = (
         (),
         read_json_list,
         CallGrammar(json_call(), "functools[", between=(", ",), after=("]",)),
+    ),
+    ToolFormat(
+        "functionary_v31",
+        (("<function=", "</function>"),),
+        (FUNCTION, PYTHON),
+        ("</function>",),
+        read_function,
+        CallGrammar(named_call((), (">",), ("</function>",)), FUNCTION, between=(LINE, FUNCTION)),
+    ),
+    ToolFormat(
+        "functionary_v32",
+        ((">>>all", ">>>${recipient}"),),
+        (TO,),
+        (),
+        read_recipient,
+        RecipientGrammar(named_call((), ("\n",)), TO, between=(TO,)),
+        opened=TO,
     ),
     ToolFormat(
         "pythonic",
