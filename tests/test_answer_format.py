@@ -41,6 +41,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<|channel|>analysis to=functions.": ("harmony", "harmony"),
     "<|im_start|>": ("json", None),
     "'<|start|>assistant to=self<|message|>' + message": ("json", "muse"),
+    "'<|start|>assistant to=self<|message|>' '<|eom|>' '<atem:function_calls>\\n'": ("muse", "muse"),
     "'<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' <seed:think>": ("seed", "seed"),
     "<minimax:tool_call>\\n<invoke name= <parameter name= </think>": ("minimax", "think"),
     """'<function name="' ~ name ~ '">' '<param name="'""": ("minicpm", None),

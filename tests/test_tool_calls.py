@@ -12,7 +12,7 @@ import pytest
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.messages import template_messages, template_tools
-from tool_answers import NOW, ONE, TOOL_LIST, TOOLS, answer, form, read
+from tool_answers import MESSAGES, NOW, ONE, TOOL_LIST, TOOLS, answer, form, read
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -41,9 +41,10 @@ def test_a_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_call_behind_reasoning_that_speaks_of_calls(name: str) -> None:
-    if name == "harmony":
-        text = f"<|channel|>analysis<|message|>I could call weather.<|end|><|start|>assistant{ONE[name]}<|call|>"
-        assert answer(form(name, "harmony"), text) == ("I could call weather.", "", [WEATHER])
+    if name in MESSAGES:
+        thinks, between = MESSAGES[name]
+        text = f"{thinks}I could call weather.{between}{ONE[name]}{between.partition('<|start|>')[0]}"
+        assert answer(form(name, name), text) == ("I could call weather.", "", [WEATHER])
     else:
         text = f"<think>\nNot {ONE[name]} yet.\n</think>\n\n{ONE[name]}"
         assert answer(form(name, "think"), text) == (f"Not {ONE[name]} yet.", "", [WEATHER])
@@ -51,7 +52,7 @@ def test_a_call_behind_reasoning_that_speaks_of_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE)
 def test_without_tools_or_in_reasoning_that_stays_open_nothing_is_a_call(name: str) -> None:
-    if name == "harmony":
+    if name in MESSAGES:
         return
     assert answer(form(name), ONE[name], tools=()) == ("", ONE[name], [])
     if name in ("kimi", "qwen3_coder"):
@@ -93,13 +94,13 @@ def test_a_call_that_is_cut_off_stays_as_far_as_it_came(name: str) -> None:
                 assert [call for call, _ in calls] == [tool]
                 assert whole.startswith(calls[0][1])
                 assert content == ""
-            elif name != "harmony":
+            elif name not in MESSAGES:
                 assert content == ONE[name][:length]
 
 
 @pytest.mark.parametrize("name", ONE)
 def test_only_the_first_call_where_they_are_not_parallel(name: str) -> None:
-    text = ONE[name] * 2 if name != "harmony" else ONE[name] + "<|call|><|start|>assistant" + ONE[name]
+    text = ONE[name] + MESSAGES.get(name, ("", ""))[1] + ONE[name]
     assert answer(form(name), text, parallel=False)[2] == [WEATHER]
 
 

@@ -140,3 +140,63 @@ def test_a_template_that_knows_no_tools_gets_functions_as_text() -> None:
     assert template.render(asked, tools=shaped, now=date, functions="f", datetime="d") == "functools[fd?"
     other = ChatTemplate("{{ functions is defined }}{% if tools %}{{ tools[0].function.name }}{% endif %}")
     assert other.render(asked, tools=shaped) == "Falsenow"
+
+
+# ---- Muse ----
+
+ON = "<|eom|><|start|>assistant"
+
+
+def muse(*invoked: str, to: str = "now") -> str:
+    return f" to={to}<|message|><atem:function_calls>\n{''.join(invoked)}</atem:function_calls>"
+
+
+def invoke(name: str, *parameters: str) -> str:
+    return f'<atem:invoke name="{name}">\n{"".join(parameters)}</atem:invoke>\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f" to=self<|message|>Hm.{ON}{muse(invoke('now'))}<|eot|>", ("Hm.", "", [NOW])),
+        (f" to=user<|message|>I look.{ON}{muse(invoke('now'))}{ON}{ONE['muse']}<|eot|>", ("", "I look.", [NOW, WEATHER])),
+        (muse(invoke("x"), invoke("now")), ("", "", [("x", {}), NOW])),
+        (muse(invoke("x", '<atem:parameter name="a"> <b>\n</atem:parameter>\n'), to="y"), ("", "", [("x", {"a": " <b>\n"})])),
+        (muse(invoke("now")).replace("\n", ""), ("", "", [NOW])),
+        (f" to=now<|message|>{invoke('now')}", ("", "", [NOW])),
+        (" to=now<|message|>now, please<|eot|>", ("", "now, please", [])),
+        (muse(), ("", "<atem:function_calls>\n</atem:function_calls>", [])),
+        (muse(invoke("")), ("", muse(invoke("")).partition("<|message|>")[2], [])),
+        (f"{muse(invoke('now'))} So.", ("", "So.", [NOW])),
+        (f" to=self<|message|>{muse(invoke('now'))[1:]}", (muse(invoke("now"))[1:], "", [])),
+        (f" to=user<|message|>{invoke('now')}", ("", invoke("now"), [])),
+    ],
+)  # fmt: skip
+def test_a_muse_calls_in_messages(text: str, expected: Any) -> None:
+    """As its publisher's template has it, and llama.cpp reads it."""
+    for whole_calls in (False, True):
+        assert answer(form("muse", "muse"), text, whole_calls=whole_calls) == expected
+
+
+def test_a_muses_parameters_are_what_their_schema_says() -> None:
+    values = {"city": "null", "days": " 7\n", "exact": "true", "place": '{"a": [1]}', "note": "null", "level": "2"}
+    text = muse(invoke("weather", *(f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in values.items())))
+    expected = {"city": "null", "days": 7, "exact": True, "place": {"a": [1]}, "note": None, "level": 2}
+    assert answer(form("muse", "muse"), text) == ("", "", [("weather", expected)])
+
+
+def test_only_the_first_of_a_muses_calls_where_they_are_not_parallel() -> None:
+    for text in (muse(invoke("now"), invoke("x")), f"{muse(invoke('now'))}{ON}{ONE['muse']}"):
+        assert answer(form("muse", "muse"), text, parallel=False) == ("", "", [NOW])
+
+
+def test_what_a_muse_may_say_before_it_calls() -> None:
+    call, two = ONE["muse"], f"{ONE['muse']}{ON}{muse(invoke('now'))}"
+    said = f" to=self<|message|>Hm.{ON} to=user<|message|>I look.{ON}"
+    assert allows(known("muse"), f"<|start|>assistant{call}")
+    for wanted in (call, two):
+        assert allows(known("muse"), said + wanted, "auto", STRICT)
+        assert not allows(known("muse"), said + wanted)
+        assert not allows(known("muse"), said + wanted.replace("3", "few"), "auto", STRICT)
+    assert not allows(known("muse"), said + two, "auto", STRICT, parallel=False)
+    assert not allows(known("muse"), call.replace("to=weather", "to=now"))

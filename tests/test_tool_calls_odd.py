@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_calls import MAX_TOOLS, Tool, tools_of
-from tool_answers import ONE, PROPERTIES, SCHEMA, TOOLS, answer, form, raw_answer, read
+from tool_answers import MESSAGES, ONE, PROPERTIES, SCHEMA, TOOLS, answer, form, raw_answer, read
 
 NOW = ("now", {})
 
@@ -436,6 +436,7 @@ PIECES = (
     *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     *("<|tool_call>", "call:", '<|"|>', "<tool_call|>", ":", ","),
+    *("<|eom|>", " to=now", "<atem:function_calls>", '<atem:invoke name="now">', "</atem:invoke>", ">>>", "Action:", "```json"),
     *(
         "<|python_tag|>",
         "functools[",
@@ -461,10 +462,10 @@ def test_pieces_do_not_matter_and_nothing_is_lost(
     """A sound call with anything in it, whole and character by character; without a call in it, all of it is content."""
     cut = int(place * len(ONE[name]))
     text = ONE[name][:cut] + "".join(parts) + ONE[name][cut:]
-    known = form(name, "harmony" if name == "harmony" else "none")
+    known = form(name, name if name in MESSAGES else "none")
     whole = read(known.parser("", TOOLS, **options), text)
     assert read(known.parser("", TOOLS, **options), *text) == whole
-    if options.get("whole_calls") and not whole[2] and name != "harmony":
+    if options.get("whole_calls") and not whole[2] and name not in MESSAGES:
         assert whole[1] == text
     for _, arguments in whole[2][:-1] if options.get("whole_calls") else ():
         json.loads(arguments)  # only the last may have been cut off

@@ -13,7 +13,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.tool_calls import Tool, joined_calls, tools_of
-from tool_answers import ONE
+from tool_answers import MESSAGES, ONE
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
 
@@ -70,7 +70,7 @@ def follows(grammar: str, tokenizer: Any, ids: list[int]) -> bool:
 def allows(known: AnswerFormat, answer: str, choice: str = "required", tools: Any = TOOLS, **options: Any) -> bool:
     """Over bytes, once with the tags as special tokens and once as text; both agree."""
     given = []
-    tags = HARMONY_TAGS if known.name == "harmony" else tuple(tag for tag in known.tools.tags if tag[-1] in ">]")
+    tags = tags_of(known)
     for special in ((), tags):
         vocabulary = Bytes(special)
         form = AnswerFormat(known.reasoning, known.tools, vocabulary.ids)
@@ -83,9 +83,16 @@ def allows(known: AnswerFormat, answer: str, choice: str = "required", tools: An
     return given[0]
 
 
-BEFORE = {"harmony": "<|channel|>final<|message|>", "solar": "<|content|>", "functionary_v32": "all\n"}
+BEFORE = {
+    "harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>", "solar": "<|content|>", "functionary_v32": "all\n"
+}  # fmt: skip
 """What begins content."""
-HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
+MESSAGE_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>", "<|eom|>")
+
+
+def tags_of(known: AnswerFormat) -> tuple[str, ...]:
+    """What may be special tokens."""
+    return (MESSAGE_TAGS if known.name in MESSAGES else ()) + tuple(tag for tag in known.tools.tags if tag[-1] in ">]")
 
 
 def known(name: str, reasoning: str = "none") -> AnswerFormat:
@@ -163,7 +170,7 @@ def test_beside_calls_a_grammar_is_held_to_where_a_token_begins_them(name: str) 
     """The grammar takes any line, and has names and white space of its own."""
     lark = Constraint("lark", '%llguidance {}\nstart: r0 ";" T0\nr0: "a" "b"\nT0: /[^\\n]*/\n%ignore / +/')
     before = BEFORE.get(name, "")
-    tags = HARMONY_TAGS if name == "harmony" else tuple(tag for tag in known(name).tools.tags if tag[-1] in ">]")
+    tags = tags_of(known(name))
     if name not in BEFORE:
         with pytest.raises(UnsupportedError, match="ordinary text"):
             followed(name, (), lark, "ab;")
@@ -211,6 +218,8 @@ TWO = {
     "solar": ONE["solar"] + "<|tool_call:begin|>0123456789<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
     "functionary_v31": ONE["functionary_v31"] + "\n<function=now>{}</function>",
     "functionary_v32": ONE["functionary_v32"] + ">>>now\n{}",
+    "muse": ONE["muse"] + '<|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n'
+            '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
     "olmo": ONE["olmo"].replace("</", "\nnow()</"),
     "internlm": ONE["internlm"] + '<|action_start|><|plugin|>\n{"name": "now", "parameters": {}}<|action_end|>',
 }  # fmt: skip

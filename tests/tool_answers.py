@@ -83,8 +83,18 @@ ONE: dict[str, str] = {
     "internlm": (
         '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "Köln", "days": 3}}<|action_end|>'
     ),
+    "muse": (
+        ' to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n<atem:parameter name="city">Köln'
+        '</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+    ),
     "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln", "days": 3}',
 }
+
+MESSAGES = {
+    "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    "muse": (" to=self<|message|>", "<|eom|><|start|>assistant"),
+}
+"""Where calls are messages of their own: what begins one of reasoning, and what stands between two."""
 
 PROPERTIES = {
     "city": {"type": "string", "description": "where"},

@@ -20,7 +20,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import ASR, FORMATS, ReasoningFormat, prompt_opens_reasoning, reasoning_format
-from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, harmony_parser
+from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, harmony_parser, muse_parser
 from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
@@ -105,9 +105,10 @@ class AnswerFormat:
         whole_calls: a call comes out when it is complete, and is content where it turns out broken; otherwise its arguments
         stream, and what follows the place where they break is content.
         """
-        if self.tools.name == "harmony" and tools:
-            calls = HarmonyCalls(whole=whole_calls, single=not parallel)
-            return HarmonyAnswerParser(harmony_parser(prompt_tail), calls, splits_reasoning)
+        if self.tools.body is not None and tools:
+            calls = HarmonyCalls(self.tools.body, tools, whole=whole_calls, single=not parallel)
+            messages = muse_parser(prompt_tail) if self.tools.name == "muse" else harmony_parser(prompt_tail)
+            return HarmonyAnswerParser(messages, calls, splits_reasoning)
         known = self.reasoning
         wrap = () if known is None or known.wrap is None else (*known.wrap.opens, known.wrap.close)
         hidden = tuple(tag for tag in (*self.tools.tags, *wrap) if tag in self.special_tokens)
@@ -185,7 +186,7 @@ class SplittingParser:
 
 
 class HarmonyAnswerParser:
-    """The channels of gpt-oss. splits_reasoning: False makes analysis content; its markers are never shown."""
+    """The channels of gpt-oss, or a Muse's messages. splits_reasoning: False makes analysis content; markers are never shown."""
 
     def __init__(self, messages: HarmonyParser, calls: HarmonyCalls, splits_reasoning: bool) -> None:
         self._messages, self._calls, self._splits_reasoning = messages, calls, splits_reasoning

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm_cli.text.tool_grammar import CallGrammar, HarmonyGrammar
+from nanovllm_cli.text.tool_harmony import ReadBody
 from nanovllm_cli.text.tool_sections import ReadSection, Tools, read_bare
 from nanovllm_cli.text.tool_stream import CallStream, Reader, Reading
 
@@ -18,6 +19,7 @@ class ToolFormat:
     must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
     that says nothing, of a model whose vocabulary has the opener as a special token. in_reasoning: what begins a call where its
     models forget to close their reasoning. opened: what ends a prompt behind which the first opener is left out.
+    body: of families whose calls are messages of their own, reads one's body, and not section.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ToolFormat:
     by_token: bool = False
     in_reasoning: str = ""
     opened: str = ""
+    body: ReadBody | None = None
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ from nanovllm_cli.text.tool_grammar import (
     python_call,
     solar_call,
 )
+from nanovllm_cli.text.tool_harmony import read_harmony
+from nanovllm_cli.text.tool_muse import MUSE_TAGS, MuseGrammar, read_muse
 from nanovllm_cli.text.tool_sections import (
     APERTUS_BEGIN,
     APERTUS_END,
@@ -98,8 +100,15 @@ def tool_format_named(name: str) -> ToolFormat:
 
 
 HARMONY = ToolFormat(
-    "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), read_bare, HarmonyGrammar()
+    "harmony",
+    (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")),
+    (),
+    (),
+    read_bare,
+    HarmonyGrammar(),
+    body=read_harmony,
 )
+MUSE = ToolFormat("muse", (("<atem:function_calls>", "<|eom|>"),), (), MUSE_TAGS, read_bare, MuseGrammar(), body=read_muse)
 JSON = ToolFormat("json", (), (), (), read_bare, CallGrammar(json_call(), between=("\n",)), bare=True)
 
 
@@ -116,6 +125,7 @@ def _gemma(name: str, tags: GemmaTags, *signs: tuple[str, ...]) -> ToolFormat:
 
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
+    MUSE,
     *TAGGED,
     _gemma("gemma4", GEMMA4, (GEMMA4.open + "call:",), (GEMMA4.open, GEMMA4.quote)),
     _gemma("functiongemma", FUNCTION_GEMMA, (FUNCTION_GEMMA.open,)),

@@ -69,6 +69,10 @@ class Writer:
             return f"{self.terminal(f'/{pattern}/')}? {self.sequence(tag)}"
         return self.rule(f"/{pattern}/", f"[suffix={quoted(tag)}]")
 
+    def anything(self) -> str:
+        """Any text, or none."""
+        return f"{self.terminal(f'/{_ANYTHING}/')}?"
+
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
         """A value of this schema. strict: keywords that can't be held to are an error."""
         options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}
@@ -182,7 +186,7 @@ class SolarGrammar(CallGrammar):
         return ""
 
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
-        said = f"{writer.sequence('<|content|>')} {writer.terminal(f'/{_ANYTHING}/')}?"
+        said = f"{writer.sequence('<|content|>')} {writer.anything()}"
         called = f"{writer.sequence(self.trigger)} {self.section(writer, call, parallel=parallel)}"
         return f"{self._begin(writer)} ({said} | {called})"
 
@@ -213,7 +217,7 @@ class HarmonyGrammar:
             f'{writer.sequence("<|channel|>")} ("analysis" | "commentary" | "final") {writer.sequence("<|message|>")}'
         )
         message = f"{head} {writer.text_before('<|end|>')} {begin}"
-        return f"({begin})? ({message})* ({head} {writer.terminal(f'/{_ANYTHING}/')}? | {call})"
+        return f"({begin})? ({message})* ({head} {writer.anything()} | {call})"
 
 
 def content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:

@@ -1,19 +1,25 @@
-"""gpt-oss: calls are messages of their own, to=functions.NAME in the header and JSON in the body."""
+"""Calls that are messages of their own, the tool in the header: gpt-oss' (to=functions.NAME, JSON in the body), Muse's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.text.reasoning_harmony import HarmonyPiece
 from nanovllm_cli.text.tool_calls import joined_calls
 from nanovllm_cli.text.tool_json import read_named_call
+from nanovllm_cli.text.tool_sections import Tools
 from nanovllm_cli.text.tool_stream import CallStream, Found, Reader, Reading
+
+ReadBody = Callable[[CallStream, str, Tools], Reading[None]]
+"""Reads the body of a message to the tool of a name."""
 
 
 class HarmonyCalls:
-    """Finds the calls among the pieces of an answer's messages. What is sent to a tool and is no JSON object is content."""
+    """Finds the calls among the pieces of an answer's messages. What is sent to a tool and is no call is content."""
 
-    def __init__(self, *, whole: bool, single: bool) -> None:
+    def __init__(self, read: ReadBody, tools: Tools, *, whole: bool, single: bool) -> None:
+        self._read, self._tools = read, tools
         self._whole, self._single = whole, single
         self._message: CallStream | None = None
         self._num_calls = 0
@@ -28,7 +34,7 @@ class HarmonyCalls:
         found: list[Found] = []
         for kind, text in pieces:
             if kind == "call header":
-                self._message = CallStream(_reader(_recipient(text)), whole=self._whole)
+                self._message = CallStream(self._reader(_recipient(text)), whole=self._whole, single=self._single)
             elif kind == "call" and self._message is not None:
                 found.append(self._numbered(self._message.push(text)))
             elif kind == "call end":
@@ -48,6 +54,15 @@ class HarmonyCalls:
         self._message = None
         return found
 
+    def _reader(self, name: str) -> Reader:
+        """Reads the body of a message to a tool."""
+
+        def read(stream: CallStream) -> Reading[None]:
+            yield from stream.attempt(self._read(stream, name, self._tools))
+            yield from stream.content_to()
+
+        return read
+
     def _numbered(self, found: Found) -> Found:
         if self._single and self._num_calls:
             return Found(found.content, ())
@@ -60,11 +75,6 @@ def _recipient(header: str) -> str:
     return name[0].removeprefix("functions.") if name else ""
 
 
-def _reader(name: str) -> Reader:
-    """Reads the body of a message to a tool."""
-
-    def read(stream: CallStream) -> Reading[None]:
-        yield from stream.attempt(read_named_call(stream, name))
-        yield from stream.content_to()
-
-    return read
+def read_harmony(stream: CallStream, name: str, tools: Tools) -> Reading[None]:
+    """An object."""
+    yield from read_named_call(stream, name)
