@@ -43,6 +43,8 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "'<|start|>assistant to=self<|message|>' + message": ("json", "muse"),
     "'<|start|>assistant to=self<|message|>' '<|eom|>' '<atem:function_calls>\\n'": ("muse", "muse"),
     "'<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' <seed:think>": ("seed", "seed"),
+    "dsml_token = '｜DSML｜' '<' + dsml_token + 'function_calls>' <think> message['tool_calls']": ("deepseek_v32", "think"),
+    "dsml_token = '｜DSML｜' '<' + dsml_token + 'tool_calls>' <think>": ("deepseek_v4", "think"),
     "<minimax:tool_call>\\n<invoke name= <parameter name= </think>": ("minimax", "think"),
     """'<function name="' ~ name ~ '">' '<param name="'""": ("minicpm", None),
     "<tool_calls>[ <think> '<answer>' in content": ("tool_calls", "hunyuan"),

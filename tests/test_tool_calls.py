@@ -55,13 +55,13 @@ def test_without_tools_or_in_reasoning_that_stays_open_nothing_is_a_call(name: s
     if name in MESSAGES:
         return
     assert answer(form(name), ONE[name], tools=()) == ("", ONE[name], [])
-    if name in ("kimi", "qwen3_coder"):
+    if name in ("kimi", "qwen3_coder", "deepseek_v32"):
         return
     assert answer(form(name, "think"), f"<think>{ONE[name]}") == (ONE[name], "", [])
     assert answer(form(name, "think"), ONE[name], prompt="<think>\n") == (ONE[name], "", [])
 
 
-@pytest.mark.parametrize("name", ["kimi", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["kimi", "qwen3_coder", "deepseek_v32"])
 def test_models_that_forget_to_close_their_reasoning_call_all_the_same(name: str) -> None:
     """As llama.cpp and vLLM have it, but for reasoning that is closed behind what looks like a call."""
     assert answer(form(name, "think"), f"<think>Hm.\n\n{ONE[name]}\n") == ("Hm.", "", [WEATHER])

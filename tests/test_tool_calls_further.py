@@ -11,7 +11,7 @@ import pytest
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.messages import template_tools
 from nanovllm_cli.text.tool_calls import tools_of
-from test_tool_grammar import STRICT, allows, known
+from test_tool_grammar import STRICT, allows, known, tool
 from tool_answers import ONE, answer, form
 
 NOW = ("now", {})
@@ -200,3 +200,109 @@ def test_what_a_muse_may_say_before_it_calls() -> None:
         assert not allows(known("muse"), said + wanted.replace("3", "few"), "auto", STRICT)
     assert not allows(known("muse"), said + two, "auto", STRICT, parallel=False)
     assert not allows(known("muse"), call.replace("to=weather", "to=now"))
+
+
+# ---- DeepSeek V3.2 ----
+
+
+def dsml(*parameters: tuple[str, str, str], name: str = "weather") -> str:
+    said = "".join(f'<｜DSML｜parameter name="{key}"{kind}>{text}</｜DSML｜parameter>\n' for key, kind, text in parameters)
+    return f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{said}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+
+
+TEXT, OTHER = ' string="true"', ' string="false"'
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "text", "value"),
+    [
+        ("city", TEXT, " a <b>\n", " a <b>\n"),
+        ("city", OTHER, "3", "3"),  # the schema knows better
+        ("days", OTHER, " 3\n", 3),
+        ("days", TEXT, "3", 3),
+        ("days", OTHER, "few", "few"),
+        ("note", TEXT, "null", "null"),
+        ("note", OTHER, "null", None),
+        ("note", OTHER, "word", "word"),
+        ("note", "", "null", None),
+        ("new", TEXT, "3", "3"),
+        ("new", OTHER, "3", 3),
+        ("new", OTHER, '{"a": [1, null]}', {"a": [1, None]}),
+        ("new", OTHER, "[True, 'a']", [True, "a"]),
+        ("new", OTHER, "word", "word"),
+        ("new", "", "3", "3"),
+    ],
+)
+def test_a_deepseek_says_which_values_are_text(key: str, kind: str, text: str, value: Any) -> None:
+    assert answer(form("deepseek_v32"), dsml((key, kind, text))) == ("", "", [("weather", {key: value})])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"I look.\n\n{dsml(name='now')}", "I look.", [NOW]),
+        ('<｜DSML｜invoke name="now">\n</｜DSML｜invoke>', "", [NOW]),
+        ("<｜DSML｜function_calls>\n</｜DSML｜function_calls>", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>", []),
+        ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="">', '<｜DSML｜function_calls>\n<｜DSML｜invoke name="">', []),
+        ("a ｜DSML｜ b", "a ｜DSML｜ b", []),
+    ],
+)
+def test_blocks_of_a_deepseek(text: str, content: str, calls: Any) -> None:
+    """A V4's have another name."""
+    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
+        named = (each.replace("function_calls", block) for each in (text, content))
+        assert answer(form(name), next(named)) == ("", next(named), calls)
+
+
+def test_a_mark_that_is_a_token_is_left_out_of_what_is_no_call() -> None:
+    assert answer(form("deepseek_v32", special=("｜DSML｜",)), "a ｜DSML｜b <｜DSML｜invoke x") == ("", "a b <invoke x", [])
+
+
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"Loop": {"$ref": "#/$defs/Loop"}},
+    "properties": {
+        "either": {"type": ["string", "integer"], "maxLength": 3},
+        "mode": {"enum": ["a", 1, None]},
+        "any": {},
+        "loop": {"$ref": "#/$defs/Loop"},
+    },
+}
+KINDED = [
+    ("either", "string", "abc", "abc"),
+    ("either", "string", "abcd", None),
+    ("either", "string", "12", "12"),
+    ("either", "number", "12", 12),
+    ("either", "number", "1.5", None),
+    ("either", "null", "null", None),
+    ("mode", "string", "a", "a"),
+    ("mode", "string", "1", None),
+    ("mode", "number", "1", 1),
+    ("mode", "number", "2", None),
+    ("mode", "null", "null", ...),
+    ("any", "string", "1", "1"),
+    ("any", "number", "1", 1),
+    ("any", "array", "[1, {}]", [1, {}]),
+    ("any", "number", "word", None),
+    ("loop", "boolean", "true", True),
+]
+"""What may be of several types, and the value that is read; None where it is not allowed, ... for null."""
+
+
+@pytest.mark.parametrize(("key", "kind", "text", "value"), KINDED)
+def test_a_deepseek_is_held_to_say_what_it_writes(key: str, kind: str, text: str, value: Any) -> None:
+    call = dsml((key, TEXT if kind == "string" else OTHER, text), name="f")
+    tools = (tool("f", VALUES),)
+    assert allows(known("deepseek_v32"), call, tools=tools) == (value is not None)
+    if value is not None:
+        assert answer(known("deepseek_v32"), call, tools=tools)[2] == [("f", {key: None if value is ... else value})]
+
+
+def test_a_deepseeks_block_begins_with_its_mark_wherever_it_stands() -> None:
+    call = ONE["deepseek_v32"]
+    assert allows(known("deepseek_v32"), f"a < b\n\n{call}", "auto", STRICT)
+    assert not allows(known("deepseek_v32"), f"a < b {call.replace('3', 'few')}", "auto", STRICT)
+    assert not allows(known("deepseek_v32"), call.removeprefix("<"))
+    call = call.replace("function_calls", "tool_calls")
+    assert allows(known("deepseek_v4"), call)
+    assert not allows(known("deepseek_v32"), call)

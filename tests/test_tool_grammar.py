@@ -13,6 +13,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.tool_calls import Tool, joined_calls, tools_of
+from nanovllm_cli.text.tool_grammar import Marked
 from tool_answers import MESSAGES, ONE
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -92,7 +93,8 @@ MESSAGE_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|e
 
 def tags_of(known: AnswerFormat) -> tuple[str, ...]:
     """What may be special tokens."""
-    return (MESSAGE_TAGS if known.name in MESSAGES else ()) + tuple(tag for tag in known.tools.tags if tag[-1] in ">]")
+    tags = (tag for tag in known.tools.tags if tag[-1] in ">]｜" and not isinstance(tag, Marked))
+    return (MESSAGE_TAGS if known.name in MESSAGES else ()) + tuple(tags)
 
 
 def known(name: str, reasoning: str = "none") -> AnswerFormat:
@@ -209,6 +211,7 @@ TWO = {
     "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "seed": ONE["seed"] + "\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "minimax": ONE["minimax"].replace("</minimax", '<invoke name="now">\n</invoke>\n</minimax'),
+    "deepseek_v32": ONE["deepseek_v32"].replace("</｜DSML｜f", '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜f'),
     "minicpm": ONE["minicpm"] + '\n<function name="now"></function>',
     "tool_calls": ONE["tool_calls"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
     "cohere": ONE["cohere"].replace("\n]", ',\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'),

@@ -58,6 +58,11 @@ ONE: dict[str, str] = {
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Köln</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
     ),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Köln'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>"
+    ),
     "minicpm": '<function name="weather"><param name="city">Köln</param><param name="days">3</param></function>',
     "tool_calls": '<tool_calls>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</tool_calls>',
     "nemotron": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</TOOLCALL>',

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from nanovllm_cli.text.tool_dsml import DSML
 from nanovllm_cli.text.tool_format import ToolFormat
-from nanovllm_cli.text.tool_grammar import LINE, CallGrammar, tagged_call
+from nanovllm_cli.text.tool_grammar import LINE, CallGrammar
 from nanovllm_cli.text.tool_hy import HY_CLOSERS, HY_GRAMMAR, HY_OPENERS, HY_SIGNS, read_hy
 from nanovllm_cli.text.tool_sections import read_xml
+from nanovllm_cli.text.tool_tagged_grammar import tagged_call
 from nanovllm_cli.text.tool_xml import CODER, INVOKE, MINICPM, SEED, read_glm_call
 
 TAGGED: tuple[ToolFormat, ...] = (
@@ -78,6 +80,7 @@ TAGGED: tuple[ToolFormat, ...] = (
             after=("</minimax:tool_call>",),
         ),
     ),
+    *DSML,
     ToolFormat(
         "minicpm",
         (('<function name="', '<param name="'),),

@@ -15,8 +15,9 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.tool_calls import resolved
 from nanovllm_cli.text.tool_gemma import GemmaTags
-from nanovllm_cli.text.tool_grammar import ANY_KEY, TEXT_KEYWORDS, Bound, WriteCall, Writer, any_text, listed, quoted
+from nanovllm_cli.text.tool_grammar import ANY_KEY, TEXT_KEYWORDS, Bound, WriteCall, Writer, listed, quoted
 from nanovllm_cli.text.tool_json import MAX_DEPTH
+from nanovllm_cli.text.tool_tagged_grammar import any_text
 
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
 _NOTES |= frozenset(("$defs", "definitions", "$schema", "$id", "$comment"))

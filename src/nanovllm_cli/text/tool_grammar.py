@@ -16,20 +16,31 @@ from typing import Any, NamedTuple
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
-from nanovllm_cli.text.tool_calls import Tool, ToolChoice, alternatives
+from nanovllm_cli.text.tool_calls import Tool, ToolChoice
 
 LINE = "\n?"
 """A part of a grammar: a line break, or none."""
 GAP = "[ \n]?"
 """The same, or a space."""
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
-_ANYTHING = "(?s:.*)"
+ANYTHING = "(?s:.*)"
 ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _PYTHON_ONLY = r"/True|False|None|'([^'\\\n]|\\[^xuU\n])*'/"
-_COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
+COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
 TEXT_KEYWORDS = frozenset(
     ("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength")
 )
+
+
+class Marked(str):
+    """A tag of which a part in the middle, the mark, may be a token of its own."""
+
+    mark: str
+
+    def __new__(cls, before: str, mark: str, behind: str) -> Marked:
+        tag = super().__new__(cls, before + mark + behind)
+        tag.mark = mark
+        return tag
 
 
 class Writer:
@@ -42,7 +53,8 @@ class Writer:
         self.rules: list[str] = []
 
     def is_token(self, text: str) -> bool:
-        return text in self._special
+        """Whether there is a token in it, so that ordinary text can't be the same."""
+        return (text.mark if isinstance(text, Marked) else text) in self._special
 
     def sequence(self, *parts: str) -> str:
         """Tags and other fixed text behind each other."""
@@ -63,15 +75,19 @@ class Writer:
         """The name of a new terminal: regular expressions, and what combines them."""
         return self._add(f"T{next(self._numbers)}", "", body)
 
-    def text_before(self, tag: str, pattern: str = _ANYTHING) -> str:
-        """Text that matches a pattern, up to where `tag` stands first; the tag is included."""
-        if self.is_token(tag):
-            return f"{self.terminal(f'/{pattern}/')}? {self.sequence(tag)}"
-        return self.rule(f"/{pattern}/", f"[suffix={quoted(tag)}]")
+    def text_before(self, tag: str, pattern: str = ANYTHING, without: str = "") -> str:
+        """Text that matches a pattern, up to where `tag` stands first; the tag is included. without: see `_without`; only where
+        the tag is a token."""
+        if not self.is_token(tag):
+            return self.rule(f"/{pattern}/", f"[suffix={quoted(tag)}]")
+        if not isinstance(tag, Marked):
+            return f"{self.terminal(f'/{pattern}/{without}')}? {self.sequence(tag)}"
+        before, _, behind = tag.partition(tag.mark)
+        return f"{self.terminal(f'/{pattern}{_escaped(before)}/{without}')} {self.sequence(tag.mark, behind)}"
 
     def anything(self) -> str:
         """Any text, or none."""
-        return f"{self.terminal(f'/{_ANYTHING}/')}?"
+        return f"{self.terminal(f'/{ANYTHING}/')}?"
 
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
         """A value of this schema. strict: keywords that can't be held to are an error."""
@@ -87,6 +103,9 @@ class Writer:
             return f"{quoted(LINE[0])}?"
         if part == GAP:
             return f'({quoted(" ")} | {quoted(LINE[0])})?'
+        if isinstance(part, Marked) and self.is_token(part):
+            before, _, behind = part.partition(part.mark)
+            return self.sequence(before, part.mark, behind)
         return f"<[{self._special[part]}]>" if part in self._special else quoted(part)
 
 
@@ -165,9 +184,9 @@ class CallGrammar:
         if not self.trigger:
             text = writer.terminal(rf"/\s*([^\s{{\[](?s:.*))?/{without}")
             return f"{text}? | {section}"
-        text = writer.terminal(f"/{_ANYTHING}/{without}")
+        text = writer.terminal(f"/{ANYTHING}/{without}")
         if writer.is_token(self.trigger):
-            head = f"{text}? {writer.sequence(self.trigger)}"
+            head = writer.text_before(self.trigger, without=without)
         else:
             head = writer.rule(f"{text} {quoted(self.trigger)}", "[lazy]")
         return f"({head} {section}){'*' if parallel else '?'} {text}?"
@@ -301,7 +320,7 @@ def solar_call(writer: Writer, tool: Bound) -> str:
 
 def python_call(writer: Writer, tool: Bound) -> str:
     """name(argument=value, …), values as JSON writes them. Where any argument will do, also some that only Python knows."""
-    required, optional = _parameters(tool)
+    required, optional = parameters(tool)
     pieces = {
         name: f"{quoted(name + '=')} {tool.argument(writer, schema)}" for name, schema in (required | optional).items()
     }
@@ -323,62 +342,9 @@ def python_call(writer: Writer, tool: Bound) -> str:
     return f"{quoted(tool.name + '(')} {body} {quoted(')')}"
 
 
-def tagged_call(head: tuple[str, ...], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
-    """Arguments between tags, in the order of the schema: first those that must be there.
-
-    head: around the call's name; key: around an argument's key; close: behind its value; end: behind the call.
-    """
-
-    def write(writer: Writer, tool: Bound) -> str:
-        required, optional = _parameters(tool)
-
-        def argument(name: str, schema: Mapping[str, Any]) -> str:
-            return f"{writer.sequence(key[0], name, *key[1:])} {_value(writer, tool, schema, close)}"
-
-        body = [argument(name, schema) for name, schema in required.items()]
-        body += [f"({argument(name, schema)})?" for name, schema in optional.items()]
-        if not body and tool.schema.get("additionalProperties") is not False:
-            any_key = writer.terminal(ANY_KEY)
-            opening = f"{writer.sequence(key[0])} {any_key} {writer.sequence(*key[1:])}"
-            body = [f"({opening} {_value(writer, tool, {'type': 'string'}, close)})*"]
-        return f"{writer.sequence(head[0] + tool.name, *head[1:])} {' '.join(body)} {writer.sequence(*end)}"
-
-    return write
-
-
-def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[str, ...]) -> str:
-    """An argument between tags, with what closes it: text as it is, anything else as JSON. Where text may be, so may anything."""
-    known = alternatives(schema, tool.schema)
-    texts = [each for each in known if _is_text(each)]
-    if not texts:
-        return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
-    if all("const" in each or each.get("enum") is not None for each in texts):
-        choices = [choice for each in texts for choice in _choices(each, tool)]
-        shown = [quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices]
-        shown += [tool.argument(writer, each) for each in known if each not in texts]
-        return f"({' | '.join(shown)}) {writer.sequence(*close)}"
-    open_ended = sorted(frozenset[str]().union(*known) - TEXT_KEYWORDS)
-    if open_ended and tool.strict:
-        raise UnsupportedError(
-            f"the strict tool {tool.name!r} limits text by {open_ended[0]!r}, which this model's calls can't be held to",
-            "leave that keyword out, or leave strict out",
-        )
-    return f"{any_text(writer, known[0] if len(known) == 1 else {}, close[0])} {writer.sequence(*close[1:])}"
-
-
-def _choices(schema: Mapping[str, Any], tool: Bound) -> Sequence[Any]:
-    return [schema["const"]] if "const" in schema else listed(schema, "enum", tool)
-
-
-def any_text(writer: Writer, schema: Mapping[str, Any], tag: str) -> str:
-    """Text as it is, as long as the schema says, and the tag behind it."""
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    return writer.text_before(tag, f"(?s:.){{{shortest},{longest}}}" if shortest or longest != "" else _ANYTHING)
-
-
-def _parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
+def parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
     """The schemas of the arguments that must be there, and of those that may."""
-    open_ended = sorted(_COMBINATIONS.intersection(tool.schema))
+    open_ended = sorted(COMBINATIONS.intersection(tool.schema))
     if open_ended and tool.strict:
         raise UnsupportedError(
             f"the strict tool {tool.name!r} combines schemas by {open_ended[0]!r}, which this model's calls can't be held to",
@@ -402,14 +368,6 @@ def listed(schema: Mapping[str, Any], keyword: str, tool: Bound) -> Sequence[Any
     return value
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a value between tags is text without quotes."""
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return kinds == "string"
-    return "string" in kinds if isinstance(kinds, Sequence) else not _COMBINATIONS.intersection(schema)
-
-
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -422,7 +380,7 @@ def _between_slashes(pattern: str) -> str:
 
 def _without(tag: str) -> str:
     """Behind a terminal: it matches no text that `tag` stands in."""
-    return f" & ~/{_ANYTHING}{_escaped(tag)}{_ANYTHING}/"
+    return f" & ~/{ANYTHING}{_escaped(tag)}{ANYTHING}/"
 
 
 def _escaped(text: str) -> str:

@@ -11,9 +11,10 @@ model from its maker's own.
 
 from __future__ import annotations
 
-from nanovllm_cli.text.tool_grammar import LINE, CallGrammar, tagged_call
+from nanovllm_cli.text.tool_grammar import LINE, CallGrammar
 from nanovllm_cli.text.tool_sections import Tools
 from nanovllm_cli.text.tool_stream import CallStream, Reading
+from nanovllm_cli.text.tool_tagged_grammar import tagged_call
 from nanovllm_cli.text.tool_xml import PairTags, read_pairs
 
 HY_SIGNS = ("<tool_sep{}>", ":opensource")

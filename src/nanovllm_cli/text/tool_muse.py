@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_cli.text.tool_grammar import LINE, Bound, HarmonyGrammar, Writer, quoted, tagged_call
+from nanovllm_cli.text.tool_grammar import LINE, Bound, HarmonyGrammar, Writer, quoted
 from nanovllm_cli.text.tool_sections import Tools, read_xml
 from nanovllm_cli.text.tool_stream import CallStream, Reading
+from nanovllm_cli.text.tool_tagged_grammar import tagged_call
 from nanovllm_cli.text.tool_xml import XmlTags
 
 _BEGIN, _END = "<atem:function_calls>", "</atem:function_calls>"

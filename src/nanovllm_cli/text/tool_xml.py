@@ -1,9 +1,9 @@
-"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder, Seed, MiniMax, MiniCPM, GLM and Hy3 write
-them.
+"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder, Seed, MiniMax, MiniCPM, Muse, DeepSeek V3.2,
+GLM and Hy3 write them.
 
 Values are text without quotes. What they mean follows from the tool's schema: text stays text, to the letter; where something
 else is wanted, the value is read as JSON, or as the Python that these models fall into (True, None, single quotes). Where either
-may be, what is JSON of one of the other types is that.
+may be, what is JSON of one of the other types is that, unless the tag itself says which.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from nanovllm_cli.text.tool_python import in_json_string, read_literal
 from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reading
 
 _PLAIN: tuple[frozenset[str], ...] = (frozenset(), frozenset({"string"}))
+_NO_TEXT = frozenset({"null", "boolean", "number", "object", "array"})
 _MAX_LOOSE_CHARS = 1 << 16
 
 
 class XmlTags(NamedTuple):
     """name, key: around the call's name and an argument's. value: behind a value. end: behind the call. lines: a value stands on
-    lines of its own."""
+    lines of its own. kind: what stands between a key and what its value is, and what that is of text."""
 
     name: tuple[str, str]
     key: tuple[str, str]
     value: str
     end: str
     lines: bool = False
+    kind: tuple[str, str] = ("", "")
 
 
 CODER = XmlTags(("<function=", ">"), ("<parameter=", ">"), "</parameter>", "</function>", lines=True)
@@ -45,8 +47,12 @@ def read_xml_call(stream: CallStream, tags: XmlTags, tools: Sequence[Tool]) -> R
     closers = (f"\n{tags.value}", tags.value) if tags.lines else (tags.value,)
     while (yield from stream.expect(tags.key[0], tags.end)) == tags.key[0]:
         key, _ = yield from stream.until(tags.key[1])
+        kind = ""
+        if tags.kind[0]:
+            key, _, kind = key.partition(tags.kind[0])
         begun = yield from stream.match("\n" if tags.lines else "<![CDATA[")
-        yield from arguments.read(key, *((f"]]>{tags.value}",) if begun == "<![CDATA[" else closers))
+        is_text = kind == tags.kind[1] if kind else None
+        yield from arguments.read(key, *((f"]]>{tags.value}",) if begun == "<![CDATA[" else closers), is_text=is_text)
     arguments.end()
 
 
@@ -97,9 +103,12 @@ class _Arguments:
             raise Broken
         stream.begin(name.strip())
 
-    def read(self, key: str, *closers: str) -> Reading[None]:
-        """A value up to one of `closers`. One that may only be text streams."""
+    def read(self, key: str, *closers: str, is_text: bool | None = None) -> Reading[None]:
+        """A value up to one of `closers`. One that may only be text streams. is_text: what the model says of it, which counts
+        where the schema leaves it open."""
         types = self._tool.types(key.strip()) if self._tool is not None else frozenset[str]()
+        if is_text is not None and (not types or "string" in types):
+            types = _PLAIN[1] if is_text else types - _PLAIN[1] or (types or _NO_TEXT)
         give = self._stream.arguments
         give(f"{self._separator}{json.dumps(key.strip(), ensure_ascii=False)}: ")
         self._separator = ", "

@@ -1,0 +1,119 @@
+"""Grammars of calls whose arguments stand between tags of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.text.tool_calls import alternatives, type_of, types_of
+from nanovllm_cli.text.tool_grammar import (
+    ANY_KEY,
+    ANYTHING,
+    COMBINATIONS,
+    TEXT_KEYWORDS,
+    Bound,
+    WriteCall,
+    Writer,
+    listed,
+    parameters,
+    quoted,
+)
+
+_KINDS = ("string", "number", "boolean", "null", "object", "array")
+WriteArgument = Callable[[Writer, Bound, str, Mapping[str, Any]], str]
+"""An expression for one argument, of an expression for its name and its schema."""
+
+
+def tagged_call(head: tuple[str, ...], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
+    """Arguments between tags. head: around the call's name; key: around an argument's key; close: behind its value; end: behind
+    the call."""
+
+    def argument(writer: Writer, tool: Bound, name: str, schema: Mapping[str, Any]) -> str:
+        return f"{writer.sequence(key[0])} {name} {writer.sequence(*key[1:])} {_value(writer, tool, schema, close)}"
+
+    return arguments_call(head, argument, end)
+
+
+def kinded_call(
+    head: tuple[str, ...],
+    key: tuple[str, ...],
+    kind: Callable[[str], tuple[str, ...]],
+    close: tuple[str, ...],
+    end: tuple[str, ...],
+) -> WriteCall:
+    """The same where the tag behind a key says what the value is. kind: that tag, of a JSON type."""
+
+    def argument(writer: Writer, tool: Bound, name: str, schema: Mapping[str, Any]) -> str:
+        values: dict[str, list[str]] = {}
+        for each in alternatives(schema, tool.schema) or [{}]:
+            for found in sorted(types_of(each, tool.schema)) or _KINDS:
+                value = _value(writer, tool, _narrowed(each, found), close)
+                values.setdefault(writer.sequence(*kind(found)), []).append(value)
+        said = " | ".join(f"{tag} ({' | '.join(each)})" for tag, each in values.items())
+        return f"{writer.sequence(*key)} {name} ({said})"
+
+    return arguments_call(head, argument, end)
+
+
+def arguments_call(head: tuple[str, ...], argument: WriteArgument, end: tuple[str, ...]) -> WriteCall:
+    """Arguments in the order of the schema: first those that must be there."""
+
+    def write(writer: Writer, tool: Bound) -> str:
+        required, optional = parameters(tool)
+        body = [argument(writer, tool, quoted(name), schema) for name, schema in required.items()]
+        body += [f"({argument(writer, tool, quoted(name), schema)})?" for name, schema in optional.items()]
+        if not body and tool.schema.get("additionalProperties") is not False:
+            body = [f"({argument(writer, tool, writer.terminal(ANY_KEY), {})})*"]
+        name = f"{writer.sequence(head[0])} {quoted(tool.name)} {writer.sequence(*head[1:])}"
+        return f"{name} {' '.join(body)} {writer.sequence(*end)}"
+
+    return write
+
+
+def _narrowed(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """A schema as it is for values of one type."""
+    choices = schema.get("enum")
+    if not isinstance(choices, Sequence):
+        return {**schema, "type": kind}
+    kinds = ("integer", "number") if kind == "number" else (kind,)
+    return {**schema, "type": kind, "enum": [choice for choice in choices if type_of(choice) in kinds]}
+
+
+def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[str, ...]) -> str:
+    """An argument between tags, with what closes it: text as it is, anything else as JSON. Where text may be, so may anything."""
+    known = alternatives(schema, tool.schema)
+    texts = [each for each in known if _is_text(each)]
+    if not texts:
+        return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
+    if all("const" in each or each.get("enum") is not None for each in texts):
+        choices = [choice for each in texts for choice in _choices(each, tool)]
+        shown = [quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices]
+        shown += [tool.argument(writer, each) for each in known if each not in texts]
+        return f"({' | '.join(shown)}) {writer.sequence(*close)}"
+    open_ended = sorted(frozenset[str]().union(*known) - TEXT_KEYWORDS)
+    if open_ended and tool.strict:
+        raise UnsupportedError(
+            f"the strict tool {tool.name!r} limits text by {open_ended[0]!r}, which this model's calls can't be held to",
+            "leave that keyword out, or leave strict out",
+        )
+    return f"{any_text(writer, known[0] if len(known) == 1 else {}, close[0])} {writer.sequence(*close[1:])}"
+
+
+def _choices(schema: Mapping[str, Any], tool: Bound) -> Sequence[Any]:
+    return [schema["const"]] if "const" in schema else listed(schema, "enum", tool)
+
+
+def any_text(writer: Writer, schema: Mapping[str, Any], tag: str) -> str:
+    """Text as it is, as long as the schema says, and the tag behind it."""
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+    return writer.text_before(tag, f"(?s:.){{{shortest},{longest}}}" if shortest or longest != "" else ANYTHING)
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a value between tags is text without quotes."""
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return kinds == "string"
+    return "string" in kinds if isinstance(kinds, Sequence) else not COMBINATIONS.intersection(schema)
