@@ -34,6 +34,7 @@ from transformers import (
     ExaoneConfig,
     ExaoneMoeConfig,
     FalconH1Config,
+    FalconMambaConfig,
     FlexOlmoConfig,
     FlintConfig,
     Gemma2Config,
@@ -63,6 +64,7 @@ from transformers import (
     HyperCLOVAXConfig,
     HYV3Config,
     Jais2Config,
+    JambaConfig,
     KimiLinearConfig,
     Kolibri1Config,
     LagunaConfig,
@@ -76,6 +78,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     Mamba2Config,
+    MambaConfig,
     MellumConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
@@ -171,6 +174,13 @@ MAMBA2 = {
     "vocab_size": 512, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 24, "n_groups": 3,
     "layer_norm_epsilon": 1e-5, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+MAMBA = {
+    "vocab_size": 513, "hidden_size": 48, "num_hidden_layers": 3, "state_size": 16, "layer_norm_epsilon": 1e-5,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+JAMBA = {name: value for name, value in SMALL.items() if name not in ("head_dim", "tie_word_embeddings")} | {
+    "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 16,
+}
 NEMOTRON_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33,
                     "moe_shared_expert_intermediate_size": 41, "routed_scaling_factor": 2.5}  # fmt: skip
 FALCON_H1 = SMALL | {
@@ -621,6 +631,16 @@ CASES: dict[str, Any] = {
     "mamba2, one group, no bias, three taps, tied": Mamba2Config(
         **MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": True},
     ),
+    "jamba": JambaConfig(**JAMBA, num_experts=1),
+    "jamba, 2 of 5, no bias, three taps, tied": JambaConfig(
+        **JAMBA | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_d_state": 7, "mamba_dt_rank": 5, "mamba_expand": 3},
+        num_experts=5, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=0, tie_word_embeddings=True,
+    ),
+    "mamba": MambaConfig(**MAMBA),
+    "mamba, no bias, three taps, a head of its own": MambaConfig(
+        **MAMBA | {"use_conv_bias": False, "conv_kernel": 3, "expand": 1, "time_step_rank": 7}, tie_word_embeddings=False,
+    ),
+    "falcon mamba": FalconMambaConfig(**MAMBA, tie_word_embeddings=False),
     "nemotron h": NemotronHConfig(**NEMOTRON),
     "nemotron h, one group, no bias, three taps, biases of MLPs": NemotronHConfig(
         **NEMOTRON | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "mlp_bias": True},
@@ -859,7 +879,7 @@ def test_what_other_models_of_a_family_have_is_named(what: str) -> None:
 
 
 COUNTED = [
-    "mamba2", "nemotron h", "falcon h1", "bitnet",
+    "mamba2", "nemotron h", "falcon h1", "bitnet", "jamba, 2 of 5, no bias, three taps, tied", "mamba", "falcon mamba",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",

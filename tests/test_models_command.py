@@ -60,10 +60,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for outtype in ("q8_0", "f16"):
         to_gguf(TINY, root / "quants" / f"tiny-{outtype.upper()}.gguf", outtype)
     quantize("int4:group=32", root / "int4")
-    (root / "mamba").mkdir()
-    shutil.copytree(root / "dense", root / "mamba", dirs_exist_ok=True)
+    (root / "rwkv").mkdir()
+    shutil.copytree(root / "dense", root / "rwkv", dirs_exist_ok=True)
     config = json.loads((root / "dense" / "config.json").read_text())
-    (root / "mamba" / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    (root / "rwkv" / "config.json").write_text(json.dumps(config | {"architectures": ["RwkvForCausalLM"]}))
     return {path.name: path for path in root.iterdir()}
 
 
@@ -110,7 +110,7 @@ def test_pull_downloads_once_and_prints_where(commands: Commands, home: Path, hu
 
 
 def test_list_says_what_is_there_and_why_it_does_not_run(commands: Commands, home: Path, folders: dict[str, Path]) -> None:
-    for name in ("org/dense", "org/quants:Q8_0", "org/quants:F16", "org/mamba", "org/int4", "org/sharded"):
+    for name in ("org/dense", "org/quants:Q8_0", "org/quants:F16", "org/rwkv", "org/int4", "org/sharded"):
         pulled(commands, home, name)
     snapshot = next((home / "models--org--sharded" / "snapshots").iterdir())
     (snapshot / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
@@ -126,13 +126,13 @@ def test_list_says_what_is_there_and_why_it_does_not_run(commands: Commands, hom
     assert rows["org/quants:F16"]["bytes"] == (folders["quants"] / "tiny-F16.gguf").stat().st_size
     assert rows["org/int4"]["stored"] == "compressed-tensors"
     assert rows["org/int4"]["loadable"]
-    assert "MambaForCausalLM" in rows["org/mamba"]["problem"]
+    assert "RwkvForCausalLM" in rows["org/rwkv"]["problem"]
     assert "incomplete" in rows["org/sharded"]["problem"]
     table = commands.run("models", "list", HF_HUB_CACHE=str(home))
     assert table.code == 0
     lines = table.out.splitlines()
     assert lines[0].split()[:3] == ["name", "short", "weights"]
-    assert any(line.startswith("org/mamba ") and "can't run: " in line for line in lines)
+    assert any(line.startswith("org/rwkv ") and "can't run: " in line for line in lines)
     assert len(lines) == len(listed) + 1
 
 
@@ -479,7 +479,7 @@ def test_what_was_planned_is_what_happens(commands: Commands, home: Path) -> Non
 @pytest.mark.parametrize(("name", "code", "words"), [
     ("org/missing", 3, "private, or there is no such model|not on"), ("org/gated", 4, "gated"),
     ("org/empty", 6, "no .safetensors"),
-    ("org/mamba", 6, "MambaForCausalLM"), ("org/quants:Q5_K_M", 2, "no quantization"), ("org/dense@nobranch", 3, "no revision"),
+    ("org/rwkv", 6, "RwkvForCausalLM"), ("org/quants:Q5_K_M", 2, "no quantization"), ("org/dense@nobranch", 3, "no revision"),
     ("nothing", 3, "no model is called"), ("/no/such/path", 3, "no such file"),
 ])  # fmt: skip
 def test_a_plan_is_refused_as_a_run_is(commands: Commands, home: Path, name: str, code: int, words: str) -> None:

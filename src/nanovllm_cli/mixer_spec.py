@@ -232,6 +232,16 @@ class DeltaSpec:
         return self.num_values * self.value_dim
 
     @property
+    def num_guessed(self) -> int:
+        """Numbers of a token that are kept of it, beside gates, where it is a guess."""
+        return self.channels
+
+    @property
+    def num_gains(self) -> int:
+        """Of its norm."""
+        return (self.values if self.mamba else self.value_dim) if self.normed else 0
+
+    @property
     def channels(self) -> int:
         """Of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
@@ -248,6 +258,68 @@ class DeltaSpec:
         return matrices + self.channels * self.width + tables
 
 
+MOST_CHANNELS = 64
+"""That the kernels of a selective scan take as one head."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanSpec:
+    """Mamba's first state space in place of attention (Gu and Dao 2023): in(x) is x and z, of `channels` each; x goes through a
+    causal convolution over `width` tokens. `rank` numbers that time steps are made of, and B and C of key_dim each, are made of
+    what it gives; each channel has a state of key_dim numbers then, see `kernels.state_rules.selective_scan`. conv_bias: of its
+    convolution. norms: what the three are divided by their root mean squares with: gains of the checkpoint (Jamba), nothing else
+    (Falcon Mamba), or they are not. eps: of these, None: as of the model's others. log_decay: the checkpoint has the logarithm of
+    the decay, without its sign."""
+
+    channels: int
+    key_dim: int
+    rank: int
+    width: int
+    conv_bias: bool = True
+    norms: Literal["none", "plain", "gains"] = "none"
+    eps: float | None = None
+    log_decay: bool = True
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token that its channels find."""
+        return self.channels
+
+    @property
+    def value_dim(self) -> int:
+        """Channels that share a place, and a task: see `kernels.states`."""
+        return max(size for size in range(1, MOST_CHANNELS + 1) if self.channels % size == 0)
+
+    @property
+    def num_values(self) -> int:
+        return self.channels // self.value_dim
+
+    @property
+    def num_parts(self) -> int:
+        """Numbers of a token that time steps are made of, and B and C."""
+        return self.rank + 2 * self.key_dim
+
+    @property
+    def num_gates(self) -> int:
+        """Numbers of a token that say how much of its states is kept and changed."""
+        return self.channels + self.key_dim
+
+    @property
+    def num_guessed(self) -> int:
+        """See `DeltaSpec`: what went into the convolution, and what came out."""
+        return 2 * self.channels
+
+    @property
+    def num_gains(self) -> int:
+        """Of its norms."""
+        return self.num_parts if self.norms == "gains" else 0
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        matrices = self.channels * (3 * hidden_size + self.num_parts + self.rank)
+        return matrices + self.channels * (self.width + self.key_dim + 2 + self.conv_bias)
+
+
 @dataclass(frozen=True, slots=True)
 class PairSpec:
     """Attention and a state space side by side (Falcon-H1): both read what one norm gives, and what they find is added up."""
@@ -260,7 +332,9 @@ class PairSpec:
         return self.attention.num_weights(hidden_size) + self.state.num_weights(hidden_size)
 
 
-MixerSpec = AttentionSpec | ConvSpec | DeltaSpec | PairSpec
+StateSpec = DeltaSpec | ScanSpec
+"""What keeps a state of a sequence."""
+MixerSpec = AttentionSpec | ConvSpec | StateSpec | PairSpec
 """What carries numbers from token to token in a layer."""
 
 
@@ -270,7 +344,7 @@ def attention_in(mixer: MixerSpec | None) -> AttentionSpec | None:
     return mixer if isinstance(mixer, AttentionSpec) else None
 
 
-def state_in(mixer: MixerSpec | None) -> DeltaSpec | None:
+def state_in(mixer: MixerSpec | None) -> StateSpec | None:
     """The same of what keeps a state."""
     mixer = mixer.state if isinstance(mixer, PairSpec) else mixer
-    return mixer if isinstance(mixer, DeltaSpec) else None
+    return mixer if isinstance(mixer, StateSpec) else None

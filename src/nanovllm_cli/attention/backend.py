@@ -10,7 +10,7 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec, ScanSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""
@@ -38,6 +38,17 @@ class DeltaWeights(NamedTuple):
     eps: float
     skip: torch.Tensor | None = None
     taps_bias: torch.Tensor | None = None
+
+
+class ScanWeights(NamedTuple):
+    """Of Mamba's first rule, beside its projections: taps [width, channels], taps_bias [channels] or None; decay [V, N, D],
+    rate_bias and skip [channels] fp32: see `state_rules.selective_scan`, and `kernels.states` for V heads of D channels."""
+
+    taps: torch.Tensor
+    taps_bias: torch.Tensor | None
+    decay: torch.Tensor
+    rate_bias: torch.Tensor
+    skip: torch.Tensor
 
 
 class LatentWeights(NamedTuple):
@@ -141,3 +152,23 @@ class AttentionBackend(CacheLayout, Protocol):
         """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `state_rules.gated_delta`, of each
         token's sequence. With spec.mamba gates are [T, V]: see `state_rules.state_space`; with by_channel, too, and projected
         is [T, channels]: see `state_rules.channel_delta`."""
+
+    def mix_inputs(
+        self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        """projected [T, 2 * channels], the first half of which counts -> [T, channels]: see `state_rules.causal_conv`, of each
+        token's sequence. `scan` has to follow."""
+
+    def scan(
+        self,
+        spec: ScanSpec,
+        projected: torch.Tensor,
+        x: torch.Tensor,
+        rates: torch.Tensor,
+        both: torch.Tensor,
+        weights: ScanWeights,
+        cache: LayerCache,
+        step: Any,
+    ) -> torch.Tensor:
+        """projected [T, 2 * channels], whose second half is z, x [T, channels] of `mix_inputs`, rates [T, channels] and both
+        [T, 2 * N] fp32 -> [T, channels]: see `state_rules.selective_scan`, of each token's sequence."""

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, WholeRows
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, ScanWeights, WholeRows
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels import conv, cpu, delta
+from nanovllm_cli.kernels import conv, cpu, delta, scan
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, ScanSpec
 
 
 class Chunks(NamedTuple):
@@ -206,3 +206,23 @@ class CpuAttention:
         return delta.gated_delta(
             projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states, spec.most, by_channel
         )
+
+    def mix_inputs(
+        self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CpuStep
+    ) -> torch.Tensor:
+        lengths = step.query_starts, step.kv_lens, step.known_lens
+        return scan.causal_conv(projected, weights.taps, weights.taps_bias, States(*cache), *lengths, step.states)
+
+    def scan(
+        self,
+        spec: ScanSpec,
+        projected: torch.Tensor,
+        x: torch.Tensor,
+        rates: torch.Tensor,
+        both: torch.Tensor,
+        weights: ScanWeights,
+        cache: LayerCache,
+        step: CpuStep,
+    ) -> torch.Tensor:
+        of_layer, lengths = weights[2:], (step.query_starts, step.kv_lens, step.known_lens)
+        return scan.selective_scan(projected, x, rates, both, *of_layer, States(*cache), *lengths, step.states)

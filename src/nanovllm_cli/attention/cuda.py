@@ -26,7 +26,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, WholeRows
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, ScanWeights, WholeRows
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
@@ -39,9 +39,10 @@ from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles, tiling
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, ScanSpec
 
 HOPPER = 90
+BY_SCAN = "Mamba's first rule on a GPU"
 MAX_FLASH_DIM = 256
 LATENT_ROWS = 128
 """Tokens that a launch has at the least where each is a row of its own, if they are cut into splits: enough to fill a GPU."""
@@ -281,6 +282,24 @@ class CudaAttention:
         return gated_delta(
             self.launcher, projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states, spec.most, by_channel
         )
+
+    def mix_inputs(
+        self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CudaStep
+    ) -> torch.Tensor:
+        raise UnsupportedError(BY_SCAN, "add --device cpu")
+
+    def scan(
+        self,
+        spec: ScanSpec,
+        projected: torch.Tensor,
+        x: torch.Tensor,
+        rates: torch.Tensor,
+        both: torch.Tensor,
+        weights: ScanWeights,
+        cache: LayerCache,
+        step: CudaStep,
+    ) -> torch.Tensor:
+        raise UnsupportedError(BY_SCAN, "add --device cpu")
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

@@ -4,8 +4,8 @@ What belongs to a block lies in it, the scales of a quantized cache too: whoever
 Nor of convolutions, whose past is there as well: the inputs of a block's tokens. So their prefixes are found, and their sequences
 forked, preempted and led back behind guesses, as those of attention are.
 
-A state (the delta rule's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values: layers that
-keep one have num_states of them (kernels/states.py).
+A state (the delta rule's, Mamba's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values:
+layers that keep one have num_states of them (kernels/states.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, PairSpec, state_in
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, MixerSpec, PairSpec, StateSpec, state_in
 
 ALIGNMENT = 64
 """Of each tensor: the kernels' widest loads, and lines of a CPU's caches."""
@@ -47,13 +47,13 @@ STATE_PARTS = 6
 """Tensors of what a layer keeps in a state."""
 
 
-def state_parts(mixer: DeltaSpec, dtype: torch.dtype, max_guesses: int) -> list[BlockPart]:
+def state_parts(mixer: StateSpec, dtype: torch.dtype, max_guesses: int) -> list[BlockPart]:
     """Of one of `States`."""
     values, gates = mixer.num_values, mixer.num_gates
     return [
         ((2, values, mixer.key_dim, mixer.value_dim), torch.float32),
         ((2, mixer.width - 1, mixer.channels), dtype),
-        ((2, max_guesses, mixer.channels), dtype),
+        ((2, max_guesses, mixer.num_guessed), dtype),
         ((2, max_guesses, gates), torch.float32),
         ((2, values), torch.int32),
         ((2, values), torch.int32),
@@ -181,7 +181,7 @@ def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
 
 def _block_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
     mixer = mixer.attention if isinstance(mixer, PairSpec) else mixer
-    if mixer is None or isinstance(mixer, DeltaSpec) or (isinstance(mixer, AttentionSpec) and mixer.reads is not None):
+    if mixer is None or isinstance(mixer, StateSpec) or (isinstance(mixer, AttentionSpec) and mixer.reads is not None):
         return []
     return layout.block_parts(mixer)
 

@@ -17,7 +17,7 @@ from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.mixer_spec import ConvSpec
+from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec, ScanSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
@@ -117,7 +117,10 @@ class CpuPlatform:
             self._warm_up(warm.experts_are_compiled(dtype), lambda: warm.warm_up_experts(dtype))
         if any(isinstance(mixer, ConvSpec) for mixer in spec.mixers):
             self._warm_up(warm.conv_is_compiled(dtype), lambda: warm.warm_up_conv(dtype))
-        if spec.has_states:
+        states = [state for mixer in spec.mixers if (state := state_in(mixer)) is not None]
+        if any(isinstance(state, ScanSpec) for state in states):
+            self._warm_up(warm.scan_is_compiled(dtype), lambda: warm.warm_up_scan(dtype))
+        if any(isinstance(state, DeltaSpec) for state in states):
             self._warm_up(warm.delta_is_compiled(dtype), lambda: warm.warm_up_delta(dtype))
         if any(attention.latent is not None for attention in spec.attentions):
             _check_that_keys_are_values(*self.config.cache_types)

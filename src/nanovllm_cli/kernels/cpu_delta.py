@@ -45,13 +45,13 @@ LENGTH_EPS = np.float32(1e-6)
 
 
 @njit(inline="always")
-def _silu(x):
+def silu(x):
     e = exp_not_positive(-abs(x))
     return x * (np.float32(1.0) if not x < np.float32(0.0) else e) / (np.float32(1.0) + e)
 
 
 @inner(fastmath=FAST)
-def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
+def convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
     """out [count] = silu of the convolution of these channels; rows [width, …]: their inputs, those of the token before the last
     `width - 1` first, as a ring that begins at `first`."""
     width = len(taps)
@@ -61,7 +61,7 @@ def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
         for i in range(count):
             total = load(a, channel + i) * e[offset + i] + load(b, channel + i) * f[offset + i]
             total = total + load(c, channel + i) * g[offset + i] + load(d, channel + i) * h[offset + i]
-            out[i] = _silu(total + load(bias, channel + i) if has_bias else total)
+            out[i] = silu(total + load(bias, channel + i) if has_bias else total)
         return
     for i in range(count):
         out[i] = load(bias, channel + i) if has_bias else np.float32(0.0)
@@ -70,7 +70,7 @@ def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
         for i in range(count):
             out[i] += load(tap, channel + i) * row[offset + i]
     for i in range(count):
-        out[i] = _silu(out[i])
+        out[i] = silu(out[i])
 
 
 @inner(fastmath=FAST)
@@ -104,9 +104,9 @@ def _divide_by_length(x, factor):
 @inner(fastmath=FAST)
 def _mix(taps, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, product):
     """q, k and v of a token, by the inputs of it and those before it. Returns k . q. product [key_dim]: scratch."""
-    _convolve(taps, bias, has_bias, ring, oldest, sizes[0], firsts[0], 0, q)
-    _convolve(taps, bias, has_bias, ring, oldest, sizes[1], firsts[1], sizes[0], k)
-    _convolve(taps, bias, has_bias, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
+    convolve(taps, bias, has_bias, ring, oldest, sizes[0], firsts[0], 0, q)
+    convolve(taps, bias, has_bias, ring, oldest, sizes[1], firsts[1], sizes[0], k)
+    convolve(taps, bias, has_bias, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
     if not mamba:
         _divide_by_length(q, np.float32(1.0) / np.sqrt(np.float32(q.size)))
         _divide_by_length(k, np.float32(1.0))
@@ -121,7 +121,7 @@ def _finish(found, gains, eps, z, first_z, line, first):
     total = sum_of_squares(np.float32(0), found.ctypes.data, found.size)
     inverse = np.float32(1.0) / np.sqrt(total / np.float32(found.size) + np.float32(eps))
     for i in range(found.size):
-        store(line, first + i, found[i] * inverse * gains[i] * _silu(load(z, first_z + i)))
+        store(line, first + i, found[i] * inverse * gains[i] * silu(load(z, first_z + i)))
 
 
 @inner(fastmath=FAST)
@@ -138,7 +138,7 @@ def _finish_by_sigmoid(found, gains, eps, z, first_z, line, first):
 def _finish_mamba(found, v, skip, z, first_z, line, first):
     """line[first …] = (found + skip * v) * silu(z)."""
     for i in range(found.size):
-        store(line, first + i, (found[i] + skip * v[i]) * _silu(load(z, first_z + i)))
+        store(line, first + i, (found[i] + skip * v[i]) * silu(load(z, first_z + i)))
 
 
 @inner(fastmath=FAST)
@@ -213,7 +213,7 @@ def _mamba_columns(source, target, stride, rows, count, here, kept, step, past):
 
 
 @inner
-def _place_of(stamps, reaches, head, position):
+def place_of(stamps, reaches, head, position):
     """Of a state's two places that from which a step goes on whose first token is at `position`: the later of those that are not
     behind it, if its guesses reach that far. -1 where none does."""
     place = np.int64(-1)
@@ -294,7 +294,7 @@ def gated_delta(arguments, thread, team):
         known = np.int64(known_of[sequence]) - position
         index = np.int64(index_of[sequence])
 
-        place = _place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
+        place = place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
         if place < 0:
             for t in range(begin, begin + count):
                 for i in range(together * value_dim):

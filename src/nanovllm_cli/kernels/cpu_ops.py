@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm_cli.kernels import altups, cpu, gates, norms, reference
+from nanovllm_cli.kernels import altups, cpu, gates, norms, reference, scan
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.latent import CpuHeadMatrices
 from nanovllm_cli.kernels.mixture import Expert, Scoring
@@ -30,6 +30,7 @@ class CpuOps:
     altup_enter = staticmethod(altups.altup_enter)
     altup_match = staticmethod(altups.altup_match)
     sparse_gate = staticmethod(altups.sparse_gate)
+    scan_parts = staticmethod(scan.scan_parts)
 
     def __init__(self, pool: cpu.Pool | None = None) -> None:
         self._pool = pool or cpu.MemoryPool()

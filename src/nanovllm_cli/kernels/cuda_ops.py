@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import (
     altup,
@@ -44,6 +45,11 @@ class CudaOps:
         self.altup_match = partial(altup.altup_match, launcher)
         self.sparse_gate = partial(sparse_gate.sparse_gate, launcher)
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
+
+    def scan_parts(
+        self, x: torch.Tensor, rank: int, gains: torch.Tensor | None, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise UnsupportedError("Mamba's first rule on a GPU", "add --device cpu")
 
     def add_rms_norm(
         self,

@@ -148,6 +148,11 @@ class Ops(Protocol):
     def sparse_gate(self, x: torch.Tensor, cutoff: float) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.sparse_gate` has it."""
 
+    def scan_parts(
+        self, x: torch.Tensor, rank: int, gains: torch.Tensor | None, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, rank + 2 * N] fp32 -> [T, rank] of dtype, and [T, 2 * N] fp32: see `state_rules.scan_parts`."""
+
     def head_matrices(self, num_heads: int, num_rows: int, width: int, dtype: torch.dtype) -> HeadMatrices:
         """All zeros; for this device's AttentionBackend."""
 

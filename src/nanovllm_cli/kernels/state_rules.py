@@ -144,3 +144,52 @@ def state_space(
         state = state + k[t, :, :, None] * (step[t, :, None] * v[t])[:, None]
         out[t] = torch.einsum("ved,ve->vd", state, q[t]) + skip.to(kind.dtype)[:, None] * v[t]
     return (out * F.silu(z)).flatten(1).to(projected.dtype), state
+
+
+def causal_conv(
+    inputs: torch.Tensor, taps: torch.Tensor, taps_bias: torch.Tensor | None, before: torch.Tensor
+) -> torch.Tensor:
+    """silu of a causal convolution of each channel, [T, channels], of one sequence. inputs [T, channels]; taps [width, channels],
+    the token's own last; taps_bias [channels] or None; before [width - 1, channels]: the inputs of the tokens before."""
+    known = torch.cat([wide(before), wide(inputs)])
+    summed = torch.stack([wide(row) * known[i : i + len(inputs)] for i, row in enumerate(taps)]).sum(0)
+    return F.silu(summed if taps_bias is None else summed + wide(taps_bias)).to(inputs.dtype)
+
+
+def scan_parts(
+    x: torch.Tensor, rank: int, gains: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What time steps are made of [T, rank], and B and C [T, 2 * N], of x [T, rank + 2 * N]; with gains [rank + 2 * N] each of
+    the three divided by its root mean square, and times its own of these."""
+    parts = torch.split(wide(x), [rank, *[(x.shape[1] - rank) // 2] * 2], dim=1)
+    if gains is not None:
+        own = torch.split(gains.to(parts[0].dtype), [part.shape[1] for part in parts])
+        parts = tuple(_normed(part, gain, eps) for part, gain in zip(parts, own, strict=True))
+    return parts[0], torch.cat(parts[1:], dim=1)
+
+
+def selective_scan(
+    x: torch.Tensor,
+    rates: torch.Tensor,
+    both: torch.Tensor,
+    z: torch.Tensor,
+    decay: torch.Tensor,
+    rate_bias: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, channels] of one sequence, and the state behind it, by Mamba's first rule (Gu and Dao 2023).
+
+    x [T, channels]: what the convolution gave; rates [T, channels]: how long a token's time step is in each; both [T, 2 * N]: B
+    and C; z [T, channels]. decay [channels, N], below 0; rate_bias, skip [channels]; state S [channels, N]. With
+
+        step = softplus(rate + rate_bias);   S = exp(decay * step) * S + (step * x) B^T;   out = (S C + skip * x) * silu(z)
+    """
+    kind = wide(x)
+    step = F.softplus(wide(rates).to(kind.dtype) + rate_bias.to(kind.dtype))
+    b, c = wide(both).to(kind.dtype).chunk(2, dim=1)
+    state, out = state.to(kind.dtype), torch.empty_like(kind)
+    for t in range(len(x)):
+        state = state * torch.exp(decay.to(kind.dtype) * step[t][:, None]) + (step[t] * kind[t])[:, None] * b[t]
+        out[t] = state @ c[t] + skip.to(kind.dtype) * kind[t]
+    return (out * F.silu(wide(z).to(kind.dtype))).to(x.dtype), state

@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
 dtype and kind of KV cache, and apart from them those of integer weights, of adapters, of experts, of convolutions, of the delta
-rule and of latent attention.
+rule, of Mamba's first rule and of latent attention.
 
 The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
 it is done, so that only the first says so.
@@ -29,6 +29,7 @@ from nanovllm_cli.kernels import (
     integer,
     latent,
     norms,
+    scan,
 )
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.mixture import Scoring
@@ -173,6 +174,24 @@ def warm_up_delta(dtype: torch.dtype) -> None:
     for gate in (torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 1, dtype=f32)):
         gates.sigmoid_gate(torch.zeros(1, 4, dtype=dtype), gate)
     _mark(_marker("delta", dtype))
+
+
+def scan_is_compiled(dtype: torch.dtype) -> bool:
+    """The same for `warm_up_scan`."""
+    return os.path.exists(_marker("scan", dtype))
+
+
+def warm_up_scan(dtype: torch.dtype) -> None:
+    """Run the kernels of Mamba's first rule once on next to nothing."""
+    one, stamps = torch.ones(1, dtype=torch.int32), (torch.zeros(1, 2, 1, dtype=torch.int32) for _ in range(2))
+    inputs, guesses = torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 2, 1, 8, dtype=dtype)
+    state = States(torch.zeros(1, 2, 1, 2, 4), inputs, guesses, torch.zeros(1, 2, 1, 6), *stamps)
+    step = state, torch.tensor([0, 1], dtype=torch.int32), one, one, torch.zeros(1, dtype=torch.int32)
+    projected, row = torch.zeros(1, 8, dtype=dtype), torch.zeros(1, 4)
+    x = scan.causal_conv(projected, torch.zeros(2, 4, dtype=dtype), None, *step)
+    scan.scan_parts(row, 2, None, 1e-6, dtype)
+    scan.selective_scan(projected, x, row, row, torch.zeros(1, 2, 4), row[0], row[0], *step)
+    _mark(_marker("scan", dtype))
 
 
 def latent_is_compiled(dtype: torch.dtype) -> bool:

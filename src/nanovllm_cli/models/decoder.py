@@ -27,8 +27,18 @@ from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
+from nanovllm_cli.layers.scan import Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, PairSpec, RopeSpec
+from nanovllm_cli.mixer_spec import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LatentSpec,
+    MixerSpec,
+    PairSpec,
+    RopeSpec,
+    ScanSpec,
+)
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 NOBODY = 0
@@ -183,6 +193,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return ChannelDelta(spec, norm, width, kit)
         case DeltaSpec():
             return Delta(spec, norm, width, kit)
+        case ScanSpec():
+            return Scan(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
         case PairSpec():

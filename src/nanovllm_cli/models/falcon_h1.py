@@ -107,7 +107,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     mamba = state_in(spec.blocks[0].mixer)
-    assert mamba is not None
+    assert isinstance(mamba, DeltaSpec)
     return mamba_gguf_keys(mamba)
 
 

@@ -41,7 +41,7 @@ from nanovllm_cli.models.families import (
     QWEN3_VL_MOE,
     VOXTRAL,
 )
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.flint import FLINT
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
@@ -61,6 +61,7 @@ from nanovllm_cli.models.granite import (
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
+from nanovllm_cli.models.jamba import JAMBA
 from nanovllm_cli.models.kimi import KIMI_LINEAR
 from nanovllm_cli.models.kolibri import KOLIBRI1
 from nanovllm_cli.models.laguna import LAGUNA, MELLUM
@@ -83,7 +84,7 @@ from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
-from nanovllm_cli.models.states_alone import MAMBA2
+from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -128,6 +129,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
     "FalconH1ForCausalLM": FALCON_H1,
+    "FalconMambaForCausalLM": FALCON_MAMBA,
     "FlintForCausalLM": FLINT,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
@@ -178,10 +180,12 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm3VlForConditionalGeneration": LFM3,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Jais2ForCausalLM": JAIS2,
+    "JambaForCausalLM": JAMBA,
     "Lfm2VlForConditionalGeneration": LFM2,
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
     "LlavaForConditionalGeneration": LLAVA,
+    "MambaForCausalLM": MAMBA,
     "Mamba2ForCausalLM": MAMBA2,
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
@@ -334,6 +338,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "mamba": MAMBA,
     "mamba2": MAMBA2,
     "mellum": MELLUM,
     "minicpm": MINICPM,
@@ -342,6 +347,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "mistral3": MINISTRAL3,
     "mistral4": MISTRAL4,
     "jais2": JAIS2,
+    "jamba": JAMBA,
     "muse-glimmer": MUSE_GLIMMER,
     "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,
@@ -362,9 +368,6 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
 
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
 """Names of other architectures whose tokens see those behind them."""
-
-_SCANS = ("mamba", "falconmamba", "jamba")
-"""Those whose layers have Mamba's first rule, a decay for each channel and number of its state (Gu and Dao 2023)."""
 
 
 def hf_family(config: Mapping[str, Any]) -> Family:
@@ -397,8 +400,6 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
 def _look_up(name: str, table: dict[str, Family]) -> Family:
     if name in table:
         return table[name]
-    if name.lower().removesuffix("forcausallm") in _SCANS:
-        raise UnsupportedError(f"{name}: the selective scan of Mamba's first kind is not computed", f"Mamba-2 is; {ANOTHER}")
     if _BOTH_WAYS.search(name):
         raise _reads_both_ways(name)
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.8)

@@ -1,5 +1,5 @@
-"""Mamba-2 by itself (Dao and Gu 2024; Codestral Mamba): each layer is one of its state spaces behind a norm. Nothing has
-attention, positions or an MLP, so that no length is the longest.
+"""Mamba and Mamba-2 by themselves (Gu and Dao 2023; Falcon Mamba; Dao and Gu 2024; Codestral Mamba): each layer is one state
+space behind a norm. Nothing has attention, positions or an MLP, so that no length is the longest.
 
 What `families.py` asks of heads and MLPs in every config is told here of none, and left out of the spec again.
 """
@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import DeltaSpec
+from nanovllm_cli.mixer_spec import DeltaSpec, ScanSpec, StateSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
     check_limits,
@@ -22,6 +22,14 @@ from nanovllm_cli.models.mamba import (
     mamba_from_gguf,
     mamba_gguf_keys,
     mamba_hf_names,
+)
+from nanovllm_cli.models.scan import (
+    SCAN_GGUF_NAMES,
+    NormKind,
+    scan_from_gguf,
+    scan_from_hf,
+    scan_gguf_keys,
+    scan_hf_names,
 )
 
 USUAL_CONTEXT = 1 << 20
@@ -41,7 +49,7 @@ def _usual_gguf_keys(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, **{f"{arch}.{key}": value for key, value in _NONE_IN_GGUF.items()}}
 
 
-def _alone(spec: ModelSpec, state: DeltaSpec) -> ModelSpec:
+def _alone(spec: ModelSpec, state: StateSpec) -> ModelSpec:
     return replace(spec, blocks=(BlockSpec(state, None),) * spec.num_layers)
 
 
@@ -70,6 +78,11 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {"attention.head_count": 0, "feed_forward_length": 0, **mamba_gguf_keys(state)}
 
 
+_OUTER_NAMES = {
+    "embedding.weight": "backbone.embeddings.weight",
+    "norm.weight": "backbone.norm_f.weight",
+    "blocks.{i}.attention_norm.weight": "backbone.layers.{i}.norm.weight",
+}
 MAMBA2 = Family(
     "mamba2",
     outer="backbone.",
@@ -79,13 +92,58 @@ MAMBA2 = Family(
         "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "state_size": 128, "n_groups": 8, "conv_kernel": 4,
         "expand": 2, "vocab_size": 32768, "max_position_embeddings": USUAL_CONTEXT,
     },
-    hf_names=mamba_hf_names("backbone.layers.{i}.mixer") | {
-        "embedding.weight": "backbone.embeddings.weight",
-        "norm.weight": "backbone.norm_f.weight",
-        "blocks.{i}.attention_norm.weight": "backbone.layers.{i}.norm.weight",
-    },
+    hf_names=mamba_hf_names("backbone.layers.{i}.mixer") | _OUTER_NAMES,
     gguf_names=MAMBA_GGUF_NAMES,
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_keys=_keys,
+)  # fmt: skip
+
+FALCONS_EPS = 1e-6
+"""Of norms of what a Falcon Mamba's steps, B and C are made of. Files don't say it; llama.cpp takes that of the other norms."""
+_SCAN_KEYS = {"expand": "expand", "size": "state_size", "rank": "time_step_rank", "width": "conv_kernel",
+              "conv_bias": "use_conv_bias", "bias": "use_bias"}  # fmt: skip
+
+
+def _scan_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return _alone(spec, scan_from_hf(read, spec.hidden_size, "none", **_SCAN_KEYS))
+
+
+def _falcon_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    scan = scan_from_hf(read, spec.hidden_size, "plain", **_SCAN_KEYS)
+    return _alone(spec, replace(scan, eps=read.number("mixer_rms_eps")))
+
+
+def _scan_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    norms: NormKind = "plain" if read.flag(key("ssm.dt_b_c_rms"), False) else "none"
+    scan = scan_from_gguf(read, key, norms)
+    return _alone(spec, scan if norms == "none" else replace(scan, eps=FALCONS_EPS))
+
+
+def _scan_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    (scan,) = {block.mixer for block in spec.blocks}
+    assert isinstance(scan, ScanSpec)
+    has_all("mamba", biases_of_convolutions=scan.conv_bias, inner_width_of_twice_the_outer=scan.channels == 2 * spec.hidden_size)
+    keys: dict[str, GGUFField] = {"attention.head_count": 0, "feed_forward_length": 0, "ssm.dt_b_c_rms": scan.norms == "plain"}
+    return keys | scan_gguf_keys(scan)
+
+
+MAMBA = Family(
+    "mamba",
+    outer="backbone.",
+    tied_by_default=True,
+    config=_usual_keys,
+    metadata=_usual_gguf_keys,
+    defaults={
+        "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16, "conv_kernel": 4, "expand": 2,
+        "max_position_embeddings": USUAL_CONTEXT,
+    },
+    hf_names=scan_hf_names("backbone.layers.{i}.mixer") | _OUTER_NAMES,
+    gguf_names=SCAN_GGUF_NAMES,
+    hf=_scan_from_hf,
+    gguf=_scan_from_gguf,
+    gguf_keys=_scan_keys,
+)  # fmt: skip
+FALCON_MAMBA = replace(
+    MAMBA, name="falcon_mamba", gguf_name="mamba", hf=_falcon_from_hf, defaults={**MAMBA.defaults, "mixer_rms_eps": FALCONS_EPS},
 )  # fmt: skip

@@ -22,7 +22,7 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_byte
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec, ScanSpec, StateSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
@@ -136,12 +136,12 @@ def _widths(spec: ModelSpec) -> set[int]:
     return found
 
 
-def _mixed(mixer: AttentionSpec | ConvSpec | DeltaSpec) -> int:
+def _mixed(mixer: AttentionSpec | ConvSpec | StateSpec) -> int:
     """How wide what its last projection reads is."""
     match mixer:
         case ConvSpec():
             return mixer.channels
-        case DeltaSpec():
+        case DeltaSpec() | ScanSpec():
             return mixer.values
     return mixer.num_heads * (mixer.head_dim if mixer.latent is None else mixer.latent.value_dim)
 

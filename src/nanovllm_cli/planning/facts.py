@@ -116,8 +116,7 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     for block in spec.blocks:
         mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer
-        if (state := state_in(block.mixer)) is not None and state.normed:
-            found["norms"] += state.values if state.mamba else state.value_dim
+        found["norms"] += 0 if (state := state_in(block.mixer)) is None else state.num_gains
         found["mlp"] += mlp
         found["norms"] += len(block.norms) * spec.norm.num_weights(hidden)
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:

@@ -7,6 +7,7 @@ lowers the error. What comes out is floats, to be rounded to nearest in any form
     attention norm -> q, k, v      norm -> gate, up      v -> o      up -> down, by their roots where up is squared
     norm -> conv_in                the part of conv_in that multiplies the convolution -> conv_out
     norm -> mamba_in               the state space's norm -> mamba_out
+    norm -> scan_in
     norm -> q or q_a, kv_a         the norm of q_a -> q_b
 
 Legend: n rows of a weight (outputs), K columns (inputs), G groups of c columns.
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec, ScanSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, MoESpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
@@ -87,6 +88,8 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         gains = [_Fold("delta.norm", ("mamba_out",), "mamba_out")] if mixer.state.normed else []
         inner = _Fold("v", ("o",), "o", (mixer.attention.num_kv_heads, mixer.attention.queries_a_key))
         return [_Fold("attention_norm", ("q", "k", "v", "mamba_in"), "qkv"), inner, *gains, *mlp]
+    if isinstance(mixer, ScanSpec):
+        return [_Fold("attention_norm", ("scan_in",), "scan_in"), *mlp]
     if isinstance(mixer, DeltaSpec) and mixer.mamba:
         return [
             _Fold("attention_norm", ("mamba_in",), "mamba_in"), _Fold("delta.norm", ("mamba_out",), "mamba_out"), *mlp,

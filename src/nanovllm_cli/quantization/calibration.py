@@ -43,6 +43,7 @@ from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.pair import Pair
+from nanovllm_cli.layers.scan import Scan
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
@@ -54,6 +55,7 @@ EVERY_INPUT: dict[str, tuple[str, ...]] = {
     "conv_in": ("conv_in",), "conv_out": ("conv_out",),
     "delta_qkv": ("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z"), "delta_out": ("delta_out",),
     "mamba_in": ("mamba_in",), "mamba_out": ("mamba_out",),
+    "scan_in": ("scan_in",), "scan_out": ("scan_out",),
     "qkv": ("attention_gate", "q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
     "gate_up": ("gate", "up"), "down": ("down",),
     "per_layer_gate": ("per_layer_gate",), "per_layer_out": ("per_layer_out",),
@@ -286,6 +288,8 @@ class _Block:
                 found = {"delta_qkv": delta.projection, "delta_out": delta.out}
             case Mamba() as mamba:
                 found = {"mamba_in": mamba.projection, "mamba_out": mamba.out}
+            case Scan() as scan:
+                found = {"scan_in": scan.projection, "scan_out": scan.out}
             case Pair(attention=attention, state=mamba):
                 found = {"qkv": attention.qkv, "o": attention.out, "mamba_in": mamba.projection, "mamba_out": mamba.out}
             case LatentAttention() as latent:

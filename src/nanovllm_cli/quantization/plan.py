@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, PairSpec, ScanSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
@@ -33,7 +33,8 @@ CONV = ("conv_in", "conv_out")
 DELTA = ("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
 LATENT = ("q_a", "q_b", "kv_a")
-MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *LATENT)
+SCAN = ("scan_in", "scan_out")
+MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *SCAN, *LATENT)
 """Matrices of a block's mixer. Models have q, k and v or qkv."""
 Kind = Literal["hf", "gguf"]
 
@@ -316,6 +317,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             mixer = ()
         case ConvSpec():
             mixer = CONV
+        case ScanSpec():
+            mixer = SCAN
         case DeltaSpec():
             lacking = {"delta_qkv"} if read.apart else {"delta_q", "delta_k", "delta_v"}
             lacking |= {"delta_z"} if read.channel_rank else set()

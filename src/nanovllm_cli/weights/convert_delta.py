@@ -1,5 +1,5 @@
-"""Tensors of the delta rule and of Mamba-2 as llama.cpp's converter has them: value heads dealt out to key heads in turn, but for
-Qwen3-Next; decays without their logarithm; numbers of a head or a group as matrices of one column or one row."""
+"""Tensors of the delta rule, of Mamba and of Mamba-2 as llama.cpp's converter has them: value heads dealt out to key heads in
+turn, but for Qwen3-Next; decays without their logarithm; numbers of a head or a group as matrices of one column or one row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.mixer_spec import DeltaSpec, state_in
+from nanovllm_cli.mixer_spec import DeltaSpec, ScanSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.convert_tensors import Step
@@ -43,6 +43,8 @@ def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
     if found is None or delta is None:
         return step
     part = found[2]
+    if isinstance(delta, ScanSpec):
+        return step._replace(reorder=lambda rows: -rows.float().exp()) if part == "ssm_a" else step
 
     rows_in_turn = partial(_in_turn, delta)
 

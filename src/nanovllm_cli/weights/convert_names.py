@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, MixerSpec, PairSpec, ScanSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec, StreamsSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
@@ -239,6 +239,8 @@ def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
             return _conv_shapes(mixer, hidden)
         case DeltaSpec():
             return _delta_shapes(mixer, hidden)
+        case ScanSpec():
+            return _scan_shapes(mixer, hidden)
         case PairSpec():
             return _attention_shapes(mixer.attention, hidden) | _delta_shapes(mixer.state, hidden)
     return _attention_shapes(mixer, hidden)
@@ -309,6 +311,20 @@ def _mamba_shapes(mamba: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         tables["taps_bias"] = (mamba.channels,)
     shapes |= {f"delta.{name}": shape for name, shape in tables.items()}
     return shapes | {"delta.taps": (mamba.channels, mamba.width)}
+
+
+def _scan_shapes(scan: ScanSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    channels = scan.channels
+    shapes = _linear("scan_in", 2 * channels, hidden, False) | _linear("scan_x", scan.num_parts, channels, False)
+    shapes |= _linear("scan_dt", channels, scan.rank, False) | _linear("scan_out", hidden, channels, False)
+    tables: dict[str, tuple[int, ...]] = dict.fromkeys(("rate_bias", "skip"), (channels,))
+    if scan.conv_bias:
+        tables["taps_bias"] = (channels,)
+    if scan.norms == "gains":
+        sizes = {"dt": scan.rank, "b": scan.key_dim, "c": scan.key_dim}
+        tables |= {f"{part}_norm.weight": (size,) for part, size in sizes.items()}
+    tables |= {"taps": (channels, scan.width), "decay": (channels, scan.key_dim)}
+    return shapes | {f"scan.{name}": shape for name, shape in tables.items()}
 
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
