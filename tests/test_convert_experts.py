@@ -93,6 +93,7 @@ WRITTEN = {
     "granite 4 h": "granitehybrid",
     "granite 4 h, 2 of 5 and shared": "granitehybrid",
     "gemma4, 2 of 5 beside": "gemma4",
+    "jamba, 2 of 5, three taps, tied": "jamba",
     "falcon h1": "falcon-h1",
     "bitnet": "bitnet",
     "mixtral, 2 of 4, window": "llama",

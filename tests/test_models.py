@@ -632,9 +632,9 @@ CASES: dict[str, Any] = {
         **MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": True},
     ),
     "jamba": JambaConfig(**JAMBA, num_experts=1),
-    "jamba, 2 of 5, no bias, three taps, tied": JambaConfig(
-        **JAMBA | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_d_state": 7, "mamba_dt_rank": 5, "mamba_expand": 3},
-        num_experts=5, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=0, tie_word_embeddings=True,
+    "jamba, 2 of 5, three taps, tied": JambaConfig(
+        **JAMBA | {"mamba_d_conv": 3, "mamba_d_state": 7, "mamba_dt_rank": 5}, num_experts=5, num_experts_per_tok=2,
+        expert_layer_period=2, expert_layer_offset=0, tie_word_embeddings=True,
     ),
     "mamba": MambaConfig(**MAMBA),
     "mamba, no bias, three taps, a head of its own": MambaConfig(
@@ -879,7 +879,7 @@ def test_what_other_models_of_a_family_have_is_named(what: str) -> None:
 
 
 COUNTED = [
-    "mamba2", "nemotron h", "falcon h1", "bitnet", "jamba, 2 of 5, no bias, three taps, tied", "mamba", "falcon mamba",
+    "mamba2", "nemotron h", "falcon h1", "bitnet", "jamba, 2 of 5, three taps, tied", "mamba", "falcon mamba",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",

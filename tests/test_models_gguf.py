@@ -230,14 +230,34 @@ def states_alone(writer: Writer, config: Any) -> None:
     if writer.arch == "mamba2":
         writer.add_ssm_time_step_rank(config.num_heads)
         writer.add_ssm_group_count(config.n_groups)
+    else:
+        writer.add_ssm_time_step_rank(config.time_step_rank)
+        writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
+
+
+def jamba(writer: Writer, config: Any) -> None:
+    heads = [config.num_key_value_heads if kind == "attention" else 0 for kind in config.layers_block_type]
+    writer.add_head_count_kv(heads)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+
+
+def single_expert(writer: Writer, config: Any) -> None:
+    jamba(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
 
 
 def of_mamba(key: str, numbers: np.ndarray, flat: bool, groups: int = 1) -> np.ndarray:
-    """As llama.cpp's converter has them, or with flat its quantizer, which leaves no 1 at a shape's end."""
+    """As llama.cpp's converter has them, or with flat its quantizer, which leaves no 1 at a shape's end. groups: 0 for the first
+    kind of Mamba's."""
     if "conv1d.weight" in key:
         return numbers[:, 0]
     if key.endswith(("A_log", ".D")):
-        return (-np.exp(numbers) if key.endswith("A_log") else numbers)[:, None]
+        numbers, is_first_kind = -np.exp(numbers) if key.endswith("A_log") else numbers, groups == 0
+        return numbers if is_first_kind else numbers[:, None]
     return numbers.reshape(groups, -1) if key.endswith((".mamba.norm.weight", ".mixer.norm.weight")) and not flat else numbers
 
 
@@ -375,6 +395,10 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "nemotron": ("nemotron", TEXTS["nemotron"], of_layer_norms),
     "nemotron, biases, another share": ("nemotron", TEXTS["nemotron, biases, another share"], of_layer_norms),
     "mamba2": ("mamba2", TEXTS["mamba2"], states_alone),
+    "mamba": ("mamba", TEXTS["mamba"], states_alone),
+    "falcon mamba": ("mamba", TEXTS["falcon mamba"], states_alone),
+    "jamba": ("jamba", TEXTS["jamba"], jamba),
+    "jamba, as llama.cpp's converter has it": ("jamba", TEXTS["jamba"], single_expert),
     "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
     "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),
     "olmo": ("olmo", TEXTS["olmo, clipped"], olmo),
@@ -449,7 +473,7 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
         if arch.startswith(("qwen35", "qwen3next")):
             numbers, key = of_delta(key, numbers, config), key.replace(".dt_bias", ".dt_proj.bias")
         if "mamba" in key or "mixer" in key:
-            groups = getattr(config, "n_groups", 1)
+            groups = 0 if arch in ("mamba", "jamba") else getattr(config, "n_groups", 1)
             numbers, key = of_mamba(key, numbers, flat, groups), key.replace(".dt_bias", ".dt_proj.bias")
         if "shared_mlp.input_linear" in key:
             for part, rows in zip(("gate", "up"), np.split(numbers, 2), strict=True):

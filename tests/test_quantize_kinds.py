@@ -12,6 +12,7 @@ from transformers import (
     FalconH1Config,
     Gemma4TextConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     NemotronHConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -32,7 +33,7 @@ from test_convert import SETTINGS as SETTINGS_OF_TINY
 from test_experts import EXPERTS, SHAPE
 from test_latent import CONFIGS
 from test_llm import write_byte_tokenizer
-from test_models import FALCON_H1, GRANITE, GRANITE_4_H, NEMOTRON, NEMOTRON_EXPERTS
+from test_models import FALCON_H1, GRANITE, GRANITE_4_H, JAMBA, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
 
@@ -57,6 +58,9 @@ KINDS: dict[str, PreTrainedConfig] = {
             "hybrid_override_pattern": "M-*EM-", "mamba_head_dim": 32, "moe_intermediate_size": 64,
             "moe_shared_expert_intermediate_size": 64,
         },
+    ),
+    "selective scans": JambaConfig(
+        **{name: value for name, value in (JAMBA | EVEN).items() if name != "head_dim"}, num_experts=1, mamba_d_conv=3,
     ),
     "side by side": FalconH1Config(**FALCON_H1 | EVEN | {"num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_d_head": 16}),
     "norms inside": BitNetConfig(**EVEN | {"num_hidden_layers": 2, "head_dim": EVEN["hidden_size"] // 4}),
@@ -89,6 +93,7 @@ def lost(folder: Path, source: Path) -> float:
 CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
     ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"), ("keys are values", "awq"),
     ("keys of other layers, numbers a layer", "awq"), ("side by side", "awq"), ("norms inside", "awq"),
+    ("selective scans", "awq"),
 ]  # fmt: skip
 
 
