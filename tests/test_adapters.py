@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "granite 4 h": (TEXTS["granite 4 h"], {"target_modules": MIXED}),
     "nemotron h": (TEXTS["nemotron h"], {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
     "falcon h1": (TEXTS["falcon h1"], {"target_modules": ["in_proj", *MIXED[2:], "down_proj"]}),
+    "jamba": (TEXTS["jamba"], {"target_modules": [*MIXED, "x_proj", "down_proj"]}),
     "youtu": (TEXTS["youtu"], {}),
     "kimi linear": (
         TEXTS["kimi linear, 3 of 5 and shared"],

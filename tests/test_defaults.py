@@ -36,7 +36,9 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "LaraMiniForCausalLM": {"intermediate_size"},
     "LightOnOcrForConditionalGeneration": {"max_position_embeddings"},  # of a config without a part for texts
     "LlavaForConditionalGeneration": {"max_position_embeddings", "num_key_value_heads", "sliding_window"},  # those of a Mistral
-    "Mamba2ForCausalLM": {"max_position_embeddings"},  # which nothing bounds
+    "FalconMambaForCausalLM": {"max_position_embeddings"},  # which nothing bounds
+    "MambaForCausalLM": {"max_position_embeddings"},
+    "Mamba2ForCausalLM": {"max_position_embeddings"},
     "Mistral3ForConditionalGeneration": {"sliding_window"},  # a text_config's, not that of none
     "Mistral4ForCausalLM": {"head_dim"},  # the turned part
     "NemotronForCausalLM": {"layer_norm_eps"},  # by another name of the same

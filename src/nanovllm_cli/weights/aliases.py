@@ -176,6 +176,16 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "7b": "tiiuae/Falcon-H1-7B-Instruct",
         "34b": "tiiuae/Falcon-H1-34B-Instruct",
     },
+    "falcon-mamba": {"7b": "tiiuae/falcon-mamba-7b-instruct"},
+    "jamba-reasoning": {"3b": "ai21labs/AI21-Jamba-Reasoning-3B"},
+    "jamba2": {"3b": "ai21labs/AI21-Jamba2-3B", "mini": "ai21labs/AI21-Jamba2-Mini"},
+    "mamba": {
+        "130m": "state-spaces/mamba-130m-hf",
+        "370m": "state-spaces/mamba-370m-hf",
+        "790m": "state-spaces/mamba-790m-hf",
+        "1.4b": "state-spaces/mamba-1.4b-hf",
+        "2.8b": "state-spaces/mamba-2.8b-hf",
+    },
     "bitnet": {"2b": "microsoft/bitnet-b1.58-2B-4T"},
     "afm": {"4.5b": "arcee-ai/AFM-4.5B"},
     "granite3.1-moe": {

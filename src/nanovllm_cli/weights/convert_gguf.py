@@ -18,7 +18,7 @@ from gguf.metadata import Metadata
 from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec, ScanSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.experts import gguf_fields
 from nanovllm_cli.models.families import spec_from_gguf, text_config
@@ -82,13 +82,14 @@ _CARRIED = {
     "num_expert_group", "num_experts_per_token", "moe_router_activation_func", "mla_use_nope",
     "use_grouped_topk",
     "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
-    "num_heads", "state_size",
+    "num_heads", "state_size", "time_step_rank", "mixer_rms_eps", "mamba_dt_rank", "attn_layer_period", "attn_layer_offset",
+    "expert_layer_period", "expert_layer_offset",
     "router_scaling_factor", "moe_router_use_sigmoid",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
-_SEES = ("hy_v3",)
+_SEES = ("hy_v3", "jamba")
 """Architectures of which llama.cpp sees by a layer's tensors whether it has experts."""
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
@@ -101,7 +102,8 @@ _OF_NO_USE = {
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
-    "altup_coef_clip", "time_step_rank", "input_jitter_noise", "enable_moe_fp32_combine",
+    "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine", "use_mambapy", "use_associative_scan",
+    "time_step_init_scheme", "time_step_scale",
 }  # fmt: skip
 
 
@@ -169,6 +171,8 @@ def gguf_header(
         notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
     if spec.mixture is not None and spec.mixture.nearness is not None:
         notes.append("norms and weights of experts: llama.cpp computes others for this architecture")
+    if any(isinstance(mixer, ScanSpec) and mixer.eps not in (None, spec.norm.eps) for mixer in spec.mixers):
+        notes.append("the eps of norms inside of state spaces: llama.cpp has that of the other norms there")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)
 
 
