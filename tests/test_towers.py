@@ -114,6 +114,13 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "downsample_mode": "4x",
         "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "image_size": 28},
     }),
+    "aya": ("AyaVision", {
+        "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "adapter_layer_norm_eps": 1e-3,
+        "vision_config": SIGLIP,
+    }),
+    "command_a": ("Cohere2Vision", {
+        "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "vision_config": SIGLIP,
+    }),
     "lfm3": ("Lfm3Vl", {
         "text_config": TEXT | {"model_type": "lfm3", "layer_types": ["full_attention"]}, "projector_hidden_size": 56,
         "vision_config": {
@@ -127,6 +134,8 @@ HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
+    "aya": HALVES | {"size": {"height": 48, "width": 48}},
+    "command_a": HALVES | {"size": {"height": 48, "width": 48}, "patch_size": 6},
     "minicpm": {"scale_resolution": 64}, "minicpm, 4x": {"scale_resolution": 64, "downsample_mode": "4x"},
     "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
 }  # fmt: skip
@@ -134,7 +143,7 @@ IN_PIECES: dict[str, dict[str, Any]] = {
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
-         "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+         "aya": [(48, 48)], "command_a": [(48, 48)], "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -173,8 +182,8 @@ def make(name: str, folder: Path) -> Made:
             if name.startswith("minicpm"):
                 with torch.no_grad():
                     return model.model.get_image_features(**packed_patches([values], CELL // 2)).pooler_output[0], []
-            by_name = {"smolvlm": values[None, None], "internvl": values[None], "internvl, rms": values[None]}
-            seen = {"pixel_values": by_name[name]} if name in by_name else siglip_2s_patches([values], CELL // 2)
+            shaped = values[None, None] if name == "smolvlm" else values[None]
+            seen = siglip_2s_patches([values], CELL // 2) if name == "lfm2" else {"pixel_values": shaped}
             with torch.no_grad():
                 found = model.model.get_image_features(**seen).pooler_output
             return found[0], []

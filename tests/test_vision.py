@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
+    AyaVisionConfig,
+    Cohere2VisionConfig,
     Gemma3Config,
     Gemma4Config,
     Glm4vConfig,
@@ -62,6 +64,8 @@ GLM_EXPERTS = {
     "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 34, "n_group": 1, "topk_group": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
 }  # fmt: skip
+COHERE_TEXT = CASES["command r7b"].to_dict() | {"vocab_size": 513, "logit_scale": 1.0}
+"""Of models that see, transformers forgets the scale of logits since its version 5."""
 MODELS: dict[str, Any] = {
     "qwen2-vl": Qwen2VLConfig(
         text_config=QWEN_TEXT, vision_config=QWEN_TOWER | {"embed_dim": 32, "hidden_size": 48}, **QWEN_IDS
@@ -130,6 +134,14 @@ MODELS: dict[str, Any] = {
         text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4}, tie_word_embeddings=False,
     ),
+    "aya-vision": AyaVisionConfig(
+        text_config=COHERE_TEXT, image_token_index=512,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model"},
+    ),
+    "command-a-vision": Cohere2VisionConfig(
+        text_config=COHERE_TEXT, image_token_id=512, alignment_intermediate_size=56,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model"},
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
@@ -188,7 +200,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         for each, value in zip(whole, values, strict=True):
             each[:, : value.shape[1], : value.shape[2]] = value
         return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
-    if model.config.model_type == "internvl":
+    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision"):
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "smolvlm":
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}

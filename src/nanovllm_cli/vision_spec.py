@@ -149,7 +149,8 @@ class SizeRule:
              where most_tiles is 1 (Idefics3)
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
-    canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL)
+    canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL);
+             those by which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels (MiniCPM-V)
     """
@@ -165,6 +166,7 @@ class SizeRule:
     most_tiles: int = 0
     tolerance: float = 1.0
     small: Literal["", "floor", "round"] = ""
+    nearest: Literal["shape", "size"] = "shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +174,9 @@ class ImageTokens:
     """What stands for an image, or a sound. marker: what a chat template writes for it; before, token, after: what that becomes,
     `token` as often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being
     last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
-    Where images are cut into pieces, in front of the token of a piece is `piece`, with {row} and {column} from 1 on, behind each
-    line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not cut, `alone`.
+    Where images are cut into pieces, in front of the token of a piece is `piece`, with {row}, {column} or {number} from 1 on,
+    behind each line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not
+    cut, `alone`.
     whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
     piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
@@ -200,8 +203,10 @@ class ImageTokens:
         if isinstance(picture, Clip) or not picture.rows:
             return before + self.alone + self.token * len(picture.images) + self.after
         columns, behind = range(1, picture.columns + 1), self.token + self.piece_end
-        lines = ["".join(self.piece.format(row=row, column=column) + behind for column in columns)
-                 for row in range(1, picture.rows + 1)]  # fmt: skip
+        lines = [
+            "".join(self.piece.format(row=i + 1, column=j, number=i * picture.columns + j) + behind for j in columns)
+            for i in range(picture.rows)
+        ]
         if self.whole_first:
             return before + self.whole + self.token + self.after + self.pieces_end.join(lines)
         return before + "".join(line + self.pieces_end for line in lines) + self.whole + self.token + self.after
@@ -238,7 +243,8 @@ class TowerSpec:
     layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a
     cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
     "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3:
-    join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them), "gated"
+    join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them, or gated by
+    a SiLU where projector_gated), "gated"
     (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU,
     projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each
     line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm); projector_eps: of
@@ -266,6 +272,7 @@ class TowerSpec:
     qkv_bias: bool = True
     patch_bias: bool = False
     projector_bias: bool = False
+    projector_gated: bool = False
     positions: int = 0
     lead: bool = False
     stretch: Stretch = "corners"

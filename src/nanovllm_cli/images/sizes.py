@@ -37,8 +37,9 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
         case "slices":
             return _in_slices(rule, height, width)
         case "canvas":
-            rows, columns = _grid(rule, rule.least_tiles, height, width)
             tile = rule.tile
+            by_size = rule.nearest == "size"
+            rows, columns = _by_size(rule, height, width) if by_size else _grid(rule, rule.least_tiles, height, width)
             return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None)
     unit = rule.multiple
     rows, columns = {"area": _by_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
@@ -159,6 +160,20 @@ def _grid(rule: SizeRule, fewest: int, height: int, width: int) -> tuple[int, in
             if off < least or (off == least and height * width > 0.5 * rule.tile**2 * count):
                 best, least = (count // columns, columns), off
     return best
+
+
+def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
+    """Those that an image fits into if it grows, by the least; where it is larger than any, those for which it shrinks the least.
+    Among equals those of fewer tiles, then of fewer columns."""
+    most = rule.most_tiles
+    grids = sorted(
+        ((columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)), key=math.prod
+    )
+    scales = [min(columns * rule.tile / width, rows * rule.tile / height) for columns, rows in grids]
+    if max(scales) >= 1:
+        scales = [-scale if scale >= 1 else -math.inf for scale in scales]
+    columns, rows = grids[scales.index(max(scales))]
+    return rows, columns
 
 
 def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:

@@ -109,9 +109,11 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ArceeForCausalLM": ARCEE,
     "BitNetForCausalLM": BITNET,
     "BitnetForCausalLM": BITNET,
+    "AyaVisionForConditionalGeneration": COHERE2,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
     "Cohere2MoeForCausalLM": COHERE2_MOE,
+    "Cohere2VisionForConditionalGeneration": COHERE2,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
     "Qwen2AudioForConditionalGeneration": QWEN2_AUDIO,
@@ -271,7 +273,13 @@ TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
 TEXTS_OF_INTERNVL = {"gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
 """The same inside of an InternVL, where they mean nothing else."""
-TEXTS_OF_MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
+TEXTS_OF: dict[str, dict[str, Family]] = {
+    "AyaVisionForConditionalGeneration": {"cohere": COHERE, "cohere2": COHERE2},
+    "Cohere2VisionForConditionalGeneration": {"cohere2": COHERE2},
+    "InternVLForConditionalGeneration": TEXTS_OF_INTERNVL,
+    "MiniCPMV4_6ForConditionalGeneration": {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE},
+}
+"""And of all that see and whose texts are of several families, or of one that must be it."""
 OF_ANOTHER_CLASS = {"exaone": EXAONE, "sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -380,10 +388,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     others = HF_BODIES | HF_CLASSIFIERS
     if names[0] == "InternVLChatModel" and isinstance(inner, Mapping):
         return hf_family(inner)
-    if names[0] == "InternVLForConditionalGeneration":
-        return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
-    if names[0] == "MiniCPMV4_6ForConditionalGeneration" and kind is not None:
-        return _look_up(str(kind), TEXTS_OF_MINICPM_V)
+    if names[0] in TEXTS_OF and kind is not None:
+        return _look_up(str(kind), TEXTS_OF[names[0]])
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 

@@ -205,7 +205,8 @@ class Tower(Layers):
             x = self._joined(x)
             if not self.spec.projector_size:
                 return self._linear("projector.out", x)
-            return self._two_layers("projector", self._norm("projector.norm", x, eps) if eps else x)
+            x, gated = self._norm("projector.norm", x, eps) if eps else x, self.spec.projector_gated
+            return self._two_layers("projector", x, "silu" if gated else "gelu", gated=gated)
         if self.spec.projector == "gated":
             x = self._linear("projector.first", self._linear("projector.join", self._joined(x)))
             x = activated(self._norm("projector.norm", x, eps), "gelu", gated=False)
@@ -302,7 +303,7 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         if spec.projector_eps:
             norm("projector.norm", joined, kind="layer")
         bias = spec.bias or spec.projector_bias
-        matrix("projector.up", spec.projector_size, joined, bias)
+        matrix("projector.up", (1 + spec.projector_gated) * spec.projector_size, joined, bias)
         matrix("projector.down", spec.out_size, spec.projector_size, bias)
         return shapes
     if spec.projector == "gated":

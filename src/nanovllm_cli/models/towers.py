@@ -8,6 +8,7 @@ or, of images, those of the published models. Both files are untrusted: whatever
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ from nanovllm_cli.models.tower_configs import (
     vision_section,
     weights_and_biases,
 )
+from nanovllm_cli.models.towers_cohere import AYA_NAMES, COMMAND_A_NAMES, aya_vision, command_a_vision
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
 from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
@@ -65,10 +67,12 @@ Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
 @dataclass(frozen=True, slots=True, eq=False)
 class TowerFamily:
     """names: our names of tensors, {i} for a layer -> those in its folders, of which ours has the rows behind each other. What a
-    name may begin with is left to who reads them."""
+    name may begin with is left to who reads them. unread: what folders have and nothing here reads, a layer's number as the
+    only group, which then is none of the spec's."""
 
     read: Read
     names: Mapping[str, tuple[str, ...]]
+    unread: re.Pattern[str] = re.compile(r"(?!)")
 
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
@@ -188,6 +192,8 @@ _QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, Q
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
 _GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
 TOWERS: dict[str, TowerFamily] = {
+    "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
+    "Cohere2VisionForConditionalGeneration": TowerFamily(command_a_vision, COMMAND_A_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
     "Glm4vForConditionalGeneration": _GLM4V,

@@ -248,6 +248,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "sarvam": {"30b": "sarvamai/sarvam-30b"},
     "command-r": {"35b": "CohereLabs/c4ai-command-r-v01"},
     "command-r7b": {"7b": "CohereLabs/c4ai-command-r7b-12-2024"},
+    "aya-vision": {"8b": "CohereLabs/aya-vision-8b", "32b": "CohereLabs/aya-vision-32b"},
+    "command-a-vision": {"112b": "CohereLabs/command-a-vision-07-2025"},
     "command-a-plus": {"05-2026": "CohereLabs/command-a-plus-05-2026"},
     "north-mini-code": {"30b-a3b": "CohereLabs/North-Mini-Code-1.0"},
     "glm-edge": {"1.5b": "zai-org/glm-edge-1.5b-chat", "4b": "zai-org/glm-edge-4b-chat"},

@@ -17,7 +17,7 @@ import torch
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.tower import Tower, tower_dtype, tower_shapes
-from nanovllm_cli.models.towers import tower_family
+from nanovllm_cli.models.towers import TowerFamily, tower_family
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import folder_of, some
@@ -101,8 +101,14 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
     assert family is not None
     plain = {name: _ROOT.sub(_plain_root, name, count=1) for name in reader.names() if _ROOT.match(name)}
     unread = _UNREAD if spec.shrinks is not None else _UNREAD_WHOLE
-    plain = {name: own for name, own in plain.items() if not unread.fullmatch(own)}
+    plain = {name: own for name, own in plain.items() if not (unread.fullmatch(own) or _is_behind(own, family, spec))}
     return compared(checkpoint.path, reader, plain, family.names, stored_shapes(spec))
+
+
+def _is_behind(name: str, family: TowerFamily, spec: TowerSpec) -> bool:
+    """Whether it is of what a family leaves out; of layers, those behind the last one that is computed."""
+    found = family.unread.fullmatch(name)
+    return found is not None and (not found.re.groups or not found[1] or int(found[1]) >= spec.num_layers)
 
 
 def _plain_root(found: re.Match[str]) -> str:
@@ -202,6 +208,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.to(torch.float32) + 1
     if spec.lead and ours in ("lead.weight", "positions.weight"):
         return stored.view(-1, spec.hidden_size)
+    if spec.projector_gated and ours.startswith("projector.up."):  # the gate is behind what it gates there
+        return stored.roll(spec.projector_size, 0)
     if spec.projector == "lined" and ours == "positions.weight":
         return stored[-spec.positions :]
     if spec.projector == "lined" and ours == "projector.first.weight":
