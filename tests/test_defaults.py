@@ -35,7 +35,6 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "KimiLinearForCausalLM": {"first_k_dense_replace"},  # which its kinds of layers follow from
     "LaraMiniForCausalLM": {"intermediate_size"},
     "LightOnOcrForConditionalGeneration": {"max_position_embeddings"},  # of a config without a part for texts
-    "LlavaForConditionalGeneration": {"max_position_embeddings", "num_key_value_heads", "sliding_window"},  # those of a Mistral
     "FalconMambaForCausalLM": {"max_position_embeddings"},  # which nothing bounds
     "MambaForCausalLM": {"max_position_embeddings"},
     "Mamba2ForCausalLM": {"max_position_embeddings"},
@@ -91,8 +90,7 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
 
 NO_SPEC = {  # whose defaults alone are no model, or of no model that is published
     "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration",
-    "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration", "LlavaForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
+    "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
 }  # fmt: skip
 OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default
 
@@ -114,6 +112,7 @@ TOWER_TYPES = MODEL_TYPES | {
     "VoxtralForConditionalGeneration": "voxtral", "LightOnOCRForConditionalGeneration": "lighton_ocr",
 }  # fmt: skip
 FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do not go together
+    "AyaVision": ("vision_config", {"num_attention_heads": 16, "image_size": 364}),
     "Qwen3ASR": ("text_config", {"hidden_size": 3584}),
     "GlmOcr": ("text_config", {"hidden_size": 1536}),
     "Gemma3": ("vision_config", {"image_size": 896, "patch_size": 14}),

@@ -121,6 +121,13 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "command_a": ("Cohere2Vision", {
         "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "vision_config": SIGLIP,
     }),
+    "llava": ("Llava", {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+    }),
+    "llava, siglip": ("Llava", {
+        "text_config": TEXT | {"model_type": "qwen2"}, "vision_config": SIGLIP | {"image_size": 50},
+        "vision_feature_layer": 1, "vision_feature_select_strategy": "full",
+    }),
     "lfm3": ("Lfm3Vl", {
         "text_config": TEXT | {"model_type": "lfm3", "layer_types": ["full_attention"]}, "projector_hidden_size": 56,
         "vision_config": {
@@ -136,6 +143,7 @@ IN_PIECES: dict[str, dict[str, Any]] = {
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
     "aya": HALVES | {"size": {"height": 48, "width": 48}},
     "command_a": HALVES | {"size": {"height": 48, "width": 48}, "patch_size": 6},
+    "llava": HALVES | {"size": {"shortest_edge": 48}}, "llava, siglip": HALVES | {"size": {"height": 50, "width": 50}},
     "minicpm": {"scale_resolution": 64}, "minicpm, 4x": {"scale_resolution": 64, "downsample_mode": "4x"},
     "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
 }  # fmt: skip
@@ -143,7 +151,8 @@ IN_PIECES: dict[str, dict[str, Any]] = {
 CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
-         "aya": [(48, 48)], "command_a": [(48, 48)], "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+         "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
+         "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -268,7 +277,7 @@ def test_rows_are_those_of_transformers(
     if by == "torch":  # as on a GPU
         monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
-    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16}.get(name, CELL)
+    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16, "llava": 4, "llava, siglip": 4}.get(name, CELL)
     for height, width in SIZES.get(name, FREE_SIZES):
         pixels = draw(height, width)
         rows, deep = made(name).rows(pixels)

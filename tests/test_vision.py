@@ -28,6 +28,8 @@ from transformers import (
     LightOnOcrConfig,
     LlamaConfig,
     LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
     MiniCPMV4_6Config,
     Mistral3Config,
     PaddleOCRVLConfig,
@@ -44,8 +46,9 @@ from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Senses
-from nanovllm_cli.images.sizes import most_rows
+from nanovllm_cli.images.sizes import fitted, most_rows
 from nanovllm_cli.models.tower import Tower
+from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
@@ -142,6 +145,19 @@ MODELS: dict[str, Any] = {
         text_config=COHERE_TEXT, image_token_id=512, alignment_intermediate_size=56,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model"},
     ),
+    "llava": LlavaConfig(
+        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512,
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+    ),
+    "llava-next": LlavaNextConfig(
+        text_config=CASES["mistral, window"].to_dict(), image_token_index=512, image_grid_pinpoints=[[16, 32], [32, 16]],
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+    ),
+    "llava-onevision": LlavaOnevisionConfig(
+        text_config=SMALL | {"vocab_size": 513, "model_type": "qwen2"}, image_token_index=512, video_token_index=511,
+        image_grid_pinpoints=[[18, 36], [36, 36]], vision_aspect_ratio="anyres_max_1",
+        vision_config=TOWER | {"image_size": 18, "patch_size": 4, "model_type": "siglip_vision_model"},
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
@@ -164,6 +180,12 @@ QWENS = [name for name in MODELS if name.startswith("qwen")]
 
 def an_image(vision: VisionSpec, rows: int, columns: int) -> Image:
     height, width = rows * vision.tower.cell, columns * vision.tower.cell
+    if vision.size.kind == "mosaic":  # of squares of 4 x 4 patches, and of images that fill less than all of them
+        grid = fitted(vision.size, rows, 3 * columns).grid
+        assert grid is not None
+        mosaic = Mosaic(*grid, rows, 3 * columns)
+        pixels = NUMBERS.integers(0, 256, (mosaic.num_squares * 16, 16, 3), np.uint8).tobytes()
+        return Image.of(mosaic.num_squares * 16, 16, pixels, mosaic)
     pixels = NUMBERS.integers(0, 256, (height, width, 3), np.uint8).tobytes()
     return Image.of(height, width, pixels)
 
@@ -192,6 +214,13 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         pixels = pixels.view(placed.image.height, placed.image.width, 3).permute(2, 0, 1)
         values.append((pixels / 255 - mean) / std)
     is_image = (ids == token).int()
+    if model.config.model_type in ("llava_next", "llava_onevision"):
+        mosaics = [placed.image.mosaic for placed in prompt.images]
+        sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
+        squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])
+        return {"input_ids": ids, "pixel_values": squares, "image_sizes": sizes}
+    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision") or tower.norm_placed:
+        return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "gemma3":
         return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_image}
     if model.config.model_type in ("mistral3", "lighton_ocr", "llava"):
@@ -200,8 +229,6 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         for each, value in zip(whole, values, strict=True):
             each[:, : value.shape[1], : value.shape[2]] = value
         return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
-    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision"):
-        return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "smolvlm":
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type == "lfm2_vl":
@@ -248,7 +275,7 @@ def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, Visio
 
 
 def parts_of(vision: VisionSpec) -> list[int | Image]:
-    if vision.size.kind in ("square", "tiles", "canvas"):
+    if vision.size.kind in ("square", "tiles", "canvas", "middle"):
         return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
     return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
 

@@ -12,20 +12,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from nanovllm_cli.mosaic import Mosaic, most_rows
+
 
 class Image(NamedTuple):
-    """As a tower takes it, of a size that its `SizeRule` gives: RGB, a byte a colour, line by line. digest: of all that."""
+    """As a tower takes it, of a size that its `SizeRule` gives: RGB, a byte a colour, line by line. mosaic: of squares one below
+    the other, which are one image to the tower. digest: of all that."""
 
     height: int
     width: int
     pixels: bytes
     digest: bytes
+    mosaic: Mosaic | None = None
 
     @classmethod
-    def of(cls, height: int, width: int, pixels: bytes) -> Image:
+    def of(cls, height: int, width: int, pixels: bytes, mosaic: Mosaic | None = None) -> Image:
         """With its digest."""
-        sides = height.to_bytes(4, "big") + width.to_bytes(4, "big")
-        return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest())
+        sides = b"".join(each.to_bytes(4, "big") for each in (height, width, *(mosaic or ())))
+        return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest(), mosaic)
+
+    @property
+    def num_squares(self) -> int:
+        """That are computed apart from each other."""
+        return 1 if self.mosaic is None else self.mosaic.num_squares
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +152,10 @@ class SizeRule:
     area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL); where a side is shorter than
              `multiple` and `small` says how the other is rounded, made that long first (GLM-4V, PaddleOCR-VL)
     longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
-    square   longest_side on either side, whatever its shape (SigLIP)
+    square   longest_side on either side, whatever its shape (SigLIP); what is no whole multiple of that is cut off
+    middle   a tile of its middle, with the shorter side made a tile long (CLIP)
+    mosaic   one of `grids` of tiles, in lines and columns: that which shows the most of its pixels, and of those that with the
+             least around it, which is black; all of it, in front of these, in one tile. Of tiles as of "square" (LLaVA-NeXT)
     largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
     tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
              where most_tiles is 1 (Idefics3)
@@ -155,7 +167,7 @@ class SizeRule:
              front of them: as one of them, and nothing but that where it has no more pixels (MiniCPM-V)
     """
 
-    kind: Literal["area", "longest", "square", "largest", "tiles", "grid", "canvas", "slices"]
+    kind: Literal["area", "longest", "square", "middle", "mosaic", "largest", "tiles", "grid", "canvas", "slices"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -167,6 +179,7 @@ class SizeRule:
     tolerance: float = 1.0
     small: Literal["", "floor", "round"] = ""
     nearest: Literal["shape", "size"] = "shape"
+    grids: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,18 +241,21 @@ class TowerSpec:
     qkv_bias of queries, keys and values, too; patch_bias of the patches'; projector_bias of the two layers of "joined".
     positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. lead: in front of all
     patches is a row, the same for all images, with a position in front of theirs; it is left out in the end (ViT's class
-    token). stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
+    token). squares: an image is a `Mosaic`, and rows of its squares are put
+    together, with a row that is the same for all behind each line, about so many squares of them at most; 0: it is one square.
+    stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
     counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
     dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. key_heads: of keys
     and values; 0: as many as of queries. convolves: layers that have, instead of attention, a gated convolution of each
     dimension over squares of taps x taps patches, beyond the image zeros (LFM3-VL). window: of attention in all layers but
-    `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, and of those
-    behind the last layer. qk_norm: of each head's queries and keys, an RMS norm. normed: all that attention reads has a norm,
-    each head's queries, keys and, without a gain, values, and its scores are not scaled; and there are norms behind attention
-    and MLP. clipped: bounds of what each of the layers' matrices, without a bias, reads and gives. shrinks: a layer behind
-    which the patches of a square of 2 x 2 see each other alone, by attention, and are joined to one, by a norm and two layers
-    with a GELU (tanh), 4 * intermediate_size rows between them, beside their mean (MiniCPM-V 4.6); None: none. scaled: what
-    attention and MLP add is multiplied with a gain (Touvron et al. 2021). projector: "merger" (Qwen: norm, join a cell, two
+    `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, or with these and
+    what leads (norm_placed), and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm.
+    normed: all that attention reads has a norm, each head's queries, keys and, without a gain, values, and its scores are not
+    scaled; and there are norms behind attention and MLP. clipped: bounds of what each of the layers' matrices, without a
+    bias, reads and gives. shrinks: a layer behind which the patches of a square of 2 x 2 see each other alone, by attention,
+    and are joined to one, by a norm and two layers with a GELU (tanh), 4 * intermediate_size rows between them, beside their
+    mean (MiniCPM-V 4.6); None: none. scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021).
+    projector: "merger" (Qwen: norm, join a cell, two
     layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a
     cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
     "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3:
@@ -275,6 +291,7 @@ class TowerSpec:
     projector_gated: bool = False
     positions: int = 0
     lead: bool = False
+    squares: int = 0
     stretch: Stretch = "corners"
     by_axis: bool = False
     theta: float | None = None
@@ -286,6 +303,7 @@ class TowerSpec:
     full: tuple[int, ...] = ()
     shrinks: int | None = None
     pre_norm: bool = False
+    norm_placed: bool = False
     post_norm: bool = False
     qk_norm: bool = False
     normed: bool = False
@@ -319,8 +337,9 @@ class TowerSpec:
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
         num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
+        whole = patches // image.num_squares
         inside = min(patches, (self.window * self.merge) ** 2) * (self.num_layers - num_full)
-        seen = (num_full * patches + inside) // self.num_layers
+        seen = (num_full * whole + inside) // self.num_layers
         work = patches * self.hidden_size * (matrices + 2 * seen)
         if self.shrinks is None:
             return work
@@ -363,15 +382,18 @@ class VisionSpec:
             piece = (rule.tile / cell) ** 2 + 1.25 * rule.tile / cell + 0.25  # where one is four times as long as wide, rounded
             tiles = max(1, most // math.floor(piece) - 1)
             size = replace(size, most_tiles=min(rule.most_tiles, tiles))
+        elif rule.kind == "mosaic":
+            side = rule.tile // cell
+            size = replace(size, grids=tuple(grid for grid in rule.grids if most_rows(grid, side, self.tower.squares) <= most))
         return replace(self, size=size)
 
     @property
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
-        side = rule.longest_side if rule.kind == "square" else rule.tile if rule.kind in ("tiles", "canvas", "slices") else 0
+        side = rule.longest_side if rule.kind == "square" else rule.tile if rule.kind not in ("area", "grid") else 0
         side = side or self.tower.cell
-        return (side // self.tower.cell) ** 2
+        return (side // self.tower.cell) ** 2 + (rule.kind == "mosaic")
 
     def num_tokens(self, picture: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
@@ -384,7 +406,11 @@ class VisionSpec:
         for ordinal, placed in enumerate(images):
             if isinstance(placed.image, Sound):
                 return False
-            height, width, pixels, _ = placed.image
+            height, width, pixels, _, mosaic = placed.image
+            if mosaic is None and self.size.kind == "mosaic":
+                return False
+            if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
+                return False
             if placed != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
                 return False
             if height % self.tower.cell or width % self.tower.cell or placed.start < end:
@@ -395,6 +421,8 @@ class VisionSpec:
     def placed(self, image: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """An image where its first token is the prompt's `start`, with so many images before it."""
         assert isinstance(image, Image)
+        if image.mosaic is not None:
+            return PlacedImage(image, start, 1, image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares))
         cell, framed = self.tower.cell, self.tower.projector == "lined"
         return PlacedImage(
             image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.parts import too_many_parts
-from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, fitted
+from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, Sizes, fitted
 from nanovllm_cli.images.source import IMAGE
+from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.sent import Recent
 from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
 
@@ -70,20 +71,47 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
         return source.resize((width, height), Resampling[rule.resample.upper()])
 
     sizes, tile = fitted(rule, picture.height, picture.width), rule.tile
+    if rule.kind == "middle":
+        assert sizes.first is not None
+        height, width = sizes.first
+        top, left = (height - tile) // 2, (width - tile) // 2
+        return Picture((_image(resized(picture, sizes.first).crop((left, top, left + tile, top + tile)), rule),))
+    if rule.kind == "mosaic":
+        inner = None if sizes.first is None else resized(picture, sizes.first)
+        return Picture((_mosaic(resized(picture, sizes.whole), inner, sizes, rule, (picture.height, picture.width)),))
     first = picture if sizes.first is None else resized(picture, sizes.first)
     if sizes.pieces is None:
-        return Picture((_image(resized(first, sizes.whole)),))
+        return Picture((_image(resized(first, sizes.whole), rule),))
     large = resized(first, sizes.pieces)
     rows, columns = sizes.grid or (sizes.pieces[0] // tile, sizes.pieces[1] // tile)
     tall, wide = sizes.pieces[0] // rows, sizes.pieces[1] // columns
     corners = [(column * wide, row * tall) for row in range(rows) for column in range(columns)]
-    pieces = [_image(large.crop((x, y, x + wide, y + tall))) for x, y in corners]
-    whole = _image(resized(first if sizes.first is None else large, sizes.whole))
+    pieces = [_image(large.crop((x, y, x + wide, y + tall)), rule) for x, y in corners]
+    whole = _image(resized(first if sizes.first is None else large, sizes.whole), rule)
     return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
 
 
-def _image(made: Pixels) -> Image:
-    return Image.of(made.height, made.width, made.tobytes())
+def _image(made: Pixels, rule: SizeRule) -> Image:
+    """Without what is no whole multiple of the rule's."""
+    height, width = (side // rule.multiple * rule.multiple for side in (made.height, made.width))
+    made = made if (height, width) == (made.height, made.width) else made.crop((0, 0, width, height))
+    return Image.of(height, width, made.tobytes())
+
+
+def _mosaic(whole: Pixels, inner: Pixels | None, sizes: Sizes, rule: SizeRule, own: Sides) -> Image:
+    """Squares below each other: all of it, and those in whose middle `inner` lies. own: the image's height and width."""
+    from PIL import Image as pillow
+
+    tile, squares = rule.tile, [whole]
+    rows, columns = sizes.grid or (0, 0)
+    if inner is not None:
+        canvas = pillow.new("RGB", (columns * tile, rows * tile))
+        canvas.paste(inner, ((canvas.width - inner.width) // 2, (canvas.height - inner.height) // 2))
+        corners = [(column * tile, row * tile) for row in range(rows) for column in range(columns)]
+        squares += [canvas.crop((x, y, x + tile, y + tile)) for x, y in corners]
+    made = [_image(square, rule) for square in squares]
+    height, width = made[0].height * len(made), made[0].width
+    return Image.of(height, width, b"".join(each.pixels for each in made), Mosaic(rows, columns, *own))
 
 
 def _decoded(data: bytes, kind: str, where: str) -> Pixels:

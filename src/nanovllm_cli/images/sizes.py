@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from nanovllm_cli import mosaic
 from nanovllm_cli.vision_spec import SizeRule, VisionSpec
 
 MAX_ASPECT = 200  # Qwen2-VL's bound on how much longer one side is than the other
@@ -30,6 +31,10 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
     match rule.kind:
         case "square":
             return Sizes((rule.longest_side, rule.longest_side))
+        case "middle":
+            return _around_middle(rule, height, width)
+        case "mosaic":
+            return _in_mosaic(rule, height, width)
         case "tiles":
             return _in_tiles(rule, height, width)
         case "grid":
@@ -49,8 +54,11 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
 def most_rows(spec: VisionSpec) -> int:
     """No image of an aspect up to MAX_ASPECT, or piece of one, becomes more rows of the tower's output than this."""
     rule = spec.size
-    if rule.kind in ("tiles", "canvas"):
+    if rule.kind in ("tiles", "canvas", "middle"):
         pixels = rule.tile**2
+    elif rule.kind == "mosaic":  # of which all squares are computed, also where not all of their rows are shown
+        area, line = rule.tile**2, rule.tile * rule.multiple
+        pixels = max((1 + rows * columns) * area + rows * line for rows, columns in (*rule.grids, (1, 0)))
     elif rule.kind == "square":
         pixels = rule.longest_side**2
     elif rule.kind == "slices":  # its sides are rounded
@@ -78,6 +86,9 @@ def most_rows_of_all(spec: VisionSpec) -> int:
     if spec.tower.projector == "lined":  # one more for each line; rounding may make it twice as thin
         most = most_rows(spec)
         return most + min(most, math.isqrt(2 * MAX_ASPECT * most) + 1) + 2
+    if rule.kind == "mosaic":
+        side = rule.tile // spec.tower.cell
+        return max(mosaic.most_rows(grid, side, spec.tower.squares) for grid in (*rule.grids, (1, 0)))
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
@@ -117,6 +128,33 @@ def _by_largest(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     if not rows:
         return 1, most
     return (rows, columns) if columns else (most, 1)
+
+
+def _around_middle(rule: SizeRule, height: int, width: int) -> Sizes:
+    tile = rule.tile
+    first = (tile, int(tile * width / height)) if height <= width else (int(tile * height / width), tile)
+    return Sizes((tile, tile), None, first)
+
+
+def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:
+    """first: of what lies in the middle of the pieces."""
+    tile = rule.tile
+    if not rule.grids:
+        return Sizes((tile, tile))
+    best, most, least = rule.grids[0], 0, math.inf
+    for rows, columns in rule.grids:
+        scale = min(columns * tile / width, rows * tile / height)
+        shown = min(int(width * scale) * int(height * scale), height * width)
+        unused = rows * columns * tile**2 - shown
+        if shown > most or (shown == most and unused < least):
+            best, most, least = (rows, columns), shown, unused
+    rows, columns = best
+    by_width, by_height = columns * tile / width, rows * tile / height
+    if by_width < by_height:
+        first = min(math.ceil(height * by_width), rows * tile), columns * tile
+    else:
+        first = rows * tile, min(math.ceil(width * by_height), columns * tile)
+    return Sizes((tile, tile), (rows * tile, columns * tile), first, best)
 
 
 def _in_tiles(rule: SizeRule, height: int, width: int) -> Sizes:

@@ -11,7 +11,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK2, latent_from_gguf, latent_from_hf, latent_keys
-from nanovllm_cli.models.families import MISTRAL
+from nanovllm_cli.models.families import LLAMA, MISTRAL
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.rotary import rope_section, tempered
 
@@ -38,10 +38,10 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return keys if own is None else {**keys, "attention.temperature_scale": own.scale}
 
 
-def _mistral_text(spec: ModelSpec, read: ConfigReader, name: str = "Mistral 3", usual: str = "mistral") -> ModelSpec:
-    kind = read.text("model_type", usual)
+def _mistral_text(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    kind = read.text("model_type", "mistral")
     if kind != "mistral":
-        raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a {name}", ANOTHER)
+        raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a Mistral 3", ANOTHER)
     return spec
 
 
@@ -65,8 +65,10 @@ def _latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 MISTRAL3 = replace(MISTRAL, name="mistral3", hf=_mistral_text, defaults={**MISTRAL.defaults, "num_attention_heads": 32})
-LLAVA = replace(MISTRAL3, name="llava", hf=lambda spec, read: _mistral_text(spec, read, "LLaVA", "llama"))
-"""Of these it is Pixtral 12B that is known."""
+_SIZES = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAVA = replace(LLAMA, defaults={**_SIZES, "intermediate_size": 11008})
+"""A Vicuna 7B, of whose config LLaVAs leave out what transformers knows."""
+LLAVA_MISTRAL = replace(MISTRAL, name="llava", defaults={**MISTRAL.defaults, **_SIZES, "intermediate_size": 14336})
 MINISTRAL3 = Family(
     "mistral3",
     has_window=True,

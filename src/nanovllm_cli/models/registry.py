@@ -70,7 +70,7 @@ from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
-from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
+from nanovllm_cli.models.mistral import LLAVA, LLAVA_MISTRAL, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanochat import NANOCHAT
@@ -187,6 +187,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "LightOnOCRForConditionalGeneration": QWEN3,
     "LightOnOcrForConditionalGeneration": QWEN3,
     "LlavaForConditionalGeneration": LLAVA,
+    "LlavaNextForConditionalGeneration": LLAVA,
+    "LlavaOnevisionForConditionalGeneration": QWEN2,
     "MambaForCausalLM": MAMBA,
     "Mamba2ForCausalLM": MAMBA2,
     "MellumForCausalLM": MELLUM,
@@ -277,6 +279,9 @@ TEXTS_OF: dict[str, dict[str, Family]] = {
     "AyaVisionForConditionalGeneration": {"cohere": COHERE, "cohere2": COHERE2},
     "Cohere2VisionForConditionalGeneration": {"cohere2": COHERE2},
     "InternVLForConditionalGeneration": TEXTS_OF_INTERNVL,
+    "LlavaForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
+    "LlavaNextForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
+    "LlavaOnevisionForConditionalGeneration": {"qwen2": QWEN2},
     "MiniCPMV4_6ForConditionalGeneration": {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE},
 }
 """And of all that see and whose texts are of several families, or of one that must be it."""

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, next_stage
+from nanovllm_cli.models.tower_mosaic import laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
@@ -71,8 +72,9 @@ class Tower(Layers):
         spec = self.spec
         grid = self._grid(image)
         x = self._patches(image, grid)
-        turns = self._turns(grid)
-        everywhere = inside = attention(Windows(((1, len(x)),), turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
+        turns = self._turns(grid, image.num_squares)
+        each = Windows(((image.num_squares, len(x) // image.num_squares),), turns)
+        everywhere = inside = attention(each, spec.num_heads, spec.head_dim, x, spec.key_heads)
         if spec.window:
             inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         deep: list[torch.Tensor] = []
@@ -90,10 +92,13 @@ class Tower(Layers):
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
         if spec.lead:
-            x = x[1:]
+            x = x.view(image.num_squares, -1, spec.hidden_size)[:, 1:].reshape(-1, spec.hidden_size)
         if spec.post_norm:
             x = self._norm("post_norm", x)
-        return TowerRows(_line_by_line(self._projected(x, grid), grid), tuple(_line_by_line(each, grid) for each in deep))
+        rows = _line_by_line(self._projected(x, grid), grid)
+        if image.mosaic is not None:
+            rows = laid_out(rows, image.mosaic, grid.columns, spec.squares, self._tensors["line_end.weight"])
+        return TowerRows(rows, tuple(_line_by_line(each, grid) for each in deep))
 
     def _grid(self, image: Image) -> _Grid:
         cell = self.spec.cell
@@ -104,12 +109,12 @@ class Tower(Layers):
         windows = tuple((count, cells * self.spec.merge**2) for count, cells in sizes)
         return _Grid(lines, columns, order, windows)
 
-    def _turns(self, grid: _Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(self, grid: _Grid, squares: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Windows`. Angles are computed in float64, on the host."""
         merge, dim, theta = self.spec.merge, self.spec.head_dim, self.spec.theta
         lines, columns = grid.lines * merge, grid.columns * merge
         if theta is None:
-            none = torch.empty(lines * columns + self.spec.lead, 0, device=self._device)
+            none = torch.empty(lines * columns + self.spec.lead * squares, 0, device=self._device)
             return none, none
         frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         of_lines, of_columns = frequencies[0::2], frequencies[1::2] if self.spec.dealt else frequencies[0::2]
@@ -136,14 +141,17 @@ class Tower(Layers):
         values = self._by_cell(patches, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
         values = ((values - self._mean) / self._std).flatten(1).to(self._dtype)
         x = self._linear("patch", values)
-        if spec.pre_norm:
+        if spec.pre_norm and not spec.norm_placed:
             x = self._norm("pre_norm", x)
         if not spec.positions:
             return x
-        x += self._by_cell(self._positions(lines, columns), grid.order).view(-1, spec.hidden_size).to(self._dtype)
-        if not spec.lead:
-            return x
-        return torch.cat([self._tensors["lead.weight"] + self._tensors["positions.weight"][:1], x])
+        x = x.view(image.num_squares, -1, spec.hidden_size)
+        x += self._by_cell(self._positions(lines // len(x), columns), grid.order).view(-1, spec.hidden_size).to(self._dtype)
+        if spec.lead:
+            lead = self._tensors["lead.weight"] + self._tensors["positions.weight"][:1]
+            x = torch.cat([lead.expand(len(x), 1, -1), x], dim=1)
+        x = x.flatten(0, 1)
+        return self._norm("pre_norm", x) if spec.norm_placed else x
 
     def _positions(self, lines: int, columns: int) -> torch.Tensor:
         """[lines, columns, hidden_size] float32, of patches."""
@@ -252,6 +260,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         shapes["lead.weight"] = (1, hidden)
     if spec.pre_norm:
         norm("pre_norm")
+    if spec.squares:
+        shapes["line_end.weight"] = (spec.out_size,)
     for i in range(spec.num_layers):
         norm(f"layers.{i}.attention_norm")
         if i in spec.convolves:

@@ -40,6 +40,7 @@ from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
 from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
+from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_qwen import (
@@ -77,7 +78,9 @@ class TowerFamily:
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
     """By "architectures", as written in config.json; None where nothing here knows how such a model sees, if it does."""
-    names = config.get("architectures")
+    names, vision = config.get("architectures"), config.get("vision_config")
+    if names == ["LlavaForConditionalGeneration"] and isinstance(vision, Mapping) and vision.get("model_type") != "pixtral":
+        return _LLAVA
     return TOWERS.get(str(names[0])) if isinstance(names, list) and names else None
 
 
@@ -118,7 +121,7 @@ def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     return _pixtral(config, images, _MISTRAL_TOKENS, "gelu")
 
 
-def _llava(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+def _pixtral_12b(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """A Pixtral: each patch is a token."""
     vision_section(config, "pixtral")
     usual = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
@@ -191,6 +194,7 @@ MISTRAL3_NAMES = weights_and_biases({
 _QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, QWEN3_NAMES)
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
 _GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
+_LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
     "Cohere2VisionForConditionalGeneration": TowerFamily(command_a_vision, COMMAND_A_NAMES),
@@ -206,7 +210,9 @@ TOWERS: dict[str, TowerFamily] = {
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,
-    "LlavaForConditionalGeneration": TowerFamily(_llava, MISTRAL3_NAMES),
+    "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),
+    "LlavaNextForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
+    "LlavaOnevisionForConditionalGeneration": TowerFamily(llava_onevision, LLAVA_NAMES, LLAVA_UNREAD),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
     "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),
     "Lfm3VlForConditionalGeneration": TowerFamily(lfm3, LFM3_NAMES),

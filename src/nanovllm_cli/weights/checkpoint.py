@@ -371,6 +371,9 @@ def _single_file(path: Path, weights: Path) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(path, dict.fromkeys(file.entries, file))
 
 
+_LLAVAS = [["LlavaForConditionalGeneration"], ["LlavaOnevisionForConditionalGeneration"]]
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -385,6 +388,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = {"text_config": llm, **config, **({} if tied is None else {"tie_word_embeddings": tied})}
     if config.get("architectures") == ["InternVLForConditionalGeneration"]:
         config.setdefault("tie_word_embeddings", True)  # which a head of its own overrules
+    text, names = config.get("text_config"), config.get("architectures")
+    if isinstance(text, dict) and text.get("tie_word_embeddings") is True and isinstance(names, list) and names[:1] in _LLAVAS:
+        config["tie_word_embeddings"] = True  # as transformers has it, whatever the whole says
     beside = folder / MODELOPT_CONFIG
     if config.get("quantization_config") is None and beside.is_file():
         said = read_json_file(beside, MAX_CONFIG_BYTES).get("quantization")

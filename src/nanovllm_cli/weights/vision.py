@@ -32,7 +32,7 @@ _ROOTS = (
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
-_ROOT = re.compile(rf"(?:model\.)?({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?")
+_ROOT = re.compile(rf"(?:model\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=image_newline$))")
 _UNREAD = re.compile(
     r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
 )
@@ -112,7 +112,7 @@ def _is_behind(name: str, family: TowerFamily, spec: TowerSpec) -> bool:
 
 
 def _plain_root(found: re.Match[str]) -> str:
-    return _ALSO.get(found[1], found[1]) + "."
+    return "" if found[1] is None else _ALSO.get(found[1], found[1]) + "."
 
 
 def compared(
@@ -181,7 +181,9 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["positions.weight"] = (spec.positions + (not of_file), spec.hidden_size)
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
-    if spec.lead and not of_file:
+    if spec.lead and spec.norm_placed:  # CLIP's
+        shapes["lead.weight"] = (spec.hidden_size,)
+    elif spec.lead and not of_file:
         shapes |= {"lead.weight": (1, 1, spec.hidden_size), "positions.weight": (1, *shapes["positions.weight"])}
     return shapes
 
