@@ -652,6 +652,9 @@ CASES: dict[str, Any] = {
         **NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "E*M", "n_routed_experts": 8, "num_experts_per_tok": 2},
         n_group=2, topk_group=1, norm_topk_prob=False,
     ),
+    "nemotron h, 3 of 5 in fewer numbers": NemotronHConfig(
+        **NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "M-*EE", "moe_latent_size": 28},
+    ),
     "falcon h1": FalconH1Config(**FALCON_H1),
     "falcon h1, a norm of groups, no bias, tied": FalconH1Config(
         **FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 3, "mamba_conv_bias": False,
@@ -879,7 +882,7 @@ def test_what_other_models_of_a_family_have_is_named(what: str) -> None:
 
 
 COUNTED = [
-    "mamba2", "nemotron h", "falcon h1", "bitnet", "jamba, 2 of 5, three taps, tied", "mamba", "falcon mamba",
+    "mamba2", "nemotron h, 3 of 5 in fewer numbers", "falcon h1", "bitnet", "jamba, 2 of 5, three taps, tied", "mamba", "falcon mamba",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
@@ -903,7 +906,8 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     names = {"norm": "norms", "ln_": "norms", "altup": "other", "laurel": "other", "per_layer": "per layer", "embed_out": "head",
              "embed": "embedding", "wte": "embedding", "wpe": "embedding", "attention": "attention", "lm_head": "head",
              "attn": "attention",
-             "mixer.up": "mlp", "mixer.down": "mlp", "mixer": "attention",
+             **dict.fromkeys((f"mixer.{part}" for part in ("up", "down", "gate.", "experts", "shared", "fc")), "mlp"),
+             "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
@@ -1316,7 +1320,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "states behind a gelu": ("nemotron h", {"mamba_hidden_act": "gelu"}, UnsupportedError, "state space behind 'gelu'"),
     "a nemotron with gates": ("nemotron h", {"mlp_hidden_act": "silu"}, UnsupportedError, "activation 'silu' is not supported"),
     "experts in fewer dims": (
-        "nemotron h, 3 of 5 and shared", {"moe_latent_size": 16}, UnsupportedError, "experts of a Nemotron that read and give",
+        "nemotron h, 3 of 5 and shared", {"moe_latent_size": 0}, CheckpointError, "'moe_latent_size'",
     ),
     "biases of a nemotron's experts": (
         "nemotron h, 3 of 5 and shared", {"mlp_bias": True}, UnsupportedError, "with 'shared.down.bias'",

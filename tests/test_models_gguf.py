@@ -219,6 +219,8 @@ def nemotron(writer: Writer, config: Any) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def states_alone(writer: Writer, config: Any) -> None:
@@ -401,6 +403,9 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "jamba, as llama.cpp's converter has it": ("jamba", TEXTS["jamba"], single_expert),
     "nemotron h": ("nemotron_h", TEXTS["nemotron h"], nemotron),
     "nemotron h, 3 of 5 and shared": ("nemotron_h_moe", TEXTS["nemotron h, 3 of 5 and shared"], nemotron),
+    "nemotron h, 3 of 5 in fewer numbers": (
+        "nemotron_h_moe", TEXTS["nemotron h, 3 of 5 in fewer numbers"], nemotron,
+    ),
     "olmo": ("olmo", TEXTS["olmo, clipped"], olmo),
     "olmo2": ("olmo2", Olmo2Config(**SMALL), nothing),
     "olmo3": ("olmo2", TEXTS["olmo3"], olmo3),

@@ -113,7 +113,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too few": ({"attention.head_count_kv": [0, 2]}, CheckpointError, "head_count_kv' must be a list of 10 numbers"),
     "below 0": ({"feed_forward_length": [0, 70] * 4 + [0, -1]}, CheckpointError, "must be a whole number of at least 0"),
     "of two sizes": ({"feed_forward_length": [0, 70] * 4 + [0, 71]}, UnsupportedError, "that differ in their heads or MLPs"),
-    "in fewer dims": ({"moe_latent_size": 16}, UnsupportedError, "experts of a Nemotron that read and give fewer"),
 }
 
 

@@ -56,7 +56,7 @@ KINDS: dict[str, PreTrainedConfig] = {
     "sublayers": NemotronHConfig(
         **NEMOTRON | NEMOTRON_EXPERTS | {name: value for name, value in EVEN.items() if name != "num_hidden_layers"} | {
             "hybrid_override_pattern": "M-*EM-", "mamba_head_dim": 32, "moe_intermediate_size": 64,
-            "moe_shared_expert_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 32,
         },
     ),
     "selective scans": JambaConfig(

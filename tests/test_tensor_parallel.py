@@ -41,7 +41,7 @@ FAMILIES = [
     "granite 4 h, 2 of 5 and shared", "lfm2, four taps, biases, tied", "lfm3", "olmo2, group 1",
     "olmo, clipped",
     "hy v3, 3 of 5 and shared", "phi3, longrope of a part",
-    "mamba2", "nemotron h", "falcon h1", "bitnet", "jamba, 2 of 5, three taps, tied",
+    "mamba2", "nemotron h, 3 of 5 in fewer numbers", "falcon h1", "bitnet", "jamba, 2 of 5, three taps, tied",
     "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared",
     "olmo hybrid", "kimi linear, 3 of 5 and shared", "gemma4, numbers a layer", "gemma3n",
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",

@@ -90,6 +90,9 @@ class MoESpec:
 
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
 
+    latent_size (Nemotron 3 Super): experts read and give so many numbers of a token, which one matrix makes of what the router
+    reads, and another makes as many as before of their sum. None: they read what the router does.
+
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
     residual stream through a norm of their own, logits are divided by sqrt(hidden_size), and both results are normed.
     """
@@ -112,20 +115,29 @@ class MoESpec:
     nearness: float | None = None
     scales_input: bool = False
     apart: bool = False
+    latent_size: int | None = None
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
-        return self._every(hidden_size) + self.num_experts * self.expert.num_weights(hidden_size)
+        return self._every(hidden_size) + self.num_routed(hidden_size)
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with: the router's, and of the experts that it takes."""
-        return self._every(hidden_size) + self.experts_per_token * self.expert.num_weights(hidden_size)
+        return self._every(hidden_size) + self.experts_per_token * self.expert.num_weights(self.width(hidden_size))
+
+    def width(self, hidden_size: int) -> int:
+        """Of what an expert reads, and of what it gives."""
+        return self.latent_size or hidden_size
+
+    def num_routed(self, hidden_size: int) -> int:
+        """Numbers in its experts, but for a shared one."""
+        return self.num_experts * self.expert.num_weights(self.width(hidden_size))
 
     def _every(self, hidden_size: int) -> int:
         """What all tokens take."""
         shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
-        gate = hidden_size * self.shared_gate
-        return shared + gate + self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
+        beside = hidden_size * (self.shared_gate + 2 * (self.latent_size or 0))
+        return shared + beside + self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from nanovllm_cli.kernels.mixture import Groups, Scoring
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
@@ -23,10 +24,15 @@ class MoE:
     def __init__(self, spec: MoESpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.ops = kit.ops
-        self.width, self.dtype = hidden_size, kit.dtype
+        self.expert_width, self.dtype = spec.width(hidden_size), kit.dtype
         self.router = kit.undivided.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
-        self.experts = [MLP(spec.expert, norm, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
+        self.latent_in = self.latent_out = None
+        if (latent := spec.latent_size) is not None:
+            assert not spec.apart, "no model has both"
+            self.latent_in = Linear(hidden_size, {"latent_in": latent}, kit)
+            self.latent_out = Linear(latent, {"latent_out": hidden_size}, kit)
+        self.experts = [MLP(spec.expert, norm, self.expert_width, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
         self.shared = None if spec.shared is None else MLP(spec.shared, norm, hidden_size, kit.at("shared"))
         self.shared_gate = kit.undivided.weight({"shared.gate_row": 1}, hidden_size) if spec.shared_gate else None
         self.scoring: Scoring | None = None
@@ -48,6 +54,7 @@ class MoE:
         x = plain(x, self.ops)
         logits = self._logits(x)
         own = self.mixture(self.read(x, logits), logits, slots)
+        own = own if self.latent_out is None else self.latent_out(own)
         return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x), 0.5 if self.spec.averaged else 1.0)
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -58,7 +65,10 @@ class MoE:
         if self.shared is not None:
             shared = self.shared.onto(residual, x) if self.shared_gate is None else self._shared(self.shared, x)
         logits = self._logits(x)
-        own = self.mixture.onto(residual, self.read(x, logits), logits, slots)
+        if self.latent_out is None:
+            own = self.mixture.onto(residual, self.read(x, logits), logits, slots)
+        else:
+            own = self.latent_out.onto(residual, self.mixture(self.read(x, logits), logits, slots))
         if shared is None or own is None:
             return own if shared is None else shared
         return self.ops.add(own, shared)
@@ -81,6 +91,7 @@ class MoE:
 
     def read(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What experts read."""
+        x = x if self.latent_in is None else self.latent_in(x)
         return self.ops.best_gate(x, logits) if self.spec.scales_input else x
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +100,7 @@ class MoE:
     @property
     def recordable(self) -> bool:
         """See `WeightStorage`: whether the experts can, together."""
-        return self.mixture.can_be_recorded(self.width, self.dtype)
+        return self.mixture.can_be_recorded(self.expert_width, self.dtype)
 
     @property
     def expert_bytes(self) -> int:
@@ -113,6 +124,8 @@ class MoE:
             slots |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         if (gate := self.shared_gate) is not None:
             slots["shared.gate_row.weight"] = WeightSlot((1, width), lambda rows, first: gate.load_rows(first, rows))
+        for latent in (self.latent_in, self.latent_out):
+            slots |= {} if latent is None else latent.slots()
         for e, expert in enumerate(self.experts):
             slots |= {f"experts.{e}.{name}": slot for name, slot in expert.slots().items()}
         return slots

@@ -274,7 +274,7 @@ class Decoder:
         for block in self.blocks:
             if isinstance(block.mlp, MoE) and block.mlp.mixture.most_unread < num_tokens:
                 for i in range(num_tokens.bit_length()):
-                    block.mlp.experts[0](torch.empty(1 << i, self.spec.hidden_size, dtype=self.dtype, device=self.device))
+                    block.mlp.experts[0](torch.empty(1 << i, block.mlp.expert_width, dtype=self.dtype, device=self.device))
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""

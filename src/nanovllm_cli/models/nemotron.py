@@ -1,5 +1,5 @@
-"""Nemotron-H, Nemotron Nano 2 and 3: each layer is one of Mamba-2's state spaces, attention without positions, an MLP without a
-gate or a mixture of such, and a norm before it. A pattern says which, by letters."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super: a layer is one of Mamba-2's state spaces, attention without positions,
+an MLP without a gate or a mixture of such, and a norm before it. A pattern says which, by letters."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _LETTERS = {
 }  # fmt: skip
 _PLACE = "backbone.layers.{i}.mixer"
 _WITHOUT_GATE = ("up", "down")
+_LATENT = {"latent_in": "fc1", "latent_out": "fc2"}
 _NAMES = mamba_hf_names(_PLACE) | {
     "embedding.weight": "backbone.embeddings.weight",
     "norm.weight": "backbone.norm_f.weight",
@@ -37,6 +38,7 @@ _NAMES = mamba_hf_names(_PLACE) | {
     **{f"blocks.{{i}}.{part}.{kind}": f"{_PLACE}.{part}_proj.{kind}" for part in _WITHOUT_GATE for kind in ("weight", "bias")},
     "blocks.{i}.router.weight": f"{_PLACE}.gate.weight",
     "blocks.{i}.router.selection_bias": f"{_PLACE}.gate.e_score_correction_bias",
+    **{f"blocks.{{i}}.{ours}.weight": f"{_PLACE}.{theirs}_latent_proj.weight" for ours, theirs in _LATENT.items()},
     **{f"blocks.{{i}}.shared.{part}.weight": f"{_PLACE}.shared_experts.{part}_proj.weight" for part in _WITHOUT_GATE},
     **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_PLACE}.experts.{{e}}.{part}_proj.weight" for part in _WITHOUT_GATE},
 }
@@ -78,10 +80,9 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     dense = replace(spec.mlps[0], intermediate_size=read.integer("intermediate_size"))
     mixture = spec.mixture
     if mixture is not None:
-        if read.has("moe_latent_size"):
-            raise UnsupportedError("experts of a Nemotron that read and give fewer numbers than a layer has", ANOTHER)
         size = read.integer("moe_shared_expert_intermediate_size")
-        mixture = replace(mixture, shared=replace(mixture.expert, intermediate_size=size))
+        latent = read.integer("moe_latent_size") if read.has("moe_latent_size") else None
+        mixture = replace(mixture, shared=replace(mixture.expert, intermediate_size=size), latent_size=latent)
     return _built(spec, letters, checked_mamba(mamba, mamba.values, read), dense, mixture, read)
 
 
@@ -102,8 +103,6 @@ def _built(
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """A layer that has neither key and value heads nor an MLP is a state space."""
-    if read.has(key("moe_latent_size")):
-        raise UnsupportedError("experts of a Nemotron that read and give fewer numbers than a layer has", ANOTHER)
     heads, sizes = (_of_layers(read, key(name), spec) for name in ("attention.head_count_kv", "feed_forward_length"))
     has = [_EXPERTS if isinstance(block.mlp, MoESpec) else _MLP for block in spec.blocks]
     letters = "".join(
@@ -113,7 +112,10 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     if len(counts) > 1 or len(inner) > 1:
         raise UnsupportedError(f"{read.where}: layers of a Nemotron that differ in their heads or MLPs", ANOTHER)
     dense = replace(spec.mlps[0], intermediate_size=inner.pop()) if inner else spec.mlps[0]
-    return _built(spec, letters, mamba_from_gguf(read, key), dense, spec.mixture, read)
+    mixture, latent = spec.mixture, read.integer(key("moe_latent_size"), 0, least=0)
+    if mixture is not None and latent:
+        mixture = replace(mixture, latent_size=latent)
+    return _built(spec, letters, mamba_from_gguf(read, key), dense, mixture, read)
 
 
 def _of_layers(read: ConfigReader, name: str, spec: ModelSpec) -> list[int]:
@@ -140,6 +142,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
             "expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared.intermediate_size,
             "expert_weights_norm": mixture.norm_topk, "expert_weights_scale": mixture.scale,
         }  # fmt: skip
+        keys |= {} if mixture.latent_size is None else {"moe_latent_size": mixture.latent_size}
     return keys
 
 
@@ -154,7 +157,11 @@ NEMOTRON_H = Family(
         scale="routed_scaling_factor", groups=("n_group", "topk_group"), scoring="sigmoid", selection_bias=True,
     ),
     hf_names=_NAMES,
-    gguf_names=MAMBA_GGUF_NAMES | {"blocks.{i}.mlp_norm.weight": "blk.{i}.attn_norm.weight"},
+    gguf_names=MAMBA_GGUF_NAMES | {
+        "blocks.{i}.mlp_norm.weight": "blk.{i}.attn_norm.weight",
+        "blocks.{i}.latent_in.weight": "blk.{i}.ffn_latent_down.weight",
+        "blocks.{i}.latent_out.weight": "blk.{i}.ffn_latent_up.weight",
+    },
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_activation="relu2",

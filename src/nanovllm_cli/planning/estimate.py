@@ -79,8 +79,8 @@ def plan_weights(
         total = sum(kept.values())
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
         skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, parameters(facts.spec)["per layer"])
-        numbers = sum(b.mlp.num_experts * b.mlp.expert.num_weights(facts.spec.hidden_size)
-                      for b in facts.spec.blocks if isinstance(b.mlp, MoESpec))  # fmt: skip
+        mixtures = (block.mlp for block in facts.spec.blocks if isinstance(block.mlp, MoESpec))
+        numbers = sum(mixture.num_routed(facts.spec.hidden_size) for mixture in mixtures)
         share = numbers / max(1, parameters(facts.spec)["mlp"])
         return WeightPlan(name, total, total - skipped, _RATES[dtype], share * kept.get("mlp", 0))
     formats = WeightFormats(checkpoint, reader, wanted)
@@ -99,10 +99,10 @@ def plan_weights(
 
 def _expert_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> float:
     """All experts of a layer are stored alike."""
-    total, hidden = 0.0, spec.hidden_size
+    total = 0.0
     for i, block in enumerate(spec.blocks):
         if isinstance(block.mlp, MoESpec):
-            expert = block.mlp.expert
+            expert, hidden = block.mlp.expert, block.mlp.width(spec.hidden_size)
             reading = [(part, rows, hidden) for part, rows in expert.parts.items()]
             for part, rows, width in (*reading, ("down", hidden, expert.intermediate_size)):
                 form = formats.of(f"blocks.{i}.experts.0.{part}.weight")
@@ -133,6 +133,7 @@ def _widths(spec: ModelSpec) -> set[int]:
             found |= {block.mixer.latent.query_rank or spec.hidden_size}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
         found |= {part.intermediate_size for part in parts if part is not None}
+        found |= {block.mlp.width(spec.hidden_size)} if isinstance(block.mlp, MoESpec) else set()
     return found
 
 

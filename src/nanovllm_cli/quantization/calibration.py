@@ -58,6 +58,7 @@ EVERY_INPUT: dict[str, tuple[str, ...]] = {
     "scan_in": ("scan_in",), "scan_out": ("scan_out",),
     "qkv": ("attention_gate", "q", "k", "v", "q_a", "kv_a"), "q_b": ("q_b",), "o": ("o",),
     "gate_up": ("gate", "up"), "down": ("down",),
+    "latent_in": ("latent_in",), "latent_out": ("latent_out",),
     "per_layer_gate": ("per_layer_gate",), "per_layer_out": ("per_layer_out",),
 }  # fmt: skip
 """What the linear layers of blocks read, and the weights ("<name>.weight") that share it, in the order of their rows; all in the
@@ -80,7 +81,7 @@ def parts_reading(source: str, slots: Collection[str], expert: str = "") -> list
 
 class Routed(NamedTuple):
     """rows [T, K] that a mixture of experts reads; chosen [T, k]: the experts of each; scaled: rows as experts read them, where
-    the router scales them."""
+    the router scales them, or there are fewer."""
 
     rows: torch.Tensor
     chosen: torch.Tensor
@@ -301,6 +302,8 @@ class _Block:
         mlp = self.model.blocks[0].mlp
         if isinstance(mlp, MLP):
             found |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        elif mlp is not None:
+            found |= {"latent_in": mlp.latent_in, "latent_out": mlp.latent_out}
         if (per_layer := self.model.blocks[0].per_layer) is not None:
             found |= {"per_layer_gate": per_layer.gate, "per_layer_out": per_layer.out}
         weights = {name: each.weight if isinstance(each, Linear) else each for name, each in found.items()}

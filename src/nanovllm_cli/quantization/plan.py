@@ -308,7 +308,8 @@ def _names_in_output(original: Original, kind: Kind) -> Callable[[str], str]:
 
 def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
     """The linear layers of a block. What is small, and much depends on, stays as it is: routers, a convolution's taps, what
-    decides how much of a state is kept, and what is taken apart by head (loader.PLAIN); in a folder a shared expert does, too."""
+    decides how much of a state is kept, and what is taken apart by head (loader.PLAIN); in a folder a shared expert and what
+    makes fewer numbers for experts do, too."""
     mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
     mixer: tuple[str, ...]
     read = block.mixer.attention if isinstance(block.mixer, PairSpec) else block.mixer
@@ -333,6 +334,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
     present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
+        if kind == "gguf" and block.mlp.latent_size is not None:
+            yield from ("latent_in", "latent_out")
         if kind == "gguf" and block.mlp.shared is not None:
             yield from (f"shared.{part}" for part in present if part not in MIXERS)
         yield from (f"experts.{e}.{part}" for e in range(block.mlp.num_experts) for part in present if part not in MIXERS)

@@ -168,6 +168,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "nemotron-h": {"8b": "nvidia/Nemotron-H-8B-Base-8K"},
     "nemotron-nano": {"9b": "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "12b": "nvidia/NVIDIA-Nemotron-Nano-12B-v2"},
     "nemotron3-nano": {"30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
+    "nemotron3-super": {"120b": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"},
     "falcon-h1": {
         "0.5b": "tiiuae/Falcon-H1-0.5B-Instruct",
         "1.5b": "tiiuae/Falcon-H1-1.5B-Instruct",

@@ -339,7 +339,7 @@ def _size_label(parameters: int, spec: ModelSpec) -> str:
     mixtures = [block.mlp for block in spec.blocks if isinstance(block.mlp, MoESpec)]
     if not mixtures:
         return str(size_label(parameters, parameters, 0, 0))
-    expert = sum(mixture.expert.num_weights(spec.hidden_size) for mixture in mixtures)
+    expert = sum(mixture.expert.num_weights(mixture.width(spec.hidden_size)) for mixture in mixtures)
     count = mixtures[0].num_experts
     return str(size_label(parameters, parameters - count * expert, expert, count))
 

@@ -210,8 +210,10 @@ def _block_shapes(block: BlockSpec, norm: NormSpec, hidden: int) -> dict[str, tu
             shapes |= _mlp_shapes("shared.", mlp.shared, hidden)
         if mlp.shared_gate:
             shapes |= _linear("shared.gate_row", 1, hidden, False)
+        if (latent := mlp.latent_size) is not None:
+            shapes |= _linear("latent_in", latent, hidden, False) | _linear("latent_out", hidden, latent, False)
         for e in range(mlp.num_experts):
-            shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
+            shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, mlp.width(hidden))
     for name in block.norms:
         shapes |= _norm_shapes(name, norm, hidden)
     if block.scaled:

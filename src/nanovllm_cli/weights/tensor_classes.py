@@ -9,7 +9,7 @@ _MARKS = (
     ("per layer", ("per_layer", "inp_gate")),
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
     ("head", ("lm_head", "output.weight")),
-    ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_")),
+    ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_", "mixer.fc")),
     ("attention", ("attn", "ssm", "mixer.", "attention")),
     ("conv", ("conv",)),
     ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts")),
