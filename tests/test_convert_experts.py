@@ -91,6 +91,8 @@ WRITTEN = {
     "lfm2 moe, 2 of 5": "lfm2moe",
     "granite moe, 2 of 5": "granitemoe",
     "granite 4 h": "granitehybrid",
+    "bamba": "granitehybrid",
+    "granite moe shared, 2 of 5": "granitemoe",
     "granite 4 h, 2 of 5 and shared": "granitehybrid",
     "gemma4, 2 of 5 beside": "gemma4",
     "jamba, 2 of 5, three taps, tied": "jamba",

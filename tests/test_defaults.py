@@ -89,7 +89,7 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
 
 
 NO_SPEC = {  # whose defaults alone are no model, or of no model that is published
-    "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration",
+    "BambaForCausalLM", "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration",
     "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
 }  # fmt: skip
 OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default

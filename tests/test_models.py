@@ -20,6 +20,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BambaConfig,
     BitNetConfig,
     Cohere2Config,
     Cohere2MoeConfig,
@@ -56,6 +57,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HeliumConfig,
@@ -158,6 +160,9 @@ LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermed
 MINICPM3 = LATENT | {"v_head_dim": None}
 GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
+}
+BAMBA = {name: value for name, value in SMALL.items() if name != "head_dim"} | {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "num_attention_heads": 4,
 }
 TWO_LAYERS = SMALL | {"num_hidden_layers": 2}
 WIDE_EXPERTS = TWO_LAYERS | {"head_dim": 8, "intermediate_size": 33}
@@ -627,6 +632,14 @@ CASES: dict[str, Any] = {
     "granite 4 h, 2 of 5 and shared": GraniteMoeHybridConfig(
         **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
     ),
+    "granite moe shared, 2 of 5": GraniteMoeSharedConfig(
+        **WIDE_EXPERTS, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=41, **GRANITE,
+    ),
+    "bamba": BambaConfig(**BAMBA, attn_layer_indices=[1]),
+    "bamba, biases, tied, another base": BambaConfig(
+        **BAMBA | {"tie_word_embeddings": True}, attn_layer_indices=[0, 2], attention_bias=True, mlp_bias=True,
+        mamba_conv_bias=False, rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    ),
     "mamba2": Mamba2Config(**MAMBA2),
     "mamba2, one group, no bias, three taps, tied": Mamba2Config(
         **MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": True},
@@ -883,6 +896,7 @@ def test_what_other_models_of_a_family_have_is_named(what: str) -> None:
 
 COUNTED = [
     "mamba2", "nemotron h, 3 of 5 in fewer numbers", "falcon h1", "bitnet", "jamba, 2 of 5, three taps, tied", "mamba", "falcon mamba",
+    "bamba, biases, tied, another base",
     "arcee, biases, tied",
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
@@ -1293,6 +1307,10 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "states of several groups": ("granite 4 h", {"mamba_n_groups": 2}, UnsupportedError, "a state space of 2 groups"),
     "states of another size": ("granite 4 h", {"mamba_d_head": 15}, CheckpointError, "a state space can't have 6 heads of 15"),
     "states over too many tokens": ("granite 4 h", {"mamba_d_conv": 65}, CheckpointError, "and 65 taps"),
+    "layers with attention that there are not": (
+        "bamba", {"attn_layer_indices": [3]}, CheckpointError, "'attn_layer_indices' must be a list of layers below 3",
+    ),
+    "no layers with attention": ("bamba", {"attn_layer_indices": None}, UnsupportedError, "no layer has attention"),
     "biases of states": ("granite 4 h", {"mamba_proj_bias": True}, UnsupportedError, "biases of its state spaces"),
     "bounded steps": ("granite 4 h", {"time_step_limit": [0.0, 0.1]}, UnsupportedError, "time steps of a state space"),
     "sublayers by a letter that none has": (

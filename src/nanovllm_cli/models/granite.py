@@ -1,11 +1,13 @@
 """Granite 3, with and without experts, and Granite 4: Llama, with factors for embeddings, scores, what joins the residual stream,
 and logits. Most layers of a Granite 4 H have Mamba-2's rule in place of attention; most of a Granite SWA, dense or with experts,
-a window, all its heads a sink, and some layers no positions."""
+a window, all its heads a sink, and some layers no positions. Bamba (IBM, Princeton and UIUC 2024) is a Granite 4 H without these
+factors, half of whose heads' numbers rotate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, RopeSpec
@@ -54,11 +56,16 @@ def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         known = f"{spec.num_layers} kinds: {', '.join(_KINDS)}"
         raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {known}", BROKEN)
     is_mamba = [_KINDS[kind] for kind in kinds]
-    spec = _with_shared(spec, read.integer("shared_intermediate_size"))
+    spec = _with_states(_with_shared(spec, read.integer("shared_intermediate_size")), read, is_mamba)
+    spec = _from_hf(spec, read)
+    return spec if read.text("position_embedding_type", "") == "rope" else spec.with_attention(rope=None)
+
+
+def _with_states(spec: ModelSpec, read: ConfigReader, is_mamba: list[bool]) -> ModelSpec:
     if any(is_mamba):
         heads, groups = read.integer("mamba_n_heads"), read.integer("mamba_n_groups")
         if read.flag("mamba_proj_bias", False):
-            raise UnsupportedError("a Granite with biases of its state spaces' projections", ANOTHER)
+            raise UnsupportedError(f"a {spec.architecture} with biases of its state spaces' projections", ANOTHER)
         check_limits(read)
         inner = read.integer("mamba_expand") * spec.hidden_size
         size = inner // heads if read.values.get("mamba_d_head") == "auto" else read.integer("mamba_d_head", inner // heads)
@@ -67,8 +74,21 @@ def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
             conv_bias=read.flag("mamba_conv_bias", True),
         )  # fmt: skip
         spec = _hybrid(spec, checked_mamba(mamba, inner, read), is_mamba, read)
-    spec = _from_hf(spec, read)
-    return spec if read.text("position_embedding_type", "") == "rope" else spec.with_attention(rope=None)
+    return spec
+
+
+def _bamba_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Whatever it says of the numbers that rotate outside of "rope_parameters", they are half of a head's."""
+    return {**config, "partial_rotary_factor": 0.5}
+
+
+def _bamba_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    listed = read.values.get("attn_layer_indices")
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in listed):
+        raise CheckpointError(f"{read.where}: 'attn_layer_indices' must be a list of layers below {spec.num_layers}", BROKEN)
+    spec = spec.with_attention(scale=spec.attention.score_scale)  # said, as files say it
+    return _with_states(spec, read, [layer not in listed for layer in range(spec.num_layers)])
 
 
 def _with_shared(spec: ModelSpec, size: int) -> ModelSpec:
@@ -92,7 +112,9 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         spec = spec.with_attention(rope=None)
     scores = read.number(key("attention.scale"), 0.0, positive=False) or None
     embedding, residual = (read.number(key(name), 1.0) for name in ("embedding_scale", "residual_scale"))
-    return _scaled(spec, embedding, residual, scores, read.number(key("logit_scale")))
+    lacks_scale = spec.has_states and not read.has(key("logit_scale"))  # as files of a Bamba do
+    logits = 1.0 if lacks_scale else read.number(key("logit_scale"))
+    return _scaled(spec, embedding, residual, scores, logits)
 
 
 def _hybrid_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -109,6 +131,11 @@ def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str
     """Granite 4's have an MLP beside the experts."""
     shared = key("expert_shared_feed_forward_length")
     return _from_gguf(_with_shared(spec, read.integer(shared)) if read.has(shared) else spec, read, key)
+
+
+def _shared_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    shared = read.integer("shared_intermediate_size", 0, least=0)
+    return _from_hf(_with_shared(spec, shared) if shared else spec, read)
 
 
 def _windowed_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -186,6 +213,7 @@ GRANITE_MOE = replace(
     hf_names=_MOE_NAMES,
     gguf=_moe_from_gguf,
 )
+GRANITE_MOE_SHARED = replace(GRANITE_MOE, hf_names=_HYBRID_NAMES, hf=_shared_from_hf)
 GRANITE_HYBRID = replace(
     GRANITE, hf=_hybrid_from_hf, hf_names=_HYBRID_NAMES, gguf_like=_like,
     experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True, switch="num_local_experts"),
@@ -204,6 +232,19 @@ GRANITE_STATES = replace(
     gguf_keys=_hybrid_keys,
 )
 """Files of those that have states."""
+BAMBA = replace(
+    GRANITE_HYBRID, name="bamba", experts=None, config=_bamba_keys, hf=_bamba_from_hf,
+    hf_names=mamba_hf_names("model.layers.{i}.mamba") | {
+        "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_ff_layernorm.weight",
+        **{f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.feed_forward.{part}_proj.{kind}"
+           for part in MATRICES for kind in ("weight", "bias")},
+        "norm.weight": "model.final_layernorm.weight",
+    },
+    defaults={
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "mamba_n_heads": 128,
+        "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+    },
+)  # fmt: skip
 GRANITE_SWA = replace(
     GRANITE,
     name="granite_swa",

@@ -51,9 +51,11 @@ from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import (
+    BAMBA,
     GRANITE,
     GRANITE_HYBRID,
     GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
     GRANITE_STATES,
     GRANITE_SWA,
@@ -89,6 +91,7 @@ from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
+    "BambaForCausalLM": BAMBA,
     "LlamaForCausalLM": LLAMA,
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
@@ -159,6 +162,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,

@@ -165,6 +165,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "tiny": "ibm-granite/granite-4.0-h-tiny",
         "small": "ibm-granite/granite-4.0-h-small",
     },
+    "bamba": {"9b": "ibm-ai-platform/Bamba-9B-v2"},
     "nemotron-h": {"8b": "nvidia/Nemotron-H-8B-Base-8K"},
     "nemotron-nano": {"9b": "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "12b": "nvidia/NVIDIA-Nemotron-Nano-12B-v2"},
     "nemotron3-nano": {"30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
