@@ -42,7 +42,7 @@ from test_vision import MODELS, logprobs_of, parts_of, prompt_with
 from towers_gguf import Tensors, write_mmproj
 
 FAMILIES = ["qwen2", "qwen2_5", "qwen3", "qwen3_5", "gemma3", "mistral3", "pixtral", "smolvlm", "lfm2", "glm4v", "glm4v_moe",
-            "glm_ocr", "paddleocr", "lighton_ocr", "internvl", "internvl, rms", "hunyuan", "minicpm", "minicpm, 4x"]  # fmt: skip
+            "glm_ocr", "paddleocr", "lighton_ocr", "internvl", "internvl, rms", "hunyuan", "minicpm", "minicpm_ocr"]  # fmt: skip
 
 
 PIXTRALS = "mistral3", "pixtral"

@@ -1,9 +1,10 @@
-"""MiniCPM-V 4.6: its config as published, how an image is cut, what is refused, conversations about images, and files. Rows and
-answers: test_towers.py, test_vision.py, test_mmproj.py."""
+"""MiniCPM-V 4.6 and MiniCPM-OCR: their configs, how an image is cut, what is refused, conversations about images, and files. Rows
+and answers: test_towers.py, test_vision.py, test_mmproj.py."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image as pillow
-from transformers import AutoModelForImageTextToText, MiniCPMV4_6Config, MiniCPMV4_6Processor
+from transformers import AutoModelForImageTextToText, MiniCPMOcrConfig, MiniCPMV4_6Config, MiniCPMV4_6Processor
+from transformers.models.minicpm_ocr.image_processing_minicpm_ocr import MiniCPMOcrImageProcessor
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
 from engines import random_model, save
@@ -45,6 +47,7 @@ V4_6: dict[str, Any] = {
                       "num_channels": 3, "num_hidden_layers": 27, "patch_size": 14},
 }  # fmt: skip
 """config.json of openbmb/MiniCPM-V-4.6, in so far as it is of what sees."""
+OCR = MiniCPMOcrConfig().to_dict() | {"architectures": ["MiniCPMOcrForConditionalGeneration"]}
 SLICES = SizeRule("slices", 56, tile=448, most_tiles=9)
 SIDES = st.integers(1, 4000)
 WORDS = ["<|im_end|>", "<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"]
@@ -68,15 +71,32 @@ def test_a_minicpm_v_as_published() -> None:
     assert hf_family(V4_6).name == "qwen3_5"
 
 
-@given(SIDES, SIDES, st.sampled_from(["16x", "4x"]), st.integers(1, 12), st.sampled_from([448, 100]))
+def test_a_minicpm_ocr_has_four_times_as_many_tokens() -> None:
+    spec = read(OCR, {"patch_size": 16})
+    assert (spec.tower.shrinks, spec.tower.cell, spec.size.tile, spec.size.grows) == (None, 32, 448, True)
+    assert spec.least_tokens == 14 * 14
+    assert (read(OCR | {"downsample_mode": "16x"}).tower.shrinks, hf_family(OCR).name) == (6, "qwen3_5")
+    small = read(OCR, {"small_image_upsize": "never"})
+    assert (small.size.grows, small.least_tokens) == (False, 1)
+    with pytest.raises(UnsupportedError, match="small_image_upsize 'adaptive' is not supported"):
+        read(OCR, {"small_image_upsize": "adaptive"})
+    with pytest.raises(UnsupportedError, match="a tower of the kind 'minicpmv4_6_vision'"):
+        read(OCR | {"vision_config": V4_6["vision_config"]})
+
+
+@given(SIDES, SIDES, st.sampled_from(["16x", "4x"]), st.integers(1, 12), st.sampled_from([448, 100]), st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_how_an_image_is_cut_is_transformers(height: int, width: int, mode: str, most: int, tile: int) -> None:
+def test_how_an_image_is_cut_is_transformers(
+    height: int, width: int, mode: str, most: int, tile: int, grows: bool
+) -> None:
     assume(max(height, width) <= 200 * min(height, width))
-    processor: Any = MiniCPMV4_6ImageProcessorPil()
+    processor: Any = MiniCPMOcrImageProcessor.__new__(MiniCPMOcrImageProcessor)
     grid = processor.get_sliced_grid((height, width), most, tile)
-    rule = replace(SLICES, multiple=56 if mode == "16x" else 28, most_tiles=most, tile=tile)
+    rule = replace(SLICES, multiple=56 if mode == "16x" else 28, most_tiles=most, tile=tile, grows=grows)
     found = fitted(rule, height, width)
-    assert found.whole == processor.find_best_resize((height, width), tile, 14, mode, allow_upscale=grid is None)
+    whole = processor.find_best_resize((height, width), tile, 14, mode, allow_upscale=grid is None and grows)
+    assert found.whole == whole
+    assert math.prod(whole) // rule.multiple**2 <= most_rows(replace(read(V4_6), size=rule)) * (56 // rule.multiple) ** 2
     assert found.grid == (None if grid is None else tuple(grid))
     if grid is None:
         assert found.pieces is None

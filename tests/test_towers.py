@@ -110,9 +110,9 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "insert_layer_id": 1,
         "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "num_hidden_layers": 4, "image_size": 27},
     }),
-    "minicpm, 4x": ("MiniCPMV4_6", {
-        "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "downsample_mode": "4x",
-        "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpmv4_6_vision", "image_size": 28},
+    "minicpm_ocr": ("MiniCPMOcr", {
+        "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]},
+        "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpm_ocr_vision", "image_size": 28},
     }),
     "aya": ("AyaVision", {
         "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "adapter_layer_norm_eps": 1e-3,
@@ -144,7 +144,7 @@ IN_PIECES: dict[str, dict[str, Any]] = {
     "aya": HALVES | {"size": {"height": 48, "width": 48}},
     "command_a": HALVES | {"size": {"height": 48, "width": 48}, "patch_size": 6},
     "llava": HALVES | {"size": {"shortest_edge": 48}}, "llava, siglip": HALVES | {"size": {"height": 50, "width": 50}},
-    "minicpm": {"scale_resolution": 64}, "minicpm, 4x": {"scale_resolution": 64, "downsample_mode": "4x"},
+    "minicpm": {"scale_resolution": 64}, "minicpm_ocr": {"scale_resolution": 64},
     "smolvlm": {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}, "lfm2": {"tile_size": 512},
 }  # fmt: skip
 """Settings of image processors that cut images."""

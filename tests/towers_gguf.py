@@ -15,10 +15,11 @@ MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
     "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
     "Llava": "pixtral", "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
-    "HunYuanVL": "hunyuanvl", "MiniCPMV4_6": "minicpmv4_6",
+    "HunYuanVL": "hunyuanvl", "MiniCPMV4_6": "minicpmv4_6", "MiniCPMOcr": "minicpmv4_6",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
+OF_HALVES = "MiniCPM", "Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl", "InternVL"
 SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "mlp_AR.", "vit.", "merger."
 MINICPM = {
     "vit_merger.layer_norm1": "v.vit_merger.ln1", "vit_merger.self_attn.q_proj": "v.vit_merger.attn_q",
@@ -75,7 +76,7 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     hidden, inner = vision["hidden_size"], vision.get("intermediate_size")
     if name == "Qwen2VL":  # as wrong as there
         hidden, inner = vision["embed_dim"], vision["hidden_size"]
-    mean, std = HALVES if name in ("MiniCPMV4_6", "Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl", "InternVL") else CLIP
+    mean, std = HALVES if name.startswith(OF_HALVES) else CLIP
     depth = vision.get("depth", vision.get("num_hidden_layers"))
     side = vision.get("image_size", 560)
     if name.startswith("Qwen3"):
@@ -117,9 +118,9 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
                      "clip.vision.preproc_min_tiles": images.get("min_patches"),
                      "clip.vision.preproc_max_tiles": images.get("max_patches"),
                      "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"]}  # fmt: skip
-        case "MiniCPMV4_6":
+        case "MiniCPMV4_6" | "MiniCPMOcr":
             images = json.loads((folder / "preprocessor_config.json").read_text())
-            merge = 2 if images.get("downsample_mode") == "4x" else 4
+            merge = 2 if config["downsample_mode"] == "4x" else 4
             keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"],
                      "clip.vision.image_size": images.get("scale_resolution", 448),
                      "clip.vision.projector.scale_factor": merge,
@@ -165,7 +166,7 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
                 key = key.replace(f"model.multi_modal_projector.{part}", f"mlp1.{place}")
         if name == "SmolVLM":
             key = theirs
-        if name == "MiniCPMV4_6":
+        if name.startswith("MiniCPM"):
             module, _, kind = key.rpartition(".")
             own = next((f"{to}.{kind}" for part, to in MINICPM.items() if module.endswith(part)), None)
             if own is not None:

@@ -164,7 +164,8 @@ class SizeRule:
     canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL);
              those by which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
-             front of them: as one of them, and nothing but that where it has no more pixels (MiniCPM-V)
+             front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
+             (MiniCPM-V)
     """
 
     kind: Literal["area", "longest", "square", "middle", "mosaic", "largest", "tiles", "grid", "canvas", "slices"]
@@ -180,6 +181,7 @@ class SizeRule:
     small: Literal["", "floor", "round"] = ""
     nearest: Literal["shape", "size"] = "shape"
     grids: tuple[tuple[int, int], ...] = ()
+    grows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +393,8 @@ class VisionSpec:
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
-        side = rule.longest_side if rule.kind == "square" else rule.tile if rule.kind not in ("area", "grid") else 0
+        is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows)
+        side = rule.longest_side if rule.kind == "square" else rule.tile if is_tile else 0
         side = side or self.tower.cell
         return (side // self.tower.cell) ** 2 + (rule.kind == "mosaic")
 

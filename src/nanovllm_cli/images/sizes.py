@@ -217,7 +217,8 @@ def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
 def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:
     grid = _slices(rule, height, width)
     if grid is None:
-        return Sizes(_of_tile(rule, height, width))
+        grows = rule.grows or height * width > rule.tile**2
+        return Sizes(_of_tile(rule, height, width) if grows else _in_units(rule, height, width))
     rows, columns = grid
     tall, wide = (max(count, round(side / count) * count) / count for side, count in ((height, rows), (width, columns)))
     piece = _of_tile(rule, tall, wide)
@@ -226,10 +227,14 @@ def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:
 
 def _of_tile(rule: SizeRule, height: float, width: float) -> Sides:
     """Of about as many pixels as a tile, and this shape."""
-    aspect, unit = width / height, rule.multiple
+    aspect = width / height
     tall = int(rule.tile / math.sqrt(aspect))
-    rows, columns = (max(1, round(side / unit)) for side in (tall, int(tall * aspect)))
-    return rows * unit, columns * unit
+    return _in_units(rule, tall, int(tall * aspect))
+
+
+def _in_units(rule: SizeRule, height: int, width: int) -> Sides:
+    rows, columns = (max(1, round(side / rule.multiple)) for side in (height, width))
+    return rows * rule.multiple, columns * rule.multiple
 
 
 def _slices(rule: SizeRule, height: int, width: int) -> tuple[int, int] | None:

@@ -198,6 +198,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
+    "MiniCPMOcrForConditionalGeneration": QWEN3_5,
     "MiniCPMV4_6ForConditionalGeneration": QWEN3_5,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "MinistralForCausalLM": MINISTRAL,
@@ -399,6 +400,10 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         return hf_family(inner)
     if names[0] in TEXTS_OF and kind is not None:
         return _look_up(str(kind), TEXTS_OF[names[0]])
+    if names[0] == "InternVLForConditionalGeneration":
+        return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
+    if names[0] in ("MiniCPMOcrForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration") and kind is not None:
+        return _look_up(str(kind), TEXTS_OF_MINICPM_V)
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
 

@@ -327,7 +327,9 @@ PROJECTORS = {
     "hunyuanvl": Projector("HunYuanVLForConditionalGeneration", ("hunyuan_vl",), _hunyuan),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
     "lfm2": Projector("Lfm2VlForConditionalGeneration", ("lfm2", "lfm2moe"), _lfm2),
-    "minicpmv4_6": Projector("MiniCPMV4_6ForConditionalGeneration", ("qwen35", "qwen35moe"), _minicpm),
+    "minicpmv4_6": Projector(
+        "MiniCPMV4_6ForConditionalGeneration", ("qwen35", "qwen35moe"), _minicpm, also=("MiniCPMOcrForConditionalGeneration",)
+    ),
     "internvl": Projector(
         "InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "internlm2", "gpt-oss"), _internvl,
         also=("InternVLChatModel",),

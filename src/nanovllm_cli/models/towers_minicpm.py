@@ -1,6 +1,6 @@
-"""How MiniCPM-V 4.6 sees: its config -> VisionSpec, and what its folders call a tower's tensors. See `towers.py`. SigLIP, within
-which each four patches become one, behind one of its layers; a large image is cut into pieces of its own shape, which follow all
-of it. Positions of its tokens are a text's."""
+"""How MiniCPM-V 4.6 and MiniCPM-OCR see: their configs -> VisionSpec, and what their folders call a tower's tensors. See
+`towers.py`. SigLIP, within which each four patches become one, behind one of its layers, if a config says so; a large image is
+cut into pieces of its own shape, which follow all of it. Positions of its tokens are a text's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,19 @@ _NUMBER = "<image_id>{number}</image_id>"
 
 def minicpm(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """Of config.json, and of the image processor's settings."""
-    vision = vision_section(config, "minicpmv4_6_vision")
+    return _minicpm(config, images, "minicpmv4_6_vision", "16x")
+
+
+def minicpm_ocr(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    return _minicpm(config, images, "minicpm_ocr_vision", "4x")
+
+
+def _minicpm(config: ConfigReader, images: ConfigReader, kind: str, mode: str) -> VisionSpec:
+    """kind: of its tower. mode: of a config that says nothing."""
+    vision = vision_section(config, kind)
     check_only(vision, window_kernel_size=[2, 2])
     check_only(config, drop_vision_last_layer=False, merge_kernel_size=[2, 2], merger_times=1)
-    mode = config.text("downsample_mode", "16x")
+    mode = config.text("downsample_mode", mode)
     if mode not in _MERGES:
         raise UnsupportedError(f"{config.where}: downsample_mode {mode[:40]!r} is not supported", f"known: {', '.join(_MERGES)}")
     if (said := images.text("downsample_mode", mode)) != mode:
@@ -77,7 +86,10 @@ def _rule(tower: TowerSpec, images: ConfigReader) -> SizeRule:
             "believed", BROKEN,
         )  # fmt: skip
     most = most if images.flag("slice_mode", True) else 1
-    return SizeRule("slices", tower.cell, resample=resample_of(images, 3), tile=tile, most_tiles=most)
+    if (small := images.text("small_image_upsize", "always")) not in ("always", "never"):
+        raise UnsupportedError(f"{images.where}: small_image_upsize {small[:40]!r} is not supported", "known: always, never")
+    by = resample_of(images, 3)
+    return SizeRule("slices", tower.cell, resample=by, tile=tile, most_tiles=most, grows=small == "always")
 
 
 _SHRINK = "vision_tower.vit_merger"
