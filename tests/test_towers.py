@@ -58,6 +58,13 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1],
         },
     }),
+    "exaone": ("Exaone4_5_", {
+        "text_config": TEXT | {"model_type": "exaone4"},
+        "vision_config": QWEN | {
+            "hidden_size": 48, "intermediate_size": 40, "out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1],
+            "num_heads": 3, "num_key_value_heads": 1,
+        },
+    }),
     "qwen3": ("Qwen3VL", {"text_config": TEXT | MROPE, "vision_config": QWEN3 | {"deepstack_visual_indexes": [0, 2]}}),
     "qwen3_5": ("Qwen3_5", {
         "text_config": TEXT | {"layer_types": ["full_attention"]}, "vision_config": QWEN3,

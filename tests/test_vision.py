@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AyaVisionConfig,
     Cohere2VisionConfig,
+    Exaone4_5_Config,
     Gemma3Config,
     Gemma4Config,
     Glm4vConfig,
@@ -77,6 +78,12 @@ MODELS: dict[str, Any] = {
         text_config=QWEN_TEXT, **QWEN_IDS,
         vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "window_size": 16,
                                     "fullatt_block_indexes": [2]},
+    ),
+    "exaone4.5": Exaone4_5_Config(
+        image_token_id=512, video_token_id=511,
+        text_config=CASES["exaone 4, a window in most layers, the first without"].to_dict(),
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "window_size": 16,
+                                    "num_key_value_heads": 1, "fullatt_block_indexes": [2]},
     ),
     "qwen3-vl": Qwen3VLConfig(
         text_config=QWEN_TEXT | {"head_dim": 32}, **QWEN_IDS,

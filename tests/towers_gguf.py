@@ -15,7 +15,7 @@ MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
     "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
     "Llava": "pixtral", "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
-    "HunYuanVL": "hunyuanvl", "MiniCPMV4_6": "minicpmv4_6", "MiniCPMOcr": "minicpmv4_6",
+    "HunYuanVL": "hunyuanvl", "MiniCPMV4_6": "minicpmv4_6", "MiniCPMOcr": "minicpmv4_6", "Exaone4_5_": "exaone4_5",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
@@ -91,9 +91,12 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
         "clip.vision.attention.layer_norm_epsilon": text.get("rms_norm_eps", 1e-6),
     }  # fmt: skip
     match name:
-        case "Qwen2_5_VL":
+        case "Qwen2_5_VL" | "Exaone4_5_":
             every = vision["fullatt_block_indexes"][0] + 1
             keys |= {"clip.use_silu": True, "clip.vision.n_wa_pattern": every, "clip.vision.window_size": vision["window_size"]}
+            if name == "Exaone4_5_":
+                keys |= {"clip.vision.attention.head_count_kv": vision["num_key_value_heads"],
+                         "clip.vision.attention.layer_norm_epsilon": 1e-6}  # fmt: skip
         case "Qwen3VL" | "Qwen3_5":
             deep = vision.get("deepstack_visual_indexes") if name == "Qwen3VL" else []
             keys |= {"clip.use_gelu": True, "clip.vision.spatial_merge_size": vision["spatial_merge_size"],

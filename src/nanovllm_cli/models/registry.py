@@ -131,6 +131,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "CwmForCausalLM": CWM,
     "ExaoneForCausalLM": EXAONE,
     "Exaone4ForCausalLM": EXAONE4,
+    "Exaone4_5_ForConditionalGeneration": EXAONE4,
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
     "FalconH1ForCausalLM": FALCON_H1,

@@ -78,6 +78,14 @@ def heads_of(vision: ConfigReader, key: str, hidden: int, usual: int = 16, *, pa
     return heads
 
 
+def key_heads_of(vision: ConfigReader, heads: int, usual: int = 8) -> int:
+    """Of keys and values, which so many of queries share evenly."""
+    key_heads = vision.integer("num_key_value_heads", usual)
+    if heads % key_heads:
+        raise CheckpointError(f"{vision.where}: {heads} heads of queries can't share {key_heads} of keys evenly", BROKEN)
+    return key_heads
+
+
 def activation_of(
     vision: ConfigReader, usual: str, key: str = "hidden_act"
 ) -> Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]:

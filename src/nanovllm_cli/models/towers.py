@@ -47,6 +47,7 @@ from nanovllm_cli.models.towers_qwen import (
     QWEN2_5_NAMES,
     QWEN2_NAMES,
     QWEN3_NAMES,
+    exaone4_5,
     qwen2,
     qwen2_5,
     qwen3_5,
@@ -198,6 +199,7 @@ _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
     "Cohere2VisionForConditionalGeneration": TowerFamily(command_a_vision, COMMAND_A_NAMES),
+    "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
     "Glm4vForConditionalGeneration": _GLM4V,

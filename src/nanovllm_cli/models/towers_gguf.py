@@ -139,6 +139,12 @@ def _qwen2_5(given: Given) -> tuple[Config, Config]:
     return _qwen(given, {"window_size": given.integer("window_size", _WINDOW), "fullatt_block_indexes": full})
 
 
+def _exaone(given: Given) -> tuple[Config, Config]:
+    config, settings = _qwen2_5(given)
+    config["vision_config"]["num_key_value_heads"] = given.integer("attention.head_count_kv")
+    return config, settings
+
+
 def _qwen3(given: Given) -> tuple[Config, Config]:
     key, depth = "clip.vision.is_deepstack_layers", given.vision["depth"]
     is_deep = given.read.values.get(key, [f"v.deepstack.{i}.fc1.weight" in given.shapes for i in range(depth)])
@@ -311,6 +317,7 @@ PROJECTORS = {
         "Qwen3VLForConditionalGeneration", ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _qwen3, fused=True,
         also=("Qwen3_5ForConditionalGeneration",),
     ),
+    "exaone4_5": Projector("Exaone4_5_ForConditionalGeneration", ("exaone4",), _exaone, fused=True),
     "gemma3": Projector("Gemma3ForConditionalGeneration", ("gemma3",), _gemma3, instead="<pad>"),  # as transformers does
     "gemma4v": Projector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4),
     "pixtral": Projector(

@@ -12,6 +12,7 @@ from nanovllm_cli.models.tower_configs import (
     check_only,
     depth_of,
     heads_of,
+    key_heads_of,
     of_any_area,
     side_of,
     text_width,
@@ -33,9 +34,6 @@ def lfm3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     check_only(config, projector_hidden_act="gelu")
     hidden, depth = vision.integer("hidden_size", 1024), depth_of(vision, "num_hidden_layers", 14)
     heads = heads_of(vision, "num_attention_heads", hidden, parts=4)
-    key_heads = vision.integer("num_key_value_heads", 8)
-    if heads % key_heads:
-        raise CheckpointError(f"{vision.where}: {heads} heads of queries can't share {key_heads} of keys evenly", BROKEN)
     taps = vision.integer("conv_kernel_size", 3)
     if taps % 2 == 0 or taps > MAX_TAPS:
         raise CheckpointError(f"{vision.where}: 'conv_kernel_size' must be odd and at most {MAX_TAPS}, not {taps}", BROKEN)
@@ -46,7 +44,7 @@ def lfm3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         hidden_size=hidden,
         num_layers=depth,
         num_heads=heads,
-        key_heads=key_heads,
+        key_heads=key_heads_of(vision, heads),
         convolves=_convolving(vision, depth),
         taps=taps,
         intermediate_size=vision.integer("intermediate_size", 2560),

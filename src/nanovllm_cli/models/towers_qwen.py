@@ -1,7 +1,9 @@
-"""How Qwens see: their configs -> VisionSpec, and what their folders call a tower's tensors. See `towers.py`."""
+"""How Qwens see, and EXAONE 4.5, whose tower is Qwen2.5-VL's: their configs -> VisionSpec, and what their folders call a tower's
+tensors. See `towers.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError
@@ -12,6 +14,7 @@ from nanovllm_cli.models.tower_configs import (
     activation_of,
     depth_of,
     heads_of,
+    key_heads_of,
     layers_of,
     of_any_area,
     square,
@@ -48,6 +51,14 @@ def qwen2_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         full=layers_of(vision, "fullatt_block_indexes", (7, 15, 23, 31), shape["num_layers"]),
     )
     return of_any_area(config, images, tower, _TOKENS, CLIP, (56 * 56, 16384 * 28 * 28))
+
+
+def exaone4_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """Heads of queries share those of keys; positions of an image's tokens are a text's."""
+    vision = vision_section(config, "exaone4_5_vision")
+    spec = qwen2_5(config, images)
+    tower = replace(spec.tower, key_heads=key_heads_of(vision, spec.tower.num_heads))
+    return replace(spec, tower=tower, has_grid=False)
 
 
 def qwen3_vl(config: ConfigReader, images: ConfigReader) -> VisionSpec:

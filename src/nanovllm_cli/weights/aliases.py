@@ -228,6 +228,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "exaone3.5": {size: f"LGAI-EXAONE/EXAONE-3.5-{size.upper()}-Instruct" for size in ("2.4b", "7.8b", "32b")},
     "exaone-deep": {size: f"LGAI-EXAONE/EXAONE-Deep-{size.upper()}" for size in ("2.4b", "7.8b", "32b")},
     "exaone4": {"1.2b": "LGAI-EXAONE/EXAONE-4.0-1.2B", "32b": "LGAI-EXAONE/EXAONE-4.0-32B"},
+    "exaone4.5": {"33b": "LGAI-EXAONE/EXAONE-4.5-33B"},
     "trinity": {"nano": "arcee-ai/Trinity-Nano-Preview", "mini": "arcee-ai/Trinity-Mini"},
     "k-exaone": {"236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
     "olmoe": {"7b-a1b": "allenai/OLMoE-1B-7B-0125-Instruct"},

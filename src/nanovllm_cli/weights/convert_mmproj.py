@@ -212,6 +212,8 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
     if tower.shrinks is not None:
         keys["clip.vision.wa_layer_indexes"] = [tower.shrinks]
+    if tower.key_heads:
+        keys["clip.vision.attention.head_count_kv"] = tower.key_heads
     if tower.window:
         keys["clip.vision.window_size"] = tower.window * tower.cell
         keys["clip.vision.n_wa_pattern"] = (tower.full[0] if tower.full else tower.num_layers) + 1
