@@ -94,6 +94,11 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "llama"}, "scale_factor": 2, "pad_token_id": 0,
         "vision_config": SIGLIP | {"model_type": "smolvlm_vision"},
     }),
+    "docling": ("GraniteDocling", {
+        "text_config": TEXT | {"embedding_multiplier": 3.0}, "density_router_hidden_size": 8,
+        "vision_config": {key: value for key, value in SIGLIP.items() if key not in ("model_type", "vision_use_head")}
+        | {"scale_factor": 2, "out_hidden_size": 24, "deepstack_visual_indexes": [0, 2], "num_hidden_layers": 4},
+    }),
     "internvl": ("InternVL", {
         "text_config": TEXT | {"model_type": "qwen2"}, "vision_config": INTERNVL | {"attention_bias": True},
     }),
@@ -146,6 +151,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
+    "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
     "aya": HALVES | {"size": {"height": 48, "width": 48}},
@@ -159,7 +165,7 @@ CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
-         "smolvlm": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+         "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -198,6 +204,10 @@ def make(name: str, folder: Path) -> Made:
             if name.startswith("minicpm"):
                 with torch.no_grad():
                     return model.model.get_image_features(**packed_patches([values], CELL // 2)).pooler_output[0], []
+            if name == "docling":  # whose decoder multiplies them
+                with torch.no_grad():
+                    found = model.model.get_image_features(values[None, None], torch.ones(1, 1, dtype=torch.bool))
+                return found.pooler_output[0] * 3, [each[0] for each in found.deepstack_features]
             shaped = values[None, None] if name == "smolvlm" else values[None]
             seen = siglip_2s_patches([values], CELL // 2) if name == "lfm2" else {"pixel_values": shaped}
             with torch.no_grad():
@@ -290,7 +300,7 @@ def test_rows_are_those_of_transformers(
         rows, deep = made(name).rows(pixels)
         found = tower(image(pixels))
         assert len(found.rows) == spec.placed(image(pixels), 0).num_rows
-        assert len(found.deep) == len(spec.tower.deep) == (2 if name == "qwen3" else 0)
+        assert len(found.deep) == len(spec.tower.deep) == (2 if name in ("qwen3", "docling") else 0)
         assert difference(all_rows(found), torch.stack([rows, *deep])) < 1e-5
 
 

@@ -22,6 +22,7 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
+    GraniteDoclingConfig,
     HunYuanVLConfig,
     InternVLConfig,
     Lfm2VlConfig,
@@ -140,6 +141,11 @@ MODELS: dict[str, Any] = {
         text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_id=512, scale_factor=2, pad_token_id=0,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4},
     ),
+    "granite docling": GraniteDoclingConfig(
+        text_config=SMALL | {"vocab_size": 513, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4, "scale_factor": 2, "out_hidden_size": 48,
+                               "num_hidden_layers": 3, "deepstack_visual_indexes": [0, 1]},
+    ),
     "internvl": InternVLConfig(
         text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4}, tie_word_embeddings=False,
@@ -236,6 +242,11 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         for each, value in zip(whole, values, strict=True):
             each[:, : value.shape[1], : value.shape[2]] = value
         return {"input_ids": ids, "pixel_values": whole, "image_sizes": sizes}
+    if model.config.model_type == "internvl":
+        return {"input_ids": ids, "pixel_values": torch.stack(values)}
+    if model.config.model_type == "granite_docling":
+        return {"input_ids": ids, "pixel_values": torch.stack(values)[None],
+                "pixel_attention_mask": torch.ones(1, len(values), dtype=torch.bool)}  # fmt: skip
     if model.config.model_type == "smolvlm":
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type == "lfm2_vl":

@@ -144,6 +144,16 @@ class TokenIds(list[int]):
         return TokenIds([*self, *behind], self.images)
 
 
+class Dense(NamedTuple):
+    """Images that a canvas of its most tiles makes narrower than `scale`, if width by height is more than `least` and at most
+    `most`, may have so many tiles."""
+
+    tiles: int
+    scale: float
+    least: float
+    most: float
+
+
 @dataclass(frozen=True, slots=True)
 class SizeRule:
     """Which size an image is made, by kind; sides are multiples of `multiple`. Into which pieces it is cut, squares of `tile`
@@ -161,8 +171,9 @@ class SizeRule:
              where most_tiles is 1 (Idefics3)
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
-    canvas   least_tiles to most_tiles of them, alike; all of it: one tile, and nothing but that where it is one (InternVL);
-             those by which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
+    canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
+             tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
+             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
              (MiniCPM-V)
@@ -182,6 +193,13 @@ class SizeRule:
     nearest: Literal["shape", "size"] = "shape"
     grids: tuple[tuple[int, int], ...] = ()
     grows: bool = True
+    most_lines: int = 0
+    dense: Dense | None = None
+
+    @property
+    def all_tiles(self) -> int:
+        """Most that any image is cut into."""
+        return self.most_tiles if self.dense is None else max(self.most_tiles, self.dense.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +209,7 @@ class ImageTokens:
     last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
     Where images are cut into pieces, in front of the token of a piece is `piece`, with {row}, {column} or {number} from 1 on,
     behind each line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not
-    cut, `alone`.
+    cut, `alone`, and behind it alone_end, if that is not None, instead of `after`.
     whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
     piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
@@ -208,6 +226,7 @@ class ImageTokens:
     pieces_end: str = ""
     whole: str = ""
     alone: str = ""
+    alone_end: str | None = None
     line: str | None = None
     whole_first: bool = False
     piece_end: str = ""
@@ -216,7 +235,8 @@ class ImageTokens:
         """With one token for each of the picture's images, or of a clip's pieces."""
         before = self.before.replace("{number}", str(number))
         if isinstance(picture, Clip) or not picture.rows:
-            return before + self.alone + self.token * len(picture.images) + self.after
+            after = self.after if self.alone_end is None else self.alone_end
+            return before + self.alone + self.token * len(picture.images) + after
         columns, behind = range(1, picture.columns + 1), self.token + self.piece_end
         lines = [
             "".join(self.piece.format(row=i + 1, column=j, number=i * picture.columns + j) + behind for j in columns)
@@ -265,10 +285,11 @@ class TowerSpec:
     a SiLU where projector_gated), "gated"
     (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU,
     projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each
-    line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm); projector_eps: of
-    its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale multiplied with.
-    deep: layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers
-    (DeepStack, Meng et al. 2024).
+    line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite
+    Docling: layer norm, join a cell by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer
+    norm); projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a
+    scale multiplied with. out_scale: of rows, but for those of `deep`. deep: layers, in order, whose rows, merged by mergers
+    of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -281,7 +302,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -312,6 +333,7 @@ class TowerSpec:
     clipped: bool = False
     scaled: bool = False
     standardized: bool = False
+    out_scale: float = 1.0
     deep: tuple[int, ...] = ()
 
     @property
@@ -376,7 +398,9 @@ class VisionSpec:
             size = replace(size, longest_side=min(rule.longest_side, max(1, math.isqrt(tiles)) * rule.tile))
         elif rule.kind == "canvas":
             tiles = max(1, most // (rule.tile // cell) ** 2 - 1)
-            size = replace(size, least_tiles=min(rule.least_tiles, tiles), most_tiles=min(rule.most_tiles, tiles))
+            dense = None if rule.dense is None else rule.dense._replace(tiles=min(rule.dense.tiles, tiles))
+            least, more = min(rule.least_tiles, tiles), min(rule.most_tiles, tiles)
+            size = replace(size, least_tiles=least, most_tiles=more, dense=dense)
         elif rule.kind == "grid":
             tiles = max(0, area - size.max_pixels) // rule.tile**2
             size = replace(size, most_tiles=min(rule.most_tiles, tiles))

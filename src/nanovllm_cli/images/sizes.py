@@ -4,6 +4,7 @@ trained with."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from nanovllm_cli import mosaic
@@ -44,7 +45,7 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
         case "canvas":
             tile = rule.tile
             by_size = rule.nearest == "size"
-            rows, columns = _by_size(rule, height, width) if by_size else _grid(rule, rule.least_tiles, height, width)
+            rows, columns = _by_size(rule, height, width) if by_size else _on_canvas(rule, height, width)
             return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None)
     unit = rule.multiple
     rows, columns = {"area": _by_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
@@ -92,8 +93,8 @@ def most_rows_of_all(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind in ("grid", "canvas") and rule.most_tiles >= max(2, rule.least_tiles):
-        pieces = rule.most_tiles
+    elif rule.kind in ("grid", "canvas") and rule.all_tiles >= max(2, rule.least_tiles):
+        pieces = rule.all_tiles
     elif rule.kind == "slices":
         return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
     return most_rows(spec) + pieces * (rule.tile // spec.tower.cell) ** 2
@@ -189,11 +190,20 @@ def _in_grid(rule: SizeRule, height: int, width: int) -> Sizes:
     return Sizes(whole, (rows * rule.tile, columns * rule.tile))
 
 
+def _on_canvas(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
+    grid, dense = _grid(rule, rule.least_tiles, height, width), rule.dense
+    if dense is None or not dense.least < width / height <= dense.most or not grid[1] * rule.tile / width < dense.scale:
+        return grid
+    return _grid(replace(rule, most_tiles=dense.tiles), rule.least_tiles, height, width)
+
+
 def _grid(rule: SizeRule, fewest: int, height: int, width: int) -> tuple[int, int]:
     """Among those of equal shape, the largest that is not twice as large as the image."""
     best, least = (1, 1), math.inf
     for count in range(fewest, rule.most_tiles + 1):
         for columns in (each for each in range(1, count + 1) if count % each == 0):
+            if rule.most_lines and max(columns, count // columns) > rule.most_lines:
+                continue
             off = abs(width / height - columns / (count // columns))
             if off < least or (off == least and height * width > 0.5 * rule.tile**2 * count):
                 best, least = (count // columns, columns), off

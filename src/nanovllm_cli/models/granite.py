@@ -206,6 +206,18 @@ def _like(spec: ModelSpec) -> Family:
 
 
 GRANITE = Family("granite", interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf, gguf_keys=_keys)
+GRANITE_DOCLING = replace(
+    GRANITE,
+    name="granite_docling",
+    gguf_name="granite",
+    tied_by_default=True,
+    defaults={
+        "vocab_size": 133800, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0, "residual_multiplier": 0.263, "attention_multiplier": 0.015625,
+    },
+)  # fmt: skip
+"""What writes in a Granite Docling; what sees: towers_docling.py."""
 GRANITE_MOE = replace(
     GRANITE,
     name="granitemoe",

@@ -53,6 +53,7 @@ from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import (
     BAMBA,
     GRANITE,
+    GRANITE_DOCLING,
     GRANITE_HYBRID,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
@@ -162,6 +163,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
+    "GraniteDoclingForConditionalGeneration": GRANITE_DOCLING,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,

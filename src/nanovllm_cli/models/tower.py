@@ -95,7 +95,8 @@ class Tower(Layers):
             x = x.view(image.num_squares, -1, spec.hidden_size)[:, 1:].reshape(-1, spec.hidden_size)
         if spec.post_norm:
             x = self._norm("post_norm", x)
-        rows = _line_by_line(self._projected(x, grid), grid)
+        rows = self._projected(x, grid)
+        rows = _line_by_line(rows if spec.out_scale == 1.0 else rows * spec.out_scale, grid)
         if image.mosaic is not None:
             rows = laid_out(rows, image.mosaic, grid.columns, spec.squares, self._tensors["line_end.weight"])
         return TowerRows(rows, tuple(_line_by_line(each, grid) for each in deep))
@@ -200,6 +201,10 @@ class Tower(Layers):
         eps = self.spec.projector_eps
         if self.spec.projector == "lined":
             return self._lined(x, grid)
+        if self.spec.projector == "placed":
+            x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, eps)))
+            x = self._norm("projector.mid_norm", x + _places(grid, x.shape[1]).to(x), eps)
+            return self._norm("projector.after_norm", self._linear("projector.out", activated(x, "gelu", gated=False)), eps)
         if self.spec.projector in ("pooled", "scaled"):
             means = x.view(-1, self.spec.merge**2, x.shape[-1]).to(torch.float32).mean(dim=1)
             if self.spec.projector == "pooled":
@@ -295,8 +300,9 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         norm("post_norm")
     for i in range(len(spec.deep)):
         norm(f"deep.{i}.norm", joined)
-        matrix(f"deep.{i}.up", joined, joined)
-        matrix(f"deep.{i}.down", spec.out_size, joined)
+        between = spec.out_size if spec.projector == "placed" else joined
+        matrix(f"deep.{i}.up", between, joined)
+        matrix(f"deep.{i}.down", spec.out_size, between)
     if spec.projector == "pooled":
         norm("projector.norm", kind="rms")
         matrix("projector.out", spec.out_size, hidden, bias=False)
@@ -305,6 +311,13 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         if spec.standardized:
             shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
         matrix("projector.out", spec.out_size, hidden, bias=False)
+        return shapes
+    if spec.projector == "placed":
+        norm("projector.norm")
+        matrix("projector.join", spec.out_size, joined, bias=False)
+        norm("projector.mid_norm", spec.out_size)
+        matrix("projector.out", spec.out_size, spec.out_size, bias=False)
+        norm("projector.after_norm", spec.out_size)
         return shapes
     if spec.projector == "joined":
         if not spec.projector_size:
@@ -370,6 +383,14 @@ def _cell_by_cell(grid: torch.Tensor, merge: int, order: torch.Tensor | None) ->
 def _of_one(x: torch.Tensor) -> Windows:
     none = torch.empty(len(x), 0, device=x.device)
     return Windows(((1, len(x)),), (none, none))
+
+
+def _places(grid: _Grid, width: int) -> torch.Tensor:
+    """[cells, width] float64: sines and cosines of a cell's column, then of its line."""
+    turns = 1e4 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angles = [torch.arange(count)[:, None] * turns for count in (grid.columns, grid.lines)]
+    column, line = (torch.cat([each.sin(), each.cos()], dim=1) for each in angles)
+    return torch.cat([column.expand(grid.lines, -1, -1), line[:, None].expand(-1, grid.columns, -1)], dim=2).flatten(0, 1)
 
 
 def _nearest(count: int, rows: int) -> torch.Tensor:

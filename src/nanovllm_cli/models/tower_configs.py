@@ -152,6 +152,14 @@ def layers_of(vision: ConfigReader, key: str, usual: tuple[int, ...], depth: int
     return tuple(layer for layer in layers if layer < depth)
 
 
+def deep_of(vision: ConfigReader, usual: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """Layers whose rows are added behind the decoder's first ones."""
+    deep = layers_of(vision, "deepstack_visual_indexes", usual, depth)
+    if list(deep) != sorted(set(deep)):
+        raise CheckpointError(f"{vision.where}: 'deepstack_visual_indexes' must be in order, and each once", BROKEN)
+    return deep
+
+
 def square(read: ConfigReader, number: int, key: str = "num_position_embeddings") -> int:
     if math.isqrt(number) ** 2 != number:
         raise CheckpointError(f"{read.where}: {key!r} must be a square, not {number}", BROKEN)

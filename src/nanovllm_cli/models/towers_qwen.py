@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.tower_configs import (
     CLIP,
     HALVES,
     activation_of,
+    deep_of,
     depth_of,
     heads_of,
     key_heads_of,
@@ -73,9 +73,6 @@ def qwen3_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 def _qwen3(config: ConfigReader, images: ConfigReader, *, has_deep: bool) -> VisionSpec:
     vision = vision_section(config)
     shape = _qwen_shape(vision, "gelu_pytorch_tanh", vision.integer("hidden_size", 1152), patch=16)
-    deep = layers_of(vision, "deepstack_visual_indexes", (8, 16, 24), shape["num_layers"]) if has_deep else ()
-    if list(deep) != sorted(set(deep)):
-        raise CheckpointError(f"{vision.where}: 'deepstack_visual_indexes' must be in order, and each once", BROKEN)
     tower = TowerSpec(
         **shape,
         intermediate_size=vision.integer("intermediate_size", 4304),
@@ -83,7 +80,7 @@ def _qwen3(config: ConfigReader, images: ConfigReader, *, has_deep: bool) -> Vis
         norm="layer",
         patch_bias=True,
         positions=square(vision, vision.integer("num_position_embeddings", 2304)),
-        deep=deep,
+        deep=deep_of(vision, (8, 16, 24), shape["num_layers"]) if has_deep else (),
     )
     return of_any_area(config, images, tower, _TOKENS, HALVES, (1 << 16, 1 << 24))
 

@@ -27,9 +27,10 @@ from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpe
 MOST_TILES = 1 << 10
 """That an image is cut into, whatever files say."""
 _IDEFICS3_KINDS = ("smolvlm_vision", "idefics3_vision", "idefics3")
-_AROUND, _ALL = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
+AROUND = "<fake_token_around_image>"
+_ALL = f"{AROUND}<global-img>"
 _IDEFICS3_TOKENS = ImageTokens(
-    "<image>", "<image>", after=_AROUND, piece=f"{_AROUND}<row_{{row}}_col_{{column}}>", pieces_end="\n", whole=f"\n{_ALL}",
+    "<image>", "<image>", after=AROUND, piece=f"{AROUND}<row_{{row}}_col_{{column}}>", pieces_end="\n", whole=f"\n{_ALL}",
     alone=_ALL,
 )  # fmt: skip
 _LFM2_TOKENS = ImageTokens(

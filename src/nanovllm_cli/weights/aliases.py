@@ -194,6 +194,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "1b": "ibm-granite/granite-3.1-1b-a400m-instruct",
         "3b": "ibm-granite/granite-3.1-3b-a800m-instruct",
     },
+    "granite-docling": {"258m": "ibm-granite/granite-docling-258M", "500m": "ibm-granite/granite-for-docling-500m"},
     "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
     "olmo": {"1b": "allenai/OLMo-1B-hf", "7b": "allenai/OLMo-7B-0724-Instruct-hf"},
     "olmo2": {

@@ -35,8 +35,10 @@ _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_pro
 _ROOT = re.compile(rf"(?:model\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=image_newline$))")
 _UNREAD = re.compile(
     r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
+    r"|vision_model\.connector\.fine\..*"
 )
-"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing."""
+"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing, and the
+finer of a Granite Docling's connectors."""
 _UNREAD_WHOLE = re.compile(rf"{_UNREAD.pattern}|vision_tower\.vit_merger\..*")
 """And where patches are not joined within a tower, what a MiniCPM-V's has for that."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -216,7 +218,7 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored[-spec.positions :]
     if spec.projector == "lined" and ours == "projector.first.weight":
         return stored.flatten(1)
-    if ours == "projector.join.weight":  # a dimension's patches are behind each other there
+    if ours == "projector.join.weight" and spec.projector != "placed":  # a dimension's patches are behind each other there
         return stored.view(len(stored), spec.hidden_size, spec.merge**2).transpose(1, 2).flatten(1)
     return stored
 
