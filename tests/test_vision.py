@@ -33,6 +33,7 @@ from transformers import (
     LlavaNextConfig,
     LlavaOnevisionConfig,
     MiniCPMV4_6Config,
+    MiniCPMV4_7Config,
     Mistral3Config,
     PaddleOCRVLConfig,
     Qwen2_5_VLConfig,
@@ -43,6 +44,7 @@ from transformers import (
 )
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.canvas_spec import Markers
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.worker import Worker
@@ -51,7 +53,8 @@ from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.images.sizes import fitted, most_rows
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.mosaic import Mosaic
-from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
+from nanovllm_cli.text.image_tokens import on_canvases
+from nanovllm_cli.vision_spec import Image, Picture, PlacedImage, TokenIds, VisionSpec
 from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
@@ -71,6 +74,7 @@ GLM_EXPERTS = {
 }  # fmt: skip
 COHERE_TEXT = CASES["command r7b"].to_dict() | {"vocab_size": 513, "logit_scale": 1.0}
 """Of models that see, transformers forgets the scale of logits since its version 5."""
+MARKERS = [f"{name}_id" for name in Markers._fields]
 MODELS: dict[str, Any] = {
     "qwen2-vl": Qwen2VLConfig(
         text_config=QWEN_TEXT, vision_config=QWEN_TOWER | {"embed_dim": 32, "hidden_size": 48}, **QWEN_IDS
@@ -183,11 +187,17 @@ MODELS: dict[str, Any] = {
         text_config=CASES["qwen3.5"].to_dict(), image_token_id=512, insert_layer_id=0, tie_word_embeddings=False,
         vision_config=TOWER | {"patch_size": 4, "image_size": 24},
     ),
+    "minicpm-v, on a canvas": MiniCPMV4_7Config(
+        text_config=CASES["qwen3.5"].to_dict(), image_token_id=512, insert_layer_id=0, tie_word_embeddings=False,
+        vision_config=TOWER | {"patch_size": 4, "image_size": 24}, downsample_mode="4x",
+        **dict(zip(MARKERS, range(505, 510), strict=True)),
+    ),
     "lfm3-vl": Lfm3VlConfig(
         text_config=CASES["lfm3"].to_dict(), image_token_id=512, projector_hidden_size=40, tie_word_embeddings=False,
         vision_config=TOWER | {"num_key_value_heads": 1, "num_hidden_layers": 3, "patch_size": 4},
     ),
 }  # fmt: skip
+Part = int | Image | Picture
 QWENS = [name for name in MODELS if name.startswith("qwen")]
 
 
@@ -203,18 +213,28 @@ def an_image(vision: VisionSpec, rows: int, columns: int) -> Image:
     return Image.of(height, width, pixels)
 
 
-def prompt_with(vision: VisionSpec, parts: list[int | Image], token: int) -> TokenIds:
+def prompt_with(vision: VisionSpec, parts: list[Part], token: int) -> TokenIds:
     """So many tokens at random, or an image. Ends of lines are read as any other token."""
     ids: list[int] = []
-    images = []
+    images: list[PlacedImage] = []
+    pictures: list[Picture] = []
     for part in parts:
         if isinstance(part, int):
             ids += NUMBERS.integers(2, 500, part).tolist()
             continue
+        if vision.markers is not None:
+            pictures.append(part if isinstance(part, Picture) else Picture((part,)))
+            for number, image in enumerate(pictures[-1].images):
+                begin, end = vision.markers[2:4] if number else vision.markers[:2]
+                ids += [vision.markers.newline] if number > 1 and (number - 1) % pictures[-1].columns == 0 else []
+                images.append(vision.placed(image, len(ids) + 1))
+                ids += [begin, *[token] * images[-1].num_rows, end]
+            continue
+        assert not isinstance(part, Picture)
         images.append(vision.placed(part, len(ids), len(images)))
         line = [token] * images[-1].columns + ([501] if images[-1].ends_lines else [])
         ids += line * images[-1].rows + [token] * 2 * images[-1].framed
-    return TokenIds(ids, images)
+    return TokenIds(ids, images if vision.markers is None else on_canvases(ids, images, pictures, vision.markers))
 
 
 def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token: int) -> dict[str, torch.Tensor]:
@@ -253,6 +273,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids} | siglip_2s_patches(values, tower.patch_size)
     if model.config.model_type == "minicpmv4_6":
         return {"input_ids": ids} | packed_patches(values, tower.patch_size)
+    if model.config.model_type == "minicpmv4_7":
+        return {"input_ids": ids, "mm_token_type_ids": is_image} | packed_patches(values, tower.patch_size)
     if model.config.model_type == "gemma4":
         return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
     patches, grids = [], []
@@ -292,7 +314,10 @@ def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, Visio
     return model, worker, worker.sight.senses.vision, model.config.image_token_id
 
 
-def parts_of(vision: VisionSpec) -> list[int | Image]:
+def parts_of(vision: VisionSpec) -> list[Part]:
+    if vision.markers is not None:  # in lines of pieces, and whole
+        cut = Picture(tuple(an_image(vision, *sides) for sides in [(2, 3), *[(3, 2)] * 4]), 2, 2)
+        return [5, cut, 2, an_image(vision, 5, 2), 6]
     if vision.size.kind in ("square", "tiles", "canvas", "middle"):
         return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
     return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from nanovllm_cli.canvas_spec import Canvas, Lying, Markers, are_canvases
 from nanovllm_cli.mosaic import Mosaic, most_rows
 
 
@@ -92,6 +93,8 @@ class PlacedImage(NamedTuple):
     whole: its tokens see all of it, those behind them, too, so that one step has them all; in_windows: only in layers with a
     window. framed: in front of its lines is a token more that stands for it, and one behind them; and as rotary positions each
     but those two has its own, its column, its row, and that of the image among all, `ordinal`, from 0 on (XD-RoPE, HunYuan).
+    canvas: with a grid that it shares with others; `start` is then a token in front of its lines, which is read as any other, as
+    are those behind.
     """
 
     image: Image | Sound
@@ -104,11 +107,13 @@ class PlacedImage(NamedTuple):
     in_windows: bool = False
     framed: bool = False
     ordinal: int = 0
+    canvas: Canvas | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand for it."""
-        return self.rows * (self.columns + self.ends_lines) + 2 * self.framed
+        """Tokens that stand for it, with those beside them that have positions of its grid."""
+        beside = 0 if self.canvas is None else 1 + self.canvas.num_behind
+        return self.rows * (self.columns + self.ends_lines) + 2 * self.framed + beside
 
     @property
     def num_rows(self) -> int:
@@ -128,6 +133,8 @@ class PlacedImage(NamedTuple):
     @property
     def extent(self) -> int:
         """Rotary positions that it takes."""
+        if self.canvas is not None:
+            return self.canvas.extent
         return max(self.rows, self.columns) if self.has_grid else self.num_tokens
 
 
@@ -375,7 +382,7 @@ class TowerSpec:
 class VisionSpec:
     """All that a model needs to see. mean, std: of the three colours, from 0 to 1, which are taken off and divided by. has_grid:
     see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them; whole_in_windows: only in
-    layers with a window."""
+    layers with a window. markers: of pieces that share a canvas; see `PlacedImage`."""
 
     tower: TowerSpec
     size: SizeRule
@@ -385,6 +392,7 @@ class VisionSpec:
     has_grid: bool = False
     whole: bool = False
     whole_in_windows: bool = False
+    markers: Markers | None = None
 
     def limited(self, most: int) -> VisionSpec:
         """The same for images of at most so many tokens, without those at the ends of lines, where their size is not fixed."""
@@ -429,7 +437,9 @@ class VisionSpec:
 
     def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
         """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""
-        end = 0
+        end, images = 0, list(images)
+        if self.markers is not None and not are_canvases(Lying(each.start, each.end, *each[2:4], each.canvas) for each in images):
+            return False
         for ordinal, placed in enumerate(images):
             if isinstance(placed.image, Sound):
                 return False
@@ -438,7 +448,8 @@ class VisionSpec:
                 return False
             if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
                 return False
-            if placed != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
+            plain = placed if self.markers is None else placed._replace(canvas=None)
+            if plain != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
                 return False
             if height % self.tower.cell or width % self.tower.cell or placed.start < end:
                 return False

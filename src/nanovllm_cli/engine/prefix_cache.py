@@ -104,7 +104,8 @@ class PrefixCache:
         start = index * self._block_size
         tokens = array("q", sequence.token_ids[start : start + self._block_size]).tobytes()
         images = sequence.request.images_within(start, start + self._block_size)
-        return tokens + b"".join([each.image.digest + array("q", [each.start]).tobytes() for each in images])
+        places = [array("q", [each.start, *(each.canvas or ())]).tobytes() for each in images]
+        return tokens + b"".join([each.image.digest + place for each, place in zip(images, places, strict=True)])
 
     def _root(self, salt: Salt) -> bytes:
         text, lora = salt

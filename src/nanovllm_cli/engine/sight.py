@@ -235,8 +235,11 @@ def _num_bytes(made: TowerRows) -> int:
 def _rows_of(placed: PlacedImage, share: Scheduled) -> tuple[np.ndarray, np.ndarray]:
     """Places among the share's tokens of those that stand for a part of the image, and which row of the tower's that is."""
     first, behind = max(placed.start, share.start), min(placed.end, share.start + len(share.token_ids))
-    line, column = np.divmod(np.arange(first, behind) - placed.start, placed.columns + placed.ends_lines)
-    is_part = column < placed.columns
+    begin = placed.start + (placed.canvas is not None)
+    line, column = np.divmod(np.arange(first, behind) - begin, placed.columns + placed.ends_lines)
+    is_part = (column < placed.columns) & (line >= 0)
+    if placed.canvas is not None:
+        is_part &= line < placed.rows
     return np.arange(first, behind)[is_part] - share.start, (line * placed.columns + column)[is_part]
 
 
@@ -259,12 +262,39 @@ def rotary_positions(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.n
             if not placed.has_grid:
                 continue
             begin, end = (min(max(at - share.start, 0), len(share.token_ids)) + first for at in (placed.start, placed.end))
-            line, column = np.divmod(np.arange(begin, end) - first + share.start - placed.start, placed.columns)
-            positions[:, begin:end] = placed.start + shift + np.stack([np.zeros_like(line), line, column])
+            own = np.arange(begin, end) - first + share.start - placed.start
+            positions[:, begin:end] = np.maximum(placed.start + shift + _grid_of(placed)[:, own], 0)
             positions[:, end:behind] += placed.extent - placed.num_tokens
             shift += placed.extent - placed.num_tokens
         first = behind
     return positions
+
+
+def _grid_of(placed: PlacedImage) -> np.ndarray:
+    """[3, tokens] int64: what a grid adds to the position of its beginning."""
+    rows, columns, canvas = placed.rows, placed.columns, placed.canvas
+    if canvas is None:
+        return _crossed(np.arange(rows), np.arange(columns))
+    if canvas.is_whole:
+        before, behind = (-1, -1), (canvas.tall, canvas.wide)
+        inside = _crossed(_stretched(rows, canvas.tall), _stretched(columns, canvas.wide))
+    else:
+        before, behind = (canvas.top, canvas.left), (canvas.top + rows - 1, canvas.left + columns - 1)
+        inside = _crossed(canvas.top + np.arange(rows), canvas.left + np.arange(columns))
+    further = (0, 0) if canvas.is_last else (canvas.top + rows - 1, canvas.wide)  # what ends a line of pieces is at its right
+    beside = np.array([before, behind, *[further] * (canvas.num_behind - 1)], np.int64).T
+    beside = np.concatenate([np.zeros_like(beside[:1]), beside])
+    return np.concatenate([beside[:, :1], inside, beside[:, 1:]], axis=1)
+
+
+def _crossed(lines: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    line, column = np.repeat(lines, len(columns)), np.tile(columns, len(lines))
+    return np.stack([np.zeros_like(line), line, column])
+
+
+def _stretched(count: int, over: int) -> np.ndarray:
+    """So many places over a longer side, from end to end, with torch's rounding, as models were trained with."""
+    return torch.linspace(0, over - 1, count).round().to(torch.int64).numpy()
 
 
 def _positions_in_frames(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.ndarray:

@@ -203,6 +203,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MiniCPM3ForCausalLM": MINICPM3,
     "MiniCPMOcrForConditionalGeneration": QWEN3_5,
     "MiniCPMV4_6ForConditionalGeneration": QWEN3_5,
+    "MiniCPMV4_7ForConditionalGeneration": QWEN3_5,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "MinistralForCausalLM": MINISTRAL,
     "Ministral3ForCausalLM": MINISTRAL3,
@@ -293,6 +294,8 @@ TEXTS_OF: dict[str, dict[str, Family]] = {
     "MiniCPMV4_6ForConditionalGeneration": {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE},
 }
 """And of all that see and whose texts are of several families, or of one that must be it."""
+MINICPM_VS = tuple(f"MiniCPM{each}ForConditionalGeneration" for each in ("Ocr", "V4_6", "V4_7"))
+TEXTS_OF_MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
 OF_ANOTHER_CLASS = {"exaone": EXAONE, "sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -405,7 +408,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         return _look_up(str(kind), TEXTS_OF[names[0]])
     if names[0] == "InternVLForConditionalGeneration":
         return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
-    if names[0] in ("MiniCPMOcrForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration") and kind is not None:
+    if names[0] in MINICPM_VS and kind is not None:
         return _look_up(str(kind), TEXTS_OF_MINICPM_V)
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)

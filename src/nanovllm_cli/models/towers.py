@@ -42,7 +42,7 @@ from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
 from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
-from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_ocr
+from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_qwen import (
     QWEN2_5_NAMES,
@@ -222,6 +222,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Lfm3VlForConditionalGeneration": TowerFamily(lfm3, LFM3_NAMES),
     "MiniCPMOcrForConditionalGeneration": TowerFamily(minicpm_ocr, MINICPM_NAMES),
     "MiniCPMV4_6ForConditionalGeneration": TowerFamily(minicpm, MINICPM_NAMES),
+    "MiniCPMV4_7ForConditionalGeneration": TowerFamily(minicpm_4_7, MINICPM_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),

@@ -1,11 +1,13 @@
-"""How MiniCPM-V 4.6 and MiniCPM-OCR see: their configs -> VisionSpec, and what their folders call a tower's tensors. See
+"""How MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR see: their configs -> VisionSpec, and what their folders call a tower's tensors. See
 `towers.py`. SigLIP, within which each four patches become one, behind one of its layers, if a config says so; a large image is
-cut into pieces of its own shape, which follow all of it. Positions of its tokens are a text's."""
+cut into pieces of its own shape, which follow all of it. Positions of its tokens are a text's, but for 4.7's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from nanovllm_cli.canvas_spec import Markers
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.tower_configs import (
@@ -34,6 +36,15 @@ def minicpm(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 def minicpm_ocr(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     return _minicpm(config, images, "minicpm_ocr_vision", "4x")
+
+
+def minicpm_4_7(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """Positions of an image's tokens, and of those between its pieces, are places on a canvas."""
+    spec = _minicpm(config, images, "minicpmv4_7_vision", "16x")
+    markers = Markers(*(config.integer(f"{name}_id", least=0) for name in Markers._fields))
+    if len({*markers}) < len(markers):
+        raise CheckpointError(f"{config.where}: tokens around images that are the same: {list(markers)}", BROKEN)
+    return replace(spec, has_grid=True, markers=markers)
 
 
 def _minicpm(config: ConfigReader, images: ConfigReader, kind: str, mode: str) -> VisionSpec:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from nanovllm_cli.canvas_spec import Canvas, Markers
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -131,7 +132,35 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
         else:
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end
+    if senses.vision is not None and senses.vision.markers is not None:
+        placed = list(on_canvases(out, placed, [each for each in sent if isinstance(each, Picture)], senses.vision.markers))
     return TokenIds(out, placed)
+
+
+def on_canvases(
+    ids: list[int], placed: Sequence[PlacedImage], pictures: Sequence[Picture], markers: Markers
+) -> Iterator[PlacedImage]:
+    """With the tokens in front of pieces and behind them, and where they lie. CheckpointError for another tokenizer's markers."""
+    first = 0
+    for picture in pictures:
+        pieces = placed[first : first + len(picture.images)]
+        first += len(pieces)
+        tall, wide = pieces[-1].rows * max(1, picture.rows), pieces[-1].columns * max(1, picture.columns)
+        for number, piece in enumerate(pieces):
+            around = markers[2:4] if number else markers[:2]
+            begin, end = piece.start - 1, piece.end
+            line, column = divmod(number - 1, max(1, picture.columns)) if number else (0, 0)
+            is_last = number == len(pieces) - 1
+            following = placed[first : first + 1] if is_last else pieces[number + 1 :]
+            behind, limit = end + 1, following[0].start - 1 if following else len(ids)
+            while behind < limit and ids[behind] in markers:
+                behind += 1
+            is_between = begin >= 0 and ids[begin] == around[0] and ids[end : end + 1] == [around[1]]
+            if not is_between or (behind < limit and not is_last):
+                raise CheckpointError("images are between other tokens than config.json says", "take the publisher's own folder")
+            yield piece._replace(start=begin, canvas=Canvas(
+                tall, wide, line * piece.rows, column * piece.columns, not number, behind - end, is_last
+            ))  # fmt: skip
 
 
 class _Left(NamedTuple):
