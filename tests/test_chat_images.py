@@ -267,7 +267,7 @@ def seen(chat: Chat) -> list[int]:
     """Which images the model has been shown last, by number."""
     digests = [image.image.digest for image in images_of(chat.model.kept)]
     vision = chat.model.llm.vision  # type: ignore[attr-defined]
-    known = [image.images[0].digest for image in reading.read_images([(url, "it") for url in URLS], vision)]
+    known = [reading.read_sent(url, vision, "it")[0].images[0].digest for url in URLS]
     return [known.index(digest) for digest in digests]
 
 
@@ -486,19 +486,19 @@ def test_images_are_remembered_within_bounds(llm: LLM, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(reading, "read_image", counted)
     monkeypatch.setattr(reading, "_recent", reading._Recent())
-    size = len(reading.read_images([(URLS[0], "a")], llm.vision)[0].images[0].pixels)
+    size = len(reading.read_sent(URLS[0], llm.vision, "a")[0].images[0].pixels)
     monkeypatch.setattr(sent, "REMEMBERED_BYTES", 2 * size)
     for urls in (URLS[:2], [URLS[1], URLS[0]], [URLS[2]], URLS[:1]):
-        images = reading.read_images([(url, str(URLS.index(url))) for url in urls], llm.vision)
+        images = [reading.read_sent(url, llm.vision, str(URLS.index(url)))[0] for url in urls]
         assert images == [read_image(png(seed=URLS.index(url)), llm.vision, "it") for url in urls]
     assert decoded == ["a", "1", "2"], "the one that was longest unused went"
-    reading.read_images([(URLS[0], "of another model")], llm.vision.limited(4))
+    reading.read_sent(URLS[0], llm.vision.limited(4), "of another model")
     assert decoded[-1] == "of another model"
     with pytest.raises(UsageError, match="second is damaged"):
-        reading.read_images([(data_url(png()[:-40]), "second")], llm.vision)
-    reading.read_images([(WIDE, "large")], llm.vision.limited(1 << 20))
+        reading.read_sent(data_url(png()[:-40]), llm.vision, "second")
+    reading.read_sent(WIDE, llm.vision.limited(1 << 20), "large")
     monkeypatch.setattr(sent, "REMEMBERED_BYTES", 1)
-    assert reading.read_images([(WIDE, "large")] * 2, llm.vision)[0].num_pixels > 0
+    assert [reading.read_sent(WIDE, llm.vision, "large")[0].num_pixels > 0 for _ in range(2)] == [True, True]
 
 
 # ---- from the command line ----

@@ -21,11 +21,10 @@ from engines import engine_for, run, save, worker_for
 from hearing import prompt_with
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import ConformerSpec, HearingSpec, Senses
-from nanovllm_cli.models import ear_conformer
-from nanovllm_cli.models.ear import Ear, work_bytes
+from nanovllm_cli.models.ear import Ear
 from nanovllm_cli.models.tower_layers import next_stage
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.sounds.reading import cut, read_sounds
+from nanovllm_cli.sounds.reading import cut, read_sent
 from nanovllm_cli.text.chat_template import ChatTemplate, prepare_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.transcripts import asks
@@ -168,18 +167,6 @@ def test_the_bytes_told_are_those_of_the_weights(made: Callable[[str], Made], mo
     assert hearing_bytes(spec, torch.bfloat16) == sum(each.nbytes for each in tensors.values())  # type: ignore[attr-defined]
 
 
-def test_what_a_piece_takes_is_told(made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than of any half of it, and not less than what is made of it at once by the convolutions, or in layers."""
-    spec, _ = open_ear(made("as published").folder)
-    tower = spec.tower
-    assert isinstance(tower, ConformerSpec)
-    whole = work_bytes(tower, spec.piece, torch.bfloat16)
-    assert whole > work_bytes(tower, spec.piece // 2, torch.bfloat16) > 0
-    assert whole >= 2 * 4 * 1500 * 17 * 36
-    monkeypatch.setattr(ear_conformer, "_ROWS_TOGETHER", 1)
-    assert work_bytes(tower, 100, torch.float32) >= 25 * 40 * 4 * 8
-
-
 def test_a_spec_crosses_to_other_processes(made: Callable[[str], Made]) -> None:
     for spec in (open_ear(made("as published").folder)[0], QWEN3):
         there = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=HearingSpec)
@@ -219,7 +206,7 @@ def test_a_long_sound_is_further_pieces_and_none_of_it_is_lost(made: Callable[[s
     """Half a minute is all that transformers hears of it."""
     spec, _ = open_ear(made("as published").folder)
     samples = noise(480_000 + 20_011).astype(np.float32)
-    (clip,) = read_sounds([(in_base64(saved(samples, bits=32, kind=3)), "it")], spec)
+    clip = read_sent(in_base64(saved(samples, bits=32, kind=3)), spec, "it")
     assert [sound.heard for sound in clip.images] == [2999, 125]
     assert spec.num_tokens(clip) == 750 + 32
     assert clip.images == cut(samples[:480_000], spec) + cut(samples[480_000:], spec)

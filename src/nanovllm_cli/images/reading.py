@@ -6,7 +6,6 @@ Anybody may have sent them: what Pillow raises becomes a typed error here, and w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
 _RLE = 1, 2  # compressions of a BMP
-
-
-def read_images(sent: Iterable[tuple[str, str]], spec: VisionSpec | None) -> list[Picture]:
-    """What a model sees of images as clients sent them, each with what an error calls it; see `Medium.bytes_of`."""
-    return [] if spec is None else [read_sent(url, spec, where)[0] for url, where in sent]
 
 
 def read_sent(url: str, spec: VisionSpec, where: str, salt: str | None = None) -> tuple[Picture, int]:

@@ -53,5 +53,5 @@ def ear_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def work_bytes(spec: AnyEar, frames: int, dtype: torch.dtype) -> int:
     """About the most that computing a piece of so many frames takes beside the weights."""
     if isinstance(spec, ConformerSpec):
-        return ear_conformer.most_numbers(spec, frames) * max(dtype.itemsize, 4)  # attention's are in float32
+        return ear_conformer.most_bytes(spec, frames, dtype.itemsize)
     return ear_transformer.most_numbers(spec, frames) * dtype.itemsize

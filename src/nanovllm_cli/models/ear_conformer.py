@@ -144,10 +144,12 @@ NORMS = (
 """Of a layer, in their order."""
 
 
-def most_numbers(spec: ConformerSpec, frames: int) -> int:
-    """About as many as are held at once while a piece of so many frames is computed: the first convolution's twice, and what a
-    part of the second sees; or a layer's."""
+def most_bytes(spec: ConformerSpec, frames: int, itemsize: int) -> int:
+    """About as many as are held at once while a piece of so many frames is computed, in a type of that size: the spectrogram, the
+    first convolution's rows, twice, and what a part of the second sees; or in a layer attention's, which has 14 numbers in
+    float32 for each that it reads."""
     half, bands = -(-frames // 2), -(-spec.num_bins // 2)
+    twice = half * bands + (half + 2) * (bands + 2)  # once with zeros around them
     part = _ROWS_TOGETHER * (spec.halved_bins * (9 * spec.channels[0] + 3 * spec.channels[1]) + bands * 12 * spec.channels[0])
-    rows = spec.num_rows(frames)
-    return max(2 * half * bands * spec.channels[0] + part, rows * (24 * spec.hidden_size + 3 * spec.intermediate_size))
+    in_front = frames * spec.num_bins * (4 + itemsize) + (twice * spec.channels[0] + part) * itemsize
+    return max(in_front, spec.num_rows(frames) * spec.hidden_size * (14 * 4 + 3 * itemsize))

@@ -30,11 +30,6 @@ MAX_SAMPLES = MAX_SECONDS * 2 * 48_000
 """Of all channels of a sound: the longest one in stereo at 48 kHz. A few bytes of a compressed one may stand for very many."""
 
 
-def read_sounds(sent: Iterable[tuple[str, str]], spec: HearingSpec) -> list[Clip]:
-    """What a model hears of sounds as clients sent them, each with what an error calls it; see `Medium.bytes_of`."""
-    return [read_sent(text, spec, where) for text, where in sent]
-
-
 def read_sent(sent: str, spec: HearingSpec, where: str, salt: str | None = None) -> Clip:
     """What a model hears of a sound as a client sent it; see `Medium.bytes_of`. salt: who has another one can't tell by the
     time it takes whether the sound was read before."""
