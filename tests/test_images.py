@@ -96,6 +96,18 @@ def test_what_is_as_large_as_may_be_is_limited(height: int, width: int, most: in
     assert 0 < rows * columns <= most_rows(limited) == min(most, 70)
 
 
+@pytest.mark.parametrize("most", [1, 2, 11, 12, 13, 110, 10**6])
+def test_tokens_at_ends_of_lines_count_among_those_that_an_image_may_have(most: int) -> None:
+    """Of Pixtral's kind: a square is the largest, and no larger one than this would do."""
+    plain = seeing(SizeRule("longest", 28, longest_side=28 * 10))
+    spec = replace(plain, tokens=replace(plain.tokens, line_end="<end>")).limited(most)
+    (square, wide) = (
+        spec.placed(Image(*fitted(spec.size, *sides).whole, b"", b""), 0) for sides in ((4000, 4000), (1000, 4000))
+    )
+    assert wide.num_tokens <= square.num_tokens <= max(most, spec.least_tokens) == max(most, 2)
+    assert square.rows == 10 or (square.rows + 1) * (square.rows + 2) > most
+
+
 def test_what_is_as_large_as_may_be_keeps_its_shape_where_sides_are_bounded() -> None:
     rule = replace(LARGEST, longest_side=16 * 28)
     assert fitted(rule, 4000, 1000).whole == fitted(rule, 40, 10).whole == (16 * 28, 4 * 28)

@@ -184,6 +184,8 @@ class SizeRule:
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
              (MiniCPM-V)
+
+    most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
     """
 
     kind: Literal["area", "longest", "square", "middle", "mosaic", "largest", "tiles", "grid", "canvas", "slices"]
@@ -201,6 +203,7 @@ class SizeRule:
     grids: tuple[tuple[int, int], ...] = ()
     grows: bool = True
     most_lines: int = 0
+    most_with_ends: int = 0
     dense: Dense | None = None
 
     @property
@@ -395,12 +398,15 @@ class VisionSpec:
     markers: Markers | None = None
 
     def limited(self, most: int) -> VisionSpec:
-        """The same for images of at most so many tokens, without those at the ends of lines, where their size is not fixed."""
-        cell, rule = self.tower.cell, self.size
-        area, side = most * cell**2, math.isqrt(most) * cell
+        """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed."""
+        cell, rule, ends = self.tower.cell, self.size, self._ends
+        area = most * cell**2
         size = replace(rule, min_pixels=min(rule.min_pixels, area), max_pixels=min(rule.max_pixels, area))
         if rule.kind == "longest":
-            size = replace(size, longest_side=min(rule.longest_side, side))
+            side = max(1, (math.isqrt(4 * most + ends) - ends) // 2)  # of a square, which with its ends has the most
+            size = replace(size, longest_side=min(rule.longest_side, side * cell))
+        elif rule.kind == "area" and ends:
+            size = replace(size, most_with_ends=max(1, most - 2 * self._framed))
         elif rule.kind == "tiles":  # one of those that there is room for shows all of the image
             tiles = max(0, most // (rule.tile // cell) ** 2 - 1)
             size = replace(size, longest_side=min(rule.longest_side, max(1, math.isqrt(tiles)) * rule.tile))
@@ -427,8 +433,8 @@ class VisionSpec:
         rule = self.size
         is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows)
         side = rule.longest_side if rule.kind == "square" else rule.tile if is_tile else 0
-        side = side or self.tower.cell
-        return (side // self.tower.cell) ** 2 + (rule.kind == "mosaic")
+        side = (side or self.tower.cell) // self.tower.cell
+        return side * (side + self._ends) + 2 * self._framed + (rule.kind == "mosaic")
 
     def num_tokens(self, picture: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
@@ -456,12 +462,22 @@ class VisionSpec:
             end = placed.end
         return end <= num_tokens
 
+    @property
+    def _framed(self) -> bool:
+        """See `PlacedImage`."""
+        return self.tower.projector == "lined"
+
+    @property
+    def _ends(self) -> int:
+        """Tokens behind each line of an image."""
+        return int(self._framed or bool(self.tokens.line_end))
+
     def placed(self, image: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """An image where its first token is the prompt's `start`, with so many images before it."""
         assert isinstance(image, Image)
         if image.mosaic is not None:
             return PlacedImage(image, start, 1, image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares))
-        cell, framed = self.tower.cell, self.tower.projector == "lined"
+        cell, framed = self.tower.cell, self._framed
         return PlacedImage(
             image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,
             self.whole, self.whole_in_windows, framed, ordinal if framed else 0,

@@ -48,7 +48,7 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             rows, columns = _by_size(rule, height, width) if by_size else _on_canvas(rule, height, width)
             return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None)
     unit = rule.multiple
-    rows, columns = {"area": _by_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
+    rows, columns = {"area": _by_lined_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
     return Sizes((rows * unit, columns * unit))
 
 
@@ -86,7 +86,8 @@ def most_rows_of_all(spec: VisionSpec) -> int:
     rule, pieces = spec.size, 0
     if spec.tower.projector == "lined":  # one more for each line; rounding may make it twice as thin
         most = most_rows(spec)
-        return most + min(most, math.isqrt(2 * MAX_ASPECT * most) + 1) + 2
+        with_ends = most + min(most, math.isqrt(2 * MAX_ASPECT * most) + 1)
+        return 2 + (min(with_ends, max(2, rule.most_with_ends)) if rule.most_with_ends else with_ends)
     if rule.kind == "mosaic":
         side = rule.tile // spec.tower.cell
         return max(mosaic.most_rows(grid, side, spec.tower.squares) for grid in (*rule.grids, (1, 0)))
@@ -114,6 +115,17 @@ def _by_area(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
         grow = math.sqrt(max(1, rule.min_pixels) / (height * width))
         return math.ceil(height * grow / unit), math.ceil(width * grow / unit)
     return rows, columns
+
+
+def _by_lined_area(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
+    rows, columns = _by_area(rule, height, width)
+    most = rule.most_with_ends
+    if not most or rows * (columns + 1) <= most:
+        return rows, columns
+    shrink = (math.sqrt(height**2 + 4 * height * width * most) - height) / (2 * height * width)  # h s (w s + 1) = most
+    rows, columns = (max(1, math.floor(side * shrink)) for side in (height, width))
+    columns = max(1, min(columns, most // rows - 1))  # where it was thinner than a unit
+    return max(1, min(rows, most // (columns + 1))), columns
 
 
 def _by_longest(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
