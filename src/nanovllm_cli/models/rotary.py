@@ -47,7 +47,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
     share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     original = rope.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position), least=2
+        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max(2, max_position)), least=2
     )
     whole = kind == "proportional"  # its frequencies are those of the whole head, and 0 beyond the share
     base = RopeSpec(dim=head_dim if whole else int(head_dim * share), theta=theta, original_len=original)
@@ -107,7 +107,7 @@ def stretched(rope: RopeSpec, max_position: int) -> int:
 def rope_from_gguf(
     read: ConfigReader, key: Callable[[str], str], head_dim: int, max_position: int, interleaved: bool, values: ReadValues
 ) -> RopeSpec:
-    original = read.integer(key("rope.scaling.original_context_length"), max_position, least=2)
+    original = read.integer(key("rope.scaling.original_context_length"), max(2, max_position), least=2)
     base = RopeSpec(
         dim=read.integer(key("rope.dimension_count"), head_dim),
         theta=read.number(key("rope.freq_base"), 10000.0),
