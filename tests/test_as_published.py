@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
+    Mistral3Config,
     ModernBertConfig,
     ModernBertModel,
     NemotronHConfig,
@@ -22,9 +24,9 @@ from transformers import (
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from gguf_anew import written_anew
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.families import spec_from_hf
-from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError
+from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
+from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert import TINY
@@ -51,6 +53,38 @@ def test_a_head_of_its_own_counts_whatever_the_config_says(is_other: bool, tmp_p
     with torch.inference_mode():
         logits = theirs(torch.tensor([[5, 6, 7, *output.outputs[0].token_ids]])).logits[0, 2:-1]
     assert list(output.outputs[0].token_ids) == logits.argmax(-1).tolist()
+
+
+def test_a_model_of_parts_without_a_head_draws_by_its_embedding_unless_told(tmp_path: Path) -> None:
+    """Its part for texts does not tell."""
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    told = Mistral3Config(text_config=SMALL | {"model_type": "mistral"}, vision_config=vision | {"patch_size": 4})
+    folder = save(random_model(told, auto=AutoModelForImageTextToText), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config.pop("tie_word_embeddings"), config["text_config"]["tie_word_embeddings"]) == (True, False)
+    (folder / "config.json").write_text(json.dumps(config))
+    worker = worker_for(folder, dtype="float32")
+    assert worker.spec.tied_head
+    (output,) = run(engine_for(worker), [([5, 6, 7], greedy(6))])
+    theirs = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.inference_mode():
+        logits = theirs(input_ids=torch.tensor([[5, 6, 7, *output.outputs[0].token_ids]])).logits[0, 2:-1]
+    assert list(output.outputs[0].token_ids) == logits.argmax(-1).tolist()
+
+
+def test_a_context_of_one_token_is_one(tmp_path: Path) -> None:
+    """It says nothing of rotary scaling, and needs nothing of it. Without room for an answer no prompt fits."""
+    config = LlamaConfig(**SMALL | {"max_position_embeddings": 1})
+    worker = worker_for(save(random_model(config), tmp_path), dtype="float32")
+    with pytest.raises(PromptTooLongError, match="the context holds 1"):
+        engine_for(worker).add("a", [3], greedy())
+    metadata = {"general.architecture": "llama"} | {
+        f"llama.{key}": value for key, value in {
+            "attention.head_count": 2, "embedding_length": 32, "block_count": 1, "feed_forward_length": 40, "context_length": 1,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+        }.items()
+    }  # fmt: skip
+    assert spec_from_gguf(metadata, gguf_family(metadata), 99, set(), lambda name: None).max_position == 1
 
 
 def converted(folder: Path, path: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,8 +18,8 @@ from transformers.models.auto.modeling_auto import (
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears import EARS
-from nanovllm_cli.models.families import spec_from_hf
-from nanovllm_cli.models.registry import HF_ARCHITECTURES
+from nanovllm_cli.models.families import spec_from_hf, text_config
+from nanovllm_cli.models.registry import HF_ARCHITECTURES, may_be_tied
 from nanovllm_cli.models.towers import TOWERS
 
 OTHER_NAMES = {
@@ -142,6 +144,23 @@ def test_nor_does_it_change_a_tower(architecture: str) -> None:
             with suppress(CheckpointError):
                 less = {name: value for name, value in whole[part].items() if name != key}
                 assert spec(whole | {part: less}) == expected, key
+
+
+@pytest.mark.parametrize("architecture", [name for name in HF_ARCHITECTURES if name.endswith("ForConditionalGeneration")])
+def test_a_head_is_the_embedding_where_transformers_has_it_so(architecture: str) -> None:
+    """Of models of several parts: by what the whole says, and its part for texts. Where transformers would draw a head at random,
+    as the whole says nothing and the part says yes, it may be tied here."""
+    kind, family = CONFIG_MAPPING[TOWER_TYPES[architecture]], HF_ARCHITECTURES[architecture]
+    part = kind().get_text_config().to_dict()
+    for whole_says, part_says in itertools.product((None, True, False), repeat=2):
+        texts = {key: value for key, value in part.items() if key != "tie_word_embeddings"}
+        texts |= {} if part_says is None else {"tie_word_embeddings": part_says}
+        given = {"text_config": texts} | ({} if whole_says is None else {"tie_word_embeddings": whole_says})
+        theirs = getattr(kind.from_dict(copy.deepcopy(given)), "tie_word_embeddings", False)
+        ours = text_config(given).get("tie_word_embeddings", family.tied_by_default)
+        ours = ours or may_be_tied(given | {"architectures": [architecture]})
+        unsaid_in_part = whole_says is False and part_says is None  # transformers lets what it takes for granted there overrule it
+        assert ours is bool(theirs) or (ours and part_says) or unsaid_in_part, (whole_says, part_says)
 
 
 def test_there_are_many() -> None:

@@ -280,6 +280,15 @@ HF_CLASSIFIERS: dict[str, Family] = {
     "XLMRobertaForSequenceClassification": ROBERTA,
 }
 """Models with a head for labels in place of tokens, as rerankers are published."""
+TIED_UNLESS_TOLD = {
+    "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "HunYuanVLForConditionalGeneration", "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "Mistral3ForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+}  # fmt: skip
+"""Models of several parts that in transformers have no head beside the embedding where the config does not say it outside of its
+parts, whatever it says in the part for texts."""
 TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
 TEXTS_OF_INTERNVL = {"gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
@@ -412,6 +421,15 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         return _look_up(str(kind), TEXTS_OF_MINICPM_V)
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
+
+
+def may_be_tied(config: Mapping[str, Any]) -> bool:
+    """Whether transformers takes the embedding for the head of a model of several parts that comes without one, where
+    `text_config` has not told it already."""
+    inner, told = config.get("text_config"), config.get("tie_word_embeddings")
+    if not isinstance(inner, Mapping):
+        return False
+    return (told is None and config["architectures"][0] in TIED_UNLESS_TOLD) or inner.get("tie_word_embeddings") is True
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:

@@ -22,6 +22,7 @@ from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.mtp import MTP
 from nanovllm_cli.models.names import HF_IGNORED, MTP_SHARED
+from nanovllm_cli.models.registry import may_be_tied
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
 from nanovllm_cli.quant.rows import take_rows
@@ -29,7 +30,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.heads import classifies
-from nanovllm_cli.weights.pooling import lacks_head
+from nanovllm_cli.weights.pooling import lacks_head, stores_head
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of, of_that_layer
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -77,6 +78,8 @@ def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         spec = replace(spec, tied_head=False)
     if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
         return replace(spec, tied_head=True, has_head=False)
+    if may_be_tied(checkpoint.config) and not stores_head(checkpoint):
+        return replace(spec, tied_head=True)
     return spec
 
 

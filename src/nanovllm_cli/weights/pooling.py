@@ -109,13 +109,18 @@ def use_of(embedding: Embedding, spec: ModelSpec) -> Embedding:
 def lacks_head(checkpoint: Checkpoint) -> bool:
     """Whether it is of a model that embeds and has nothing to draw from, where its config does not tie a head to the embedding.
     Of a GGUF file, which does not say that: whether it pools, and has no head of its own."""
-    head = names_of(checkpoint)["head.weight"].removesuffix("weight")
-    if any(name.startswith(head) for name in checkpoint.names()):  # quantized, it may have other tensors
+    if stores_head(checkpoint):
         return False
     if checkpoint.format == "gguf":
         return classifies(checkpoint) or _gguf_pooling(checkpoint) is not None
     architectures = checkpoint.config["architectures"]
     return architectures[0] in HF_BODIES or is_bare(checkpoint) or _pools(folder_of(checkpoint.path))
+
+
+def stores_head(checkpoint: Checkpoint) -> bool:
+    """Whether there are tensors of one; quantized, it may have others than its weight."""
+    head = names_of(checkpoint)["head.weight"].removesuffix("weight")
+    return any(name.startswith(head) for name in checkpoint.names())
 
 
 def folder_files(pooling: Pooling, hidden_size: int) -> dict[str, bytes]:
