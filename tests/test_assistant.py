@@ -115,6 +115,24 @@ def test_guesses_are_those_of_transformers(kind: str, tmp_path: Path, made: list
     assert output.metrics.num_guessed_tokens > output.metrics.num_held_tokens > 0
 
 
+def test_it_reads_the_row_of_the_last_token_but_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a prompt of which every row is wanted, for its log-probabilities."""
+    saved, prompt = pair("layers read others' keys", tmp_path), [i % FEW for i in range(21)]
+    read: list[torch.Tensor] = []
+    draw = AssistantDraft._draw
+
+    def spying(draft: Any, shares: Any, tokens: Any, num_drawn: int, rows: Any, *more: Any) -> Any:
+        read.extend(rows.values() if num_drawn == 0 else ())
+        return draw(draft, shares, tokens, num_drawn, rows, *more)
+
+    monkeypatch.setattr(AssistantDraft, "_draw", spying)
+    for logprobs in (None, 0):
+        run(guessing(saved, max_num_batched_tokens=16), [(prompt, greedy(3, prompt_logprobs=logprobs))])
+    expected = saved.model.model(torch.tensor([prompt])).last_hidden_state[0, -1:]
+    for rows in (read[0], read[len(read) // 2]):
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("more", [{"max_num_batched_tokens": 11}, {"num_blocks": 9, "max_num_seqs": 4}], ids=str)
 def test_so_they_are_where_sequences_fork_are_found_and_lose_their_blocks(
     more: dict[str, Any], tmp_path: Path, made: list[tuple[int, int, list[int]]], monkeypatch: pytest.MonkeyPatch

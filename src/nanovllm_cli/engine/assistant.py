@@ -65,7 +65,8 @@ class AssistantDraft:
                 self._last.pop(seq_id, None)
                 if held >= 0:
                     place = share.start + len(share.known) + held
-                    self._last[seq_id] = _Last(place, rows[held : held + 1].clone())
+                    row = len(rows) - 1 - share.num_guesses + held  # in front are those of a prompt whose log-probabilities are told
+                    self._last[seq_id] = _Last(place, rows[row : row + 1].clone())
 
     def _knows(self, share: Scheduled) -> bool:
         last = self._last.get(share.seq_id)
