@@ -34,12 +34,14 @@ def read_function(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
 
 def read_recipient(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     """A name, a line break, and JSON; or whom the content is for."""
-    names = {f"{tool.name}\n": tool.name for tool in tools}
-    found = yield from stream.match(_TO_ALL, *names)
-    if found == _TO_ALL:
+    name, mark = yield from stream.until("\n", TO)
+    if mark == TO:
+        stream.position -= len(TO)  # it may begin another
+        raise Broken
+    if name + mark == _TO_ALL:
         stream.drop()
-    elif found:
-        yield from read_named_call(stream, names[found])
+    elif any(tool.name == name for tool in tools):
+        yield from read_named_call(stream, name)
     else:
         raise Broken
 
