@@ -105,6 +105,12 @@ def test_why_it_stopped(last: dict[str, Any], drawn: int, expected: tuple[str, s
     assert (delta["delta"]["stop_reason"], delta["delta"]["stop_sequence"]) == expected
 
 
+def test_what_came_together_keeps_its_order() -> None:
+    calls = [Call(0, "c0", "f", "{}", place=1), Call(1, "c1", "f", "{}", place=2)]
+    message = client(Script([[event("abc", calls=calls, finish="tool_calls")]])).post(PATH, request(tools=[WEATHER]))
+    assert [block.get("text") or block["id"] for block in message["content"]] == ["a", "c0", "b", "c1", "c"]
+
+
 def test_a_call_that_was_cut_off_has_what_was_complete() -> None:
     calls = [Call(0, "c", "get_weather", '{"place":"Rome","days":[1,2')]
     message = client(Script([[event(calls=calls, finish="length")]])).post(PATH, request(tools=[WEATHER]))
@@ -128,7 +134,7 @@ SCRIPTS = {
     "several": Script(
         [
             [event(reasoning="a"), event(reasoning="b")],
-            [event("c"), event("d", calls=[Call(0, "c0", "get_weather", "")])],
+            [event("c"), event("d", calls=[Call(0, "c0", "get_weather", "", place=1)])],
             [event(calls=[Call(0, None, None, '{"x"'), Call(0, None, None, ":1}"), Call(1, "c1", "f", "{}")])],
             [event("e")],
             [event("", finish="tool_calls")],

@@ -94,6 +94,13 @@ def test_calls_side_by_side_are_two_items() -> None:
     assert [(i["call_id"], i["arguments"]) for i in response["output"]] == [("call_1", "{}"), ("call_2", '{"place":1}')]
 
 
+def test_what_came_together_keeps_its_order() -> None:
+    calls = [Call(0, "c0", "f", "{}", place=1), Call(1, "c1", "f", "{}", place=1)]
+    response = client(Script([[event("ab", calls=calls, finish="tool_calls")]])).post(PATH, {"input": "x", "tools": [WEATHER]})
+    said = [item["content"][0]["text"] if item["type"] == "message" else item["call_id"] for item in response["output"]]
+    assert said == ["a", "c0", "c1", "b"]
+
+
 def test_an_answer_that_was_cut_off_is_incomplete() -> None:
     response = client(Script.of("Once", finish="length")).post(PATH, {"input": "hi", "max_output_tokens": 16})
     check("Response", response)

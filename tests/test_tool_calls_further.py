@@ -10,9 +10,9 @@ import pytest
 
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.messages import template_tools
-from nanovllm_cli.text.tool_calls import tools_of
+from nanovllm_cli.text.tool_calls import in_order, tools_of
 from test_tool_grammar import STRICT, allows, known, tool
-from tool_answers import ONE, answer, form
+from tool_answers import MESSAGES, ONE, TOOLS, answer, form
 
 NOW = ("now", {})
 WEATHER = ("weather", {"city": "Köln", "days": 3})
@@ -306,3 +306,35 @@ def test_a_deepseeks_block_begins_with_its_mark_wherever_it_stands() -> None:
     call = call.replace("function_calls", "tool_calls")
     assert allows(known("deepseek_v4"), call)
     assert not allows(known("deepseek_v32"), call)
+
+
+# ---- the order of texts and calls ----
+
+
+def order(pieces: Any, parser: Any) -> list[Any]:
+    """Texts and numbers of calls, as the deltas have them; pieces of one text together."""
+    said: list[Any] = []
+    for delta in (*map(parser.push, pieces), parser.finish()):
+        for part in in_order(delta.content, delta.calls):
+            if isinstance(part, str) and said and isinstance(said[-1], str):
+                said[-1] += part
+            elif isinstance(part, str) or part.id is not None:
+                said.append(part if isinstance(part, str) else part.index)
+    return said
+
+
+@pytest.mark.parametrize("whole_calls", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "command_r", "functionary_v32", "harmony", "muse"])
+def test_texts_and_calls_have_one_order_however_they_arrive(name: str, whole_calls: bool) -> None:
+    """So a stream and a whole answer are the same."""
+    known = form(name, name if name in MESSAGES else "none")
+    texts, begin, between = ["One. ", " Two. ", "Three."], "", ""
+    if name in MESSAGES:
+        begin, between = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}[name], MESSAGES[name][1]
+    elif name == "functionary_v32":
+        begin = ">>>all\n"
+    one, two, three = (begin + text for text in texts)
+    text = between.join((one, ONE[name], two, ONE[name], three))
+    expected = ["One. ", 0, " Two. ", 1, "Three."] if name in MESSAGES else ["One.", 0, "Two.", 1, "Three."]
+    for pieces in (text, *((text[:cut], text[cut:]) for cut in range(0, len(text), 2))):
+        assert order(pieces, known.parser("", TOOLS, whole_calls=whole_calls)) == expected

@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm_cli.server.function_tools import arguments_of
 from nanovllm_cli.server.ports import Event, Usage
-from nanovllm_cli.text.tool_calls import ToolCallDelta
+from nanovllm_cli.text.tool_calls import ToolCallDelta, in_order
 
 StreamEvent = dict[str, Any]
 
@@ -57,12 +57,8 @@ class MessageBuilder:
             self._text.append(event.reasoning)
             if self._shows_thinking:
                 events.append(self._delta({"type": "thinking_delta", "thinking": event.reasoning}))
-        if event.content:
-            events += self._into("text")
-            self._text.append(event.content)
-            events.append(self._delta({"type": "text_delta", "text": event.content}))
-        for call in event.calls[len(going_on) :]:
-            events += self._call(call)
+        for said in in_order(event.content, event.calls[len(going_on) :]):
+            events += self._text_of(said) if isinstance(said, str) else self._call(said)
         if event.finish_reason is not None:
             self._finish = event
         return events
@@ -85,6 +81,11 @@ class MessageBuilder:
             return []
         block = {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
         return self._open(block)
+
+    def _text_of(self, said: str) -> list[StreamEvent]:
+        events = self._into("text")
+        self._text.append(said)
+        return [*events, self._delta({"type": "text_delta", "text": said})]
 
     def _call(self, call: ToolCallDelta) -> list[StreamEvent]:
         events: list[StreamEvent] = []

@@ -45,7 +45,7 @@ from nanovllm_cli.server.ports import (
 from nanovllm_cli.server.reading import json_text
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.reasoning import prompt_tail
-from nanovllm_cli.text.tool_calls import Tool, tools_of
+from nanovllm_cli.text.tool_calls import Tool, placed, tools_of
 from nanovllm_cli.vision_spec import TokenIds
 
 TEXT_THREADS = IMAGE_THREADS = 2
@@ -321,7 +321,8 @@ class LiveGeneration:
         finish: FinishReason | None = None
         if piece.finish_reason is not None:
             last = parser.finish()
-            reasoning, content, calls = reasoning + last.reasoning, content + last.content, calls + last.calls
+            calls += placed(last.calls, len(content))
+            reasoning, content = reasoning + last.reasoning, content + last.content
             finish = self._finish_reason(piece, parser)
         self._counts.completion += len(piece.token_ids)
         if reasoning:

@@ -19,7 +19,7 @@ from msgspec import Raw
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import Event, Usage
 from nanovllm_cli.server.responses_items import Item, new_id, sealed
-from nanovllm_cli.text.tool_calls import ToolCallDelta, is_object
+from nanovllm_cli.text.tool_calls import ToolCallDelta, in_order, is_object
 
 StreamEvent = dict[str, Any]
 """With `type` and `sequence_number`."""
@@ -49,7 +49,8 @@ class ResponseBuilder:
         return [self._about("response.created"), self._about("response.in_progress")]
 
     def take(self, event: Event, logprobs: Iterable[Raw] = ()) -> list[StreamEvent]:
-        """logprobs: entries of the event's content. What belongs to the call that is open comes first: the rest is behind it."""
+        """logprobs: of the event's content; they go with its first text. What belongs to the call that is open comes first: the
+        rest is behind it."""
         is_in_call = self._item is not None and self._item["type"] == "function_call"
         going_on = [call for call in event.calls if is_in_call and call.index == self._call_index]
         events = [told for call in going_on for told in self._call(call)]
@@ -57,14 +58,13 @@ class ResponseBuilder:
             events += self._into("reasoning")
             self._text.append(event.reasoning)
             events.append(self._inside("response.reasoning_text.delta", content_index=0, delta=event.reasoning))
-        if event.content:
-            events += self._into("message")
-            self._text.append(event.content)
-            found = list(logprobs)
-            self._logprobs += found
-            events.append(self._inside("response.output_text.delta", content_index=0, delta=event.content, logprobs=found))
-        for call in event.calls[len(going_on) :]:
-            events += self._call(call)
+        found = list(logprobs)
+        for said in in_order(event.content, event.calls[len(going_on) :]):
+            if isinstance(said, str):
+                events += self._message(said, found)
+                found = []
+            else:
+                events += self._call(said)
         return events
 
     def complete(self, cut_off: bool, usage: Usage) -> list[StreamEvent]:
@@ -93,6 +93,12 @@ class ResponseBuilder:
             return []
         own: Item = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
         return [*self._open("rs" if kind == "reasoning" else "msg", kind, **own, content=[]), self._part("added")]
+
+    def _message(self, said: str, logprobs: list[Raw]) -> list[StreamEvent]:
+        events = self._into("message")
+        self._text.append(said)
+        self._logprobs += logprobs
+        return [*events, self._inside("response.output_text.delta", content_index=0, delta=said, logprobs=logprobs)]
 
     def _call(self, call: ToolCallDelta) -> list[StreamEvent]:
         events: list[StreamEvent] = []

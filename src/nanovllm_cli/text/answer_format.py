@@ -23,7 +23,7 @@ from nanovllm_cli.text.reasoning import ASR, FORMATS, ReasoningFormat, prompt_op
 from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, harmony_parser, muse_parser
 from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
+from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls, placed
 from nanovllm_cli.text.tool_format import ToolFormat, read_plain
 from nanovllm_cli.text.tool_formats import tool_format, tool_format_named
 from nanovllm_cli.text.tool_grammar import Bound, Writer, content
@@ -268,5 +268,5 @@ def _reasoning_named(name: str) -> ReasoningFormat | None:
 
 
 def _joined(first: AnswerDelta, second: AnswerDelta) -> AnswerDelta:
-    calls = joined_calls([*first.calls, *second.calls])
+    calls = joined_calls([*first.calls, *placed(second.calls, len(first.content))])
     return AnswerDelta(first.reasoning + second.reasoning, first.content + second.content, calls)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm_cli.errors import UsageError
@@ -23,12 +23,13 @@ ToolChoice = str
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """A piece of a call. index: which call of this answer. id and name: on its first piece, whole. arguments: a piece of the
-    JSON text of its arguments."""
+    JSON text of its arguments. place: how many characters of the content that came together with it stand in front of it."""
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+    place: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,23 @@ def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
         heads.setdefault(delta.index, delta)
         pieces.setdefault(delta.index, []).append(delta.arguments)
     return tuple(replace(head, arguments="".join(pieces[index])) for index, head in heads.items())
+
+
+def placed(calls: Sequence[ToolCallDelta], num_chars: int) -> tuple[ToolCallDelta, ...]:
+    """The same behind so much content more."""
+    return tuple(replace(call, place=call.place + num_chars) for call in calls) if num_chars else tuple(calls)
+
+
+def in_order(content: str, calls: Sequence[ToolCallDelta]) -> Iterator[str | ToolCallDelta]:
+    """What came together, as the model wrote it: texts, none of them empty, and calls."""
+    at = 0
+    for call in calls:
+        if content[at : call.place]:
+            yield content[at : call.place]
+        at = max(at, call.place)
+        yield call
+    if content[at:]:
+        yield content[at:]
 
 
 def _tool(value: Any) -> Tool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.text.reasoning_harmony import HarmonyPiece
-from nanovllm_cli.text.tool_calls import joined_calls
+from nanovllm_cli.text.tool_calls import ToolCallDelta, joined_calls, placed
 from nanovllm_cli.text.tool_json import read_named_call
 from nanovllm_cli.text.tool_sections import Tools
 from nanovllm_cli.text.tool_stream import CallStream, Found, Reader, Reading
@@ -41,8 +41,11 @@ class HarmonyCalls:
                 found.append(self.finish())
             elif kind == "content":
                 found.append(Found(text, ()))
-        calls = joined_calls([call for part in found for call in part.calls])
-        return Found("".join(part.content for part in found), calls)
+        content, calls = "", list[ToolCallDelta]()
+        for part in found:
+            calls += placed(part.calls, len(content))
+            content += part.content
+        return Found(content, joined_calls(calls))
 
     def finish(self) -> Found:
         """The message to a tool is complete, or was cut off."""

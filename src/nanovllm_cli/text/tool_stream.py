@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from nanovllm_cli.text.tool_calls import ToolCallDelta, is_object, joined_calls, new_call_id
+from nanovllm_cli.text.tool_calls import ToolCallDelta, is_object, joined_calls, new_call_id, placed
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -78,6 +78,7 @@ class CallStream:
         self._arguments: list[str] = []  # of the call that has begun
         self._ids: set[str] = set()
         self._content: list[str] = []
+        self._num_chars = 0  # of it
         self._calls: list[ToolCallDelta] = []
         self._held: list[ToolCallDelta] = []  # of a call that is not complete, where calls are given out whole
         self._space = Pieces()  # white space at the end of the content: a call's, if one follows
@@ -254,6 +255,7 @@ class CallStream:
             self._space.add(text)
             return
         self._content += (str(self._space), kept)
+        self._num_chars += self._space.size + len(kept)
         self._space = Pieces(text[len(kept) :])
 
     def begin(self, name: str, call_id: str | None = None) -> None:
@@ -273,7 +275,7 @@ class CallStream:
     def end(self) -> None:
         """The call is complete."""
         if not (self._single and self.num_calls):
-            self._calls += self._held
+            self._calls += placed(self._held, self._num_chars)
         self._held, self._marked, self._in_call, self._space = [], None, False, Pieces()
         self.num_calls += 1
         self._behind_call = True
@@ -301,11 +303,11 @@ class CallStream:
             self._held.append(delta)
         else:
             if not (self._single and self.num_calls):
-                self._calls.append(delta)
+                self._calls += placed([delta], self._num_chars)
             self._space = Pieces()
             self.mark()
 
     def _found(self) -> Found:
-        content, self._content = "".join(self._content), []
+        content, self._content, self._num_chars = "".join(self._content), [], 0
         calls, self._calls = self._calls, []
         return Found(content, joined_calls(calls))
