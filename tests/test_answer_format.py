@@ -45,10 +45,12 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "'<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' <seed:think>": ("seed", "seed"),
     "dsml_token = '｜DSML｜' '<' + dsml_token + 'function_calls>' <think> message['tool_calls']": ("deepseek_v32", "think"),
     "dsml_token = '｜DSML｜' '<' + dsml_token + 'tool_calls>' <think>": ("deepseek_v4", "think"),
+    "'<|open|>' + tag + '<|sep|>' … '<|close|>' … '<|end_of_msg|>'": ("kimi_k3", "kimi_k3"),
     "<minimax:tool_call>\\n<invoke name= <parameter name= </think>": ("minimax", "think"),
     """'<function name="' ~ name ~ '">' '<param name="'""": ("minicpm", None),
     "<tool_calls>[ <think> '<answer>' in content": ("tool_calls", "hunyuan"),
     "'\\n[BEGIN FINAL RESPONSE]\\n' '<tool_calls>['": ("tool_calls", "apriel"),
+    "<beginning_of_sentence>ai <tool_calls>\\n": ("minimax_m1", None),
     "<TOOLCALL>[": ("nemotron", None),
     "<|START_THINKING|> <|START_ACTION|>[ <|START_RESPONSE|>": ("cohere", "cohere"),
     "<|START_THINKING|> <|START_ACTION|>[ <|START_TEXT|>": ("cohere", "cohere_text"),
@@ -89,6 +91,7 @@ def test_formats_by_name_count_instead() -> None:
 
 def test_the_names_that_vllm_has_for_them() -> None:
     tools = {"llama3_json": "llama", "kimi_k2": "kimi", "minimax_m2": "minimax", "hermes": "hermes", "openai": "harmony"}
+    tools |= {"muse_glimmer": "muse", "kimi_k3": "kimi_k3", "deepseek_v32": "deepseek_v32", "deepseek_v4": "deepseek_v4"}
     assert {name: answer_format("", tools=name).name for name in tools} == tools
     reasoning = {"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony", "mistral": "mistral", "ernie45": "granite"}
     found = {name: answer_format("", reasoning=name).reasoning for name in reasoning}

@@ -212,6 +212,10 @@ TWO = {
     "seed": ONE["seed"] + "\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "minimax": ONE["minimax"].replace("</minimax", '<invoke name="now">\n</invoke>\n</minimax'),
     "deepseek_v32": ONE["deepseek_v32"].replace("</｜DSML｜f", '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜f'),
+    "kimi_k3": ONE["kimi_k3"].replace(
+        "<|close|>tools", '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools'
+    ),
+    "minimax_m1": ONE["minimax_m1"].replace("</", '{"name": "now", "arguments": {}}\n</'),
     "minicpm": ONE["minicpm"] + '\n<function name="now"></function>',
     "tool_calls": ONE["tool_calls"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
     "cohere": ONE["cohere"].replace("\n]", ',\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'),

@@ -63,8 +63,14 @@ ONE: dict[str, str] = {
         '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         "</｜DSML｜function_calls>"
     ),
+    "kimi_k3": (
+        '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Köln'
+        '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
     "minicpm": '<function name="weather"><param name="city">Köln</param><param name="days">3</param></function>',
     "tool_calls": '<tool_calls>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</tool_calls>',
+    "minimax_m1": '<tool_calls>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_calls>',
     "nemotron": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</TOOLCALL>',
     "cohere": (
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Köln", "days": 3}}'

@@ -111,6 +111,16 @@ MUSE = ReasoningFormat(
     signs=((" to=self<|message|>",),),
     begins=TO_USER,
 )
+KIMI = ReasoningFormat(
+    "kimi_k3",
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    ("<|open|>", "<|close|>", "<|sep|>"),
+    wrap=Wrap(("<|open|>response<|sep|>", "<|close|>message<|sep|>"), "<|close|>response<|sep|>"),
+    signs=(("<|open|>", "<|close|>", "<|end_of_msg|>"),),
+    begins="<|open|>response<|sep|>",
+)
+"""The end of its message begins nothing, and is taken away like what does."""
 THINK = _tags("think", "<think>", "</think>")
 ASR = ReasoningFormat("asr", "language ", "<asr_text>", ("<asr_text>",))
 """Qwen3-ASR's: which language it hears, and then what is said. No template has a word of it."""
@@ -121,6 +131,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     _tags("mistral", "[THINK]", "[/THINK]"),
     _tags("cohere_text", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[1], (("<|START_THINKING|>", "<|START_TEXT|>"),)),
     _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>", _COHERES[0]),
+    KIMI,
     _tags("seed", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
     _tags("hy3", "<think:opensource>", "</think:opensource>", signs=(("<think{}>", ":opensource"),)),

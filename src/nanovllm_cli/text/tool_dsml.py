@@ -13,7 +13,7 @@ from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_grammar import CallGrammar, Marked
 from nanovllm_cli.text.tool_sections import Tools, read_xml
 from nanovllm_cli.text.tool_stream import CallStream, Reading
-from nanovllm_cli.text.tool_tagged_grammar import kinded_call
+from nanovllm_cli.text.tool_tagged_grammar import arguments_call, kinded
 from nanovllm_cli.text.tool_xml import XmlTags
 
 _MARK = "｜DSML｜"
@@ -31,13 +31,12 @@ _TAGS = XmlTags(
     (_open('invoke name="'), '">'), (_open('parameter name="'), '">'), _close("parameter>"), _close("invoke>"),
     kind=('" string="', "true"),
 )  # fmt: skip
-_CALL = kinded_call(
-    (_open('invoke name="'), '">\n'),
+_ARGUMENT = kinded(
     (_open('parameter name="'),),
     lambda kind: (f'" string="{"true" if kind == "string" else "false"}">',),
     (_close("parameter>"), "\n"),
-    (_close("invoke>"), "\n"),
 )
+_CALL = arguments_call((_open('invoke name="'), '">\n'), _ARGUMENT, (_close("invoke>"), "\n"))
 
 
 def _format(name: str, block: str) -> ToolFormat:

@@ -84,10 +84,11 @@ def tool_format(template_source: str, special_tokens: Collection[str] = ()) -> T
 # What vLLM calls them, where that is another name.
 _ALIASES = {
     "cohere_command3": "cohere", "cohere_command4": "cohere", "deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek",
-    "gigachat3": "gigachat", "glm45": "glm", "glm47": "glm", "granite-20b-fc": "granite", "hunyuan_a13b": "tool_calls",
-    "kimi_k2": "kimi", "llama3_json": "llama", "llama4_json": "llama", "llama4_pythonic": "pythonic",
-    "minimax_m2": "minimax", "olmo3": "olmo", "openai": "harmony", "phi4_mini_json": "phi", "qwen3_xml": "qwen3_coder",
-    "seed_oss": "seed", "xlam": "json",
+    "ernie45": "hermes", "gigachat3": "gigachat", "glm45": "glm", "glm47": "glm", "granite-20b-fc": "granite",
+    "hunyuan_a13b": "tool_calls", "hy_v3": "hy3", "kimi_k2": "kimi", "llama3_json": "llama", "llama4_json": "llama",
+    "llama4_pythonic": "pythonic", "minicpm5": "minicpm", "minimax_m2": "minimax", "muse_glimmer": "muse", "olmo3": "olmo",
+    "openai": "harmony", "phi4_mini_json": "phi", "poolside_v1": "glm", "qwen3_xml": "qwen3_coder", "seed_oss": "seed",
+    "step3p5": "qwen3_coder", "xlam": "json",
 }  # fmt: skip
 
 
@@ -191,6 +192,14 @@ FORMATS: tuple[ToolFormat, ...] = (
         read_mistral,
         CallGrammar(json_call(), "[TOOL_CALLS]", ("[",), (", ",), ("]",)),
         id_chars=9,
+    ),
+    ToolFormat(
+        "minimax_m1",
+        (("<tool_calls>", "<beginning_of_sentence>"),),
+        ("<tool_calls>",),
+        ("</tool_calls>",),
+        read_json("</tool_calls>"),
+        CallGrammar(json_call(), "<tool_calls>", ("\n",), ("\n",), ("\n", "</tool_calls>")),
     ),
     _listed("tool_calls", "<tool_calls>", "</tool_calls>"),
     _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),

@@ -83,7 +83,8 @@ class Writer:
         if not isinstance(tag, Marked):
             return f"{self.terminal(f'/{pattern}/{without}')}? {self.sequence(tag)}"
         before, _, behind = tag.partition(tag.mark)
-        return f"{self.terminal(f'/{pattern}{_escaped(before)}/{without}')} {self.sequence(tag.mark, behind)}"
+        text = self.terminal(f"/{pattern}{_escaped(before)}/{without}")
+        return f"{text if before else f'{text}?'} {self.sequence(tag.mark, behind)}"
 
     def anything(self) -> str:
         """Any text, or none."""

@@ -36,14 +36,8 @@ def tagged_call(head: tuple[str, ...], key: tuple[str, ...], close: tuple[str, .
     return arguments_call(head, argument, end)
 
 
-def kinded_call(
-    head: tuple[str, ...],
-    key: tuple[str, ...],
-    kind: Callable[[str], tuple[str, ...]],
-    close: tuple[str, ...],
-    end: tuple[str, ...],
-) -> WriteCall:
-    """The same where the tag behind a key says what the value is. kind: that tag, of a JSON type."""
+def kinded(key: tuple[str, ...], kind: Callable[[str], tuple[str, ...]], close: tuple[str, ...]) -> WriteArgument:
+    """An argument whose tag says what the value is. kind: what stands behind the key, of a JSON type."""
 
     def argument(writer: Writer, tool: Bound, name: str, schema: Mapping[str, Any]) -> str:
         values: dict[str, list[str]] = {}
@@ -54,22 +48,29 @@ def kinded_call(
         said = " | ".join(f"{tag} ({' | '.join(each)})" for tag, each in values.items())
         return f"{writer.sequence(*key)} {name} ({said})"
 
-    return arguments_call(head, argument, end)
+    return argument
 
 
 def arguments_call(head: tuple[str, ...], argument: WriteArgument, end: tuple[str, ...]) -> WriteCall:
-    """Arguments in the order of the schema: first those that must be there."""
+    """head: around the call's name; end: behind the call."""
 
     def write(writer: Writer, tool: Bound) -> str:
-        required, optional = parameters(tool)
-        body = [argument(writer, tool, quoted(name), schema) for name, schema in required.items()]
-        body += [f"({argument(writer, tool, quoted(name), schema)})?" for name, schema in optional.items()]
-        if not body and tool.schema.get("additionalProperties") is not False:
-            body = [f"({argument(writer, tool, writer.terminal(ANY_KEY), {})})*"]
         name = f"{writer.sequence(head[0])} {quoted(tool.name)} {writer.sequence(*head[1:])}"
-        return f"{name} {' '.join(body)} {writer.sequence(*end)}"
+        return f"{name} {written_arguments(writer, tool, argument)} {writer.sequence(*end)}"
 
     return write
+
+
+def written_arguments(
+    writer: Writer, tool: Bound, argument: WriteArgument, written_name: Callable[[str], str] = str
+) -> str:
+    """Arguments in the order of the schema: first those that must be there."""
+    required, optional = parameters(tool)
+    body = [argument(writer, tool, quoted(written_name(name)), schema) for name, schema in required.items()]
+    body += [f"({argument(writer, tool, quoted(written_name(name)), schema)})?" for name, schema in optional.items()]
+    if not body and tool.schema.get("additionalProperties") is not False:
+        body = [f"({argument(writer, tool, writer.terminal(ANY_KEY), {})})*"]
+    return " ".join(body)
 
 
 def _narrowed(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

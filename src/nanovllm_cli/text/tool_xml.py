@@ -43,7 +43,7 @@ MINICPM = XmlTags(('<function name="', '">'), ('<param name="', '">'), "</param>
 def read_xml_call(stream: CallStream, tags: XmlTags, tools: Sequence[Tool]) -> Reading[None]:
     """NAME> (<KEY> VALUE </…>)* </…>, behind the tag that begins it. A value may be CDATA, which is what that holds."""
     name, _ = yield from stream.until(tags.name[1])
-    arguments = _Arguments(stream, name, tools)
+    arguments = Arguments(stream, name, tools)
     closers = (f"\n{tags.value}", tags.value) if tags.lines else (tags.value,)
     while (yield from stream.expect(tags.key[0], tags.end)) == tags.key[0]:
         key, _ = yield from stream.until(tags.key[1])
@@ -79,7 +79,7 @@ def read_pairs(stream: CallStream, tags: PairTags, tools: Sequence[Tool]) -> Rea
     if mark == "<":
         stream.position -= 1  # it may begin another call
         raise Broken
-    arguments = _Arguments(stream, name, tools)
+    arguments = Arguments(stream, name, tools)
     while True:
         if mark == tags.name:
             mark = yield from stream.expect(tags.key[0], tags.end)
@@ -92,7 +92,7 @@ def read_pairs(stream: CallStream, tags: PairTags, tools: Sequence[Tool]) -> Rea
     arguments.end()
 
 
-class _Arguments:
+class Arguments:
     """The arguments of one call, given out as the members of a JSON object."""
 
     def __init__(self, stream: CallStream, name: str, tools: Sequence[Tool]) -> None:
