@@ -46,6 +46,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "dsml_token = '｜DSML｜' '<' + dsml_token + 'function_calls>' <think> message['tool_calls']": ("deepseek_v32", "think"),
     "dsml_token = '｜DSML｜' '<' + dsml_token + 'tool_calls>' <think>": ("deepseek_v4", "think"),
     "'<|open|>' + tag + '<|sep|>' … '<|close|>' … '<|end_of_msg|>'": ("kimi_k3", "kimi_k3"),
+    "ns_token = ']<]minimax[>[' ns_token ~ '<tool_call>' '<mm:think>'": ("minimax_m3", "minimax_m3"),
     "<minimax:tool_call>\\n<invoke name= <parameter name= </think>": ("minimax", "think"),
     """'<function name="' ~ name ~ '">' '<param name="'""": ("minicpm", None),
     "<tool_calls>[ <think> '<answer>' in content": ("tool_calls", "hunyuan"),

@@ -1,4 +1,4 @@
-"""Calls of Command R, Functionary, Muse, DeepSeek V3.2, MiniMax and Kimi K3: what is only theirs."""
+"""Calls of Command R, Functionary and Muse: what is only theirs; the order of texts and calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.messages import template_tools
 from nanovllm_cli.text.tool_calls import in_order, tools_of
-from test_tool_grammar import STRICT, allows, known, tool
+from test_tool_grammar import STRICT, allows, known
 from tool_answers import MESSAGES, ONE, TOOLS, answer, form
 
 NOW = ("now", {})
@@ -200,184 +200,6 @@ def test_what_a_muse_may_say_before_it_calls() -> None:
         assert not allows(known("muse"), said + wanted.replace("3", "few"), "auto", STRICT)
     assert not allows(known("muse"), said + two, "auto", STRICT, parallel=False)
     assert not allows(known("muse"), call.replace("to=weather", "to=now"))
-
-
-# ---- DeepSeek V3.2 ----
-
-
-def dsml(*parameters: tuple[str, str, str], name: str = "weather") -> str:
-    said = "".join(f'<｜DSML｜parameter name="{key}"{kind}>{text}</｜DSML｜parameter>\n' for key, kind, text in parameters)
-    return f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{said}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
-
-
-TEXT, OTHER = ' string="true"', ' string="false"'
-
-
-@pytest.mark.parametrize(
-    ("key", "kind", "text", "value"),
-    [
-        ("city", TEXT, " a <b>\n", " a <b>\n"),
-        ("city", OTHER, "3", "3"),  # the schema knows better
-        ("days", OTHER, " 3\n", 3),
-        ("days", TEXT, "3", 3),
-        ("days", OTHER, "few", "few"),
-        ("note", TEXT, "null", "null"),
-        ("note", OTHER, "null", None),
-        ("note", OTHER, "word", "word"),
-        ("note", "", "null", None),
-        ("new", TEXT, "3", "3"),
-        ("new", OTHER, "3", 3),
-        ("new", OTHER, '{"a": [1, null]}', {"a": [1, None]}),
-        ("new", OTHER, "[True, 'a']", [True, "a"]),
-        ("new", OTHER, "word", "word"),
-        ("new", "", "3", "3"),
-    ],
-)
-def test_a_deepseek_says_which_values_are_text(key: str, kind: str, text: str, value: Any) -> None:
-    assert answer(form("deepseek_v32"), dsml((key, kind, text))) == ("", "", [("weather", {key: value})])
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (f"I look.\n\n{dsml(name='now')}", "I look.", [NOW]),
-        ('<｜DSML｜invoke name="now">\n</｜DSML｜invoke>', "", [NOW]),
-        ("<｜DSML｜function_calls>\n</｜DSML｜function_calls>", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>", []),
-        ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="">', '<｜DSML｜function_calls>\n<｜DSML｜invoke name="">', []),
-        ("a ｜DSML｜ b", "a ｜DSML｜ b", []),
-    ],
-)
-def test_blocks_of_a_deepseek(text: str, content: str, calls: Any) -> None:
-    """A V4's have another name."""
-    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
-        named = (each.replace("function_calls", block) for each in (text, content))
-        assert answer(form(name), next(named)) == ("", next(named), calls)
-
-
-def test_a_mark_that_is_a_token_is_left_out_of_what_is_no_call() -> None:
-    assert answer(form("deepseek_v32", special=("｜DSML｜",)), "a ｜DSML｜b <｜DSML｜invoke x") == ("", "a b <invoke x", [])
-
-
-def kimi(*calls: tuple[str, list[tuple[str, str, str]]]) -> str:
-    said = ""
-    for number, (name, arguments) in enumerate(calls, 1):
-        said += f'<|open|>call tool="{name}" index="{number}"<|sep|>'
-        for key, kind, text in arguments:
-            said += f'<|open|>argument key="{key}" type="{kind}"<|sep|>{text}<|close|>argument<|sep|>'
-        said += "<|close|>call<|sep|>"
-    return f"<|open|>tools<|sep|>{said}<|close|>tools<|sep|>"
-
-
-VALUES: dict[str, Any] = {
-    "type": "object",
-    "$defs": {"Loop": {"$ref": "#/$defs/Loop"}},
-    "properties": {
-        "either": {"type": ["string", "integer"], "maxLength": 3},
-        "mode": {"enum": ["a", 1, None]},
-        "any": {},
-        "loop": {"$ref": "#/$defs/Loop"},
-    },
-}
-KINDED = [
-    ("either", "string", "abc", "abc"),
-    ("either", "string", "abcd", None),
-    ("either", "string", "12", "12"),
-    ("either", "number", "12", 12),
-    ("either", "number", "1.5", None),
-    ("either", "null", "null", None),
-    ("mode", "string", "a", "a"),
-    ("mode", "string", "1", None),
-    ("mode", "number", "1", 1),
-    ("mode", "number", "2", None),
-    ("mode", "null", "null", ...),
-    ("any", "string", "1", "1"),
-    ("any", "number", "1", 1),
-    ("any", "array", "[1, {}]", [1, {}]),
-    ("any", "number", "word", None),
-    ("loop", "boolean", "true", True),
-]
-"""What may be of several types, and the value that is read; None where it is not allowed, ... for null."""
-
-
-@pytest.mark.parametrize(("key", "kind", "text", "value"), KINDED)
-def test_whoever_says_what_a_value_is_is_held_to_it(key: str, kind: str, text: str, value: Any) -> None:
-    tools = (tool("f", VALUES),)
-    deepseek = dsml((key, TEXT if kind == "string" else OTHER, text), name="f")
-    for name, call in (("deepseek_v32", deepseek), ("kimi_k3", kimi(("f", [(key, kind, text)])))):
-        assert allows(known(name), call, tools=tools) == (value is not None)
-        if value is not None:
-            assert answer(known(name), call, tools=tools)[2] == [("f", {key: None if value is ... else value})]
-
-
-def test_a_deepseeks_block_begins_with_its_mark_wherever_it_stands() -> None:
-    call = ONE["deepseek_v32"]
-    assert allows(known("deepseek_v32"), f"a < b\n\n{call}", "auto", STRICT)
-    assert not allows(known("deepseek_v32"), f"a < b {call.replace('3', 'few')}", "auto", STRICT)
-    assert not allows(known("deepseek_v32"), call.removeprefix("<"))
-    call = call.replace("function_calls", "tool_calls")
-    assert allows(known("deepseek_v4"), call)
-    assert not allows(known("deepseek_v32"), call)
-
-
-# ---- Kimi K3 ----
-
-RESPONSE, END = "<|open|>response<|sep|>{}<|close|>response<|sep|>", "<|close|>message<|sep|>"
-THOUGHT = "<|close|>think<|sep|>"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (f"Hm.{THOUGHT}{RESPONSE.format('Yes.')}{END}", ("Hm.", "Yes.", [])),
-        (f"Hm.{THOUGHT}{RESPONSE.format('I look.')}{kimi(('now', []))}{END}", ("Hm.", "I look.", [NOW])),
-        (f"{THOUGHT}{RESPONSE.format('')}{kimi(('x', [('a', 'string', ' <b> ')]), ('now', []))}{END}",
-         ("", "", [("x", {"a": " <b> "}), NOW])),
-        (f"{THOUGHT}{kimi(('now', []))}", ("", "", [NOW])),
-        (f"{THOUGHT}<|open|>response<|sep|>I look.{kimi(('now', []))}", ("", "I look.", [NOW])),
-        (f"{THOUGHT}{kimi(('a&amp;b', [('&quot;', 'number', '1')]))}", ("", "", [("a&b", {'"': 1})])),
-        (f"{THOUGHT}{kimi(('now', [])).replace('<|open|>tools<|sep|>', '')}{END}", ("", "", [NOW])),
-        (f"Hm.{THOUGHT}{RESPONSE.format('Yes.')[:-5]}", ("Hm.", "Yes." + "<|close|>response<|sep|>"[:-5], [])),
-        (f"{THOUGHT}<|open|>tools<|sep|><|close|>tools<|sep|>", ("", "<|open|>tools<|sep|><|close|>tools<|sep|>", [])),
-        (f"Hm. {kimi(('now', []))}", (f"Hm. {kimi(('now', []))}", "", [])),
-    ],
-)  # fmt: skip
-def test_sections_of_a_kimi(text: str, expected: Any) -> None:
-    """As its publisher's template has them, and llama.cpp reads them."""
-    prompt = '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
-    for whole_calls in (False, True):
-        assert answer(form("kimi_k3", "kimi_k3"), text, prompt, whole_calls=whole_calls) == expected
-    if not expected[2] and not text.endswith("tools<|sep|>"):
-        assert answer(form("kimi_k3", "kimi_k3"), text, prompt, tools=()) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "arguments"),
-    [
-        ('<|open|>json type="object"<|sep|>{"a": [1]}<|close|>json<|sep|><|close|>call<|sep|>', {"a": [1]}),
-        ('<|open|>json type="object"<|sep|>[1]<|close|>json<|sep|><|close|>call<|sep|>', None),
-        ('<|open|>argument key="note" type="null"<|sep|>null<|close|>argument<|sep|><|close|>call<|sep|>', {"note": None}),
-        ('<|open|>argument key="note" type="string"<|sep|>null<|close|>argument<|sep|><|close|>call<|sep|>', {"note": "null"}),
-        ('<|open|>argument key="days"<|sep|>7<|close|>argument<|sep|><|close|>call<|sep|>', {"days": 7}),
-        ("now", None),
-    ],
-)
-def test_arguments_of_a_kimi(body: str, arguments: Any) -> None:
-    text = f'<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>{body}<|close|>tools<|sep|>'
-    expected = ("", "", [("weather", arguments)]) if arguments is not None else ("", text, [])
-    assert answer(form("kimi_k3"), text, whole_calls=True) == expected
-
-
-def test_what_a_kimi_may_say_before_it_calls() -> None:
-    call, two = ONE["kimi_k3"], kimi(("now", []), ("weather", [("city", "string", "Köln")]))
-    for said in (RESPONSE.format(""), "", RESPONSE.format("I look."), "I look.<|close|>response<|sep|>"):
-        for end in ("", END):
-            assert allows(known("kimi_k3"), f"{said}{two}{end}", "auto", STRICT)
-            assert not allows(known("kimi_k3"), f"{said}{call.replace('3', 'few')}{end}", "auto", STRICT)
-            assert allows(known("kimi_k3"), f"{said}{call}{end}") == (said in ("", RESPONSE.format("")))
-            assert not allows(known("kimi_k3"), f"{said}{two}{end}", "auto", STRICT, parallel=False)
-    assert allows(known("kimi_k3"), RESPONSE.format("Yes.") + END, "auto", STRICT)
-    named = (tool('a&"', {"type": "object", "properties": {'"': {"type": "integer"}}}),)
-    assert allows(known("kimi_k3"), kimi(("a&amp;&quot;", [("&quot;", "number", "1")])), tools=named)
 
 
 # ---- the order of texts and calls ----

@@ -93,7 +93,7 @@ MESSAGE_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|e
 
 def tags_of(known: AnswerFormat) -> tuple[str, ...]:
     """What may be special tokens."""
-    tags = (tag for tag in known.tools.tags if tag[-1] in ">]｜" and not isinstance(tag, Marked))
+    tags = (tag for tag in known.tools.tags if tag.endswith((">", "]", "｜", "[>[")) and not isinstance(tag, Marked))
     return (MESSAGE_TAGS if known.name in MESSAGES else ()) + tuple(tags)
 
 
@@ -216,6 +216,9 @@ TWO = {
         "<|close|>tools", '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools'
     ),
     "minimax_m1": ONE["minimax_m1"].replace("</", '{"name": "now", "arguments": {}}\n</'),
+    "minimax_m3": ONE["minimax_m3"].replace(
+        "]<]minimax[>[</tool", ']<]minimax[>[<invoke name="now">]<]minimax[>[</invoke>\n]<]minimax[>[</tool'
+    ),
     "minicpm": ONE["minicpm"] + '\n<function name="now"></function>',
     "tool_calls": ONE["tool_calls"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
     "cohere": ONE["cohere"].replace("\n]", ',\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'),

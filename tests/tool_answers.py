@@ -68,6 +68,10 @@ ONE: dict[str, str] = {
         '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
         "<|close|>call<|sep|><|close|>tools<|sep|>"
     ),
+    "minimax_m3": (
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>[<city>Köln]<]minimax[>[</city>'
+        "]<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>"
+    ),
     "minicpm": '<function name="weather"><param name="city">Köln</param><param name="days">3</param></function>',
     "tool_calls": '<tool_calls>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]</tool_calls>',
     "minimax_m1": '<tool_calls>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_calls>',

@@ -135,6 +135,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     _tags("seed", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
     _tags("hy3", "<think:opensource>", "</think:opensource>", signs=(("<think{}>", ":opensource"),)),
+    _tags("minimax_m3", "<mm:think>", "</mm:think>"),
     _tags("exaone", "<thought>", "</thought>"),
     _tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningFormat(

@@ -7,6 +7,7 @@ from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_grammar import LINE, CallGrammar
 from nanovllm_cli.text.tool_hy import HY_CLOSERS, HY_GRAMMAR, HY_OPENERS, HY_SIGNS, read_hy
 from nanovllm_cli.text.tool_kimi import KIMI_K3
+from nanovllm_cli.text.tool_minimax import MINIMAX_M3
 from nanovllm_cli.text.tool_sections import read_xml
 from nanovllm_cli.text.tool_tagged_grammar import tagged_call
 from nanovllm_cli.text.tool_xml import CODER, INVOKE, MINICPM, SEED, read_glm_call
@@ -83,6 +84,7 @@ TAGGED: tuple[ToolFormat, ...] = (
     ),
     *DSML,
     KIMI_K3,
+    MINIMAX_M3,
     ToolFormat(
         "minicpm",
         (('<function name="', '<param name="'),),

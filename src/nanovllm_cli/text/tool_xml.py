@@ -17,7 +17,7 @@ from nanovllm_cli.text.tool_json import is_json
 from nanovllm_cli.text.tool_python import in_json_string, read_literal
 from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reading
 
-_PLAIN: tuple[frozenset[str], ...] = (frozenset(), frozenset({"string"}))
+PLAIN: tuple[frozenset[str], ...] = (frozenset(), frozenset({"string"}))
 _NO_TEXT = frozenset({"null", "boolean", "number", "object", "array"})
 _MAX_LOOSE_CHARS = 1 << 16
 
@@ -108,25 +108,25 @@ class Arguments:
         where the schema leaves it open."""
         types = self._tool.types(key.strip()) if self._tool is not None else frozenset[str]()
         if is_text is not None and (not types or "string" in types):
-            types = _PLAIN[1] if is_text else types - _PLAIN[1] or (types or _NO_TEXT)
+            types = PLAIN[1] if is_text else types - PLAIN[1] or (types or _NO_TEXT)
         give = self._stream.arguments
         give(f"{self._separator}{json.dumps(key.strip(), ensure_ascii=False)}: ")
         self._separator = ", "
-        if types in _PLAIN:
+        if types in PLAIN:
             give('"')
             yield from self._stream.pass_to(lambda text: give(in_json_string(text)), *closers)
             give('"')
             return
         pieces: list[str] = []
         yield from self._stream.pass_to(pieces.append, *closers)
-        give(_converted("".join(pieces), types))
+        give(converted("".join(pieces), types))
 
     def end(self) -> None:
         self._stream.arguments("{}" if self._separator == "{" else "}")
         self._stream.end()
 
 
-def _converted(text: str, types: frozenset[str]) -> str:
+def converted(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value that may be something else than text."""
     value = text.strip()
     found = value if is_json(value) else _as_literal(value)
