@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+import scans
 import test_kernel_expert_products as expert_tests
 from deltas import Case, Kept
 from emulation.compare import random
 from emulation.emulator import ORDERS, PTX, SANITIZE, Emulator, emulation_alone, load
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.block_gemv import block_gemv
+from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import MANY_ROWS
@@ -31,6 +34,8 @@ from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import Plan, packed_wgmma
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.route import route
+from nanovllm_cli.kernels.selective_scan import selective_scan
+from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
 
@@ -143,6 +148,29 @@ def state_space() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return delta(mamba=True)
 
 
+def selective(kernel: int) -> Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]:
+    """The same of a selective scan's convolution, and of the scan itself."""
+
+    def case() -> tuple[Call, tuple[torch.Tensor, ...]]:
+        plain = causal_conv, selective_scan
+        kept = scans.Kept(scans.Case(ScanSpec(40, 6, 5, 4), [[30, 8], [5, 1]]), BF16)
+        kept.run(**kept.step([30, 8])[0])
+        kept.lens = [30, 8]
+        args, _ = kept.step([5, 1])
+
+        def call(launcher: Launcher) -> torch.Tensor:
+            chosen = [launcher if i == kernel else Emulator() for i in range(2)]
+            kept.kernels = tuple(partial(each, own) for each, own in zip(plain, chosen, strict=True))
+            out = kept.run(**args)
+            return torch.cat([out.flatten(), kept.mixed.flatten(), kept.states.matrices.nan_to_num(7.0).flatten()])
+
+        step = tuple(args[name] for name in ("query_starts", "kv_lens", "known_lens", "state_of"))
+        return call, (kept.taps, kept.taps_bias, kept.by_head, kept.rate_bias, kept.skip, *step)
+
+    case.__name__ = ("convolution before a scan", "selective scan")[kernel]
+    return case
+
+
 LARGE_TASKS = expert_tests.KINDS["bf16"]._replace(
     rows=MANY_ROWS, product=lambda launcher, x, weight, tasks, matrix: expert_gemm(launcher, x, weight, tasks, matrix)
 )
@@ -227,7 +255,8 @@ def attention_of_latents(kind: str) -> Callable[[], tuple[Call, tuple[torch.Tens
 
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, delta, state_space, routing, sum_of_experts, product_of_heads, rows_of_latent_attention,
+    product_of_blocks, delta, state_space, selective(0), selective(1), routing, sum_of_experts, product_of_heads,
+    rows_of_latent_attention,
     *map(attention_of_latents, ("decodes", "tokens", "groups")),
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip

@@ -14,9 +14,11 @@ import torch
 from numba.core.runtime import _nrt_python
 
 from nanovllm_cli.kernels import altups, cpu, cpu_experts, cpu_numbers
+from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format_names import parse_format
+from scans import Case, Kept
 from test_kernels_cpu import GENERATOR, Paged, randn
 from test_kv_quant import QuantizedPaged
 
@@ -111,3 +113,13 @@ def test_streams_and_gates_of_many_tokens_make_no_more_arrays_than_those_of_one(
         made.append([arrays_made(call) for call in calls])
     assert made[0] == made[1]
     assert max(made[0]) <= 1
+
+
+def test_scans_of_many_sequences_make_no_more_arrays_than_that_of_one() -> None:
+    made = []
+    for lens in ([3], [3, 20, 5]):
+        kept = Kept(Case(ScanSpec(192, 16, 5, 4), [lens]), BF16)
+        args, _ = kept.step(lens)
+        kept.run(**args)
+        made.append(arrays_made(lambda kept=kept, args=args: kept.run(**args)))
+    assert made[0] == made[1] <= 2

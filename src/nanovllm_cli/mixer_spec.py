@@ -287,8 +287,11 @@ class ScanSpec:
 
     @property
     def value_dim(self) -> int:
-        """Channels that share a place, and a task: see `kernels.states`."""
-        return max(size for size in range(1, MOST_CHANNELS + 1) if self.channels % size == 0)
+        """Channels that share a place, and a task: see `kernels.states`. Heads of such are an even number if they can be, as what
+        a GPU copies has to be 16 bytes at least."""
+        sizes = range(1, MOST_CHANNELS + 1)
+        even = [size for size in sizes if self.channels % (2 * size) == 0]
+        return max(even or [size for size in sizes if self.channels % size == 0])
 
     @property
     def num_values(self) -> int:

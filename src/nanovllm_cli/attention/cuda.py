@@ -32,17 +32,18 @@ from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
+from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles, tiling
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
+from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.states import ByChannel, States
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, ScanSpec
 
 HOPPER = 90
-BY_SCAN = "Mamba's first rule on a GPU"
 MAX_FLASH_DIM = 256
 LATENT_ROWS = 128
 """Tokens that a launch has at the least where each is a row of its own, if they are cut into splits: enough to fill a GPU."""
@@ -286,7 +287,8 @@ class CudaAttention:
     def mix_inputs(
         self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CudaStep
     ) -> torch.Tensor:
-        raise UnsupportedError(BY_SCAN, "add --device cpu")
+        lengths = step.query_starts, step.kv_lens, step.known_lens
+        return causal_conv(self.launcher, projected, weights.taps, weights.taps_bias, States(*cache), *lengths, step.states)
 
     def scan(
         self,
@@ -299,7 +301,8 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
     ) -> torch.Tensor:
-        raise UnsupportedError(BY_SCAN, "add --device cpu")
+        of_layer, lengths = weights[2:], (step.query_starts, step.kv_lens, step.known_lens)
+        return selective_scan(self.launcher, projected, x, rates, both, *of_layer, States(*cache), *lengths, step.states)
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

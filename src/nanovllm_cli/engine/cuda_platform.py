@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm_cli.attention.cuda import BY_SCAN, CudaAttention
+from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_runner import CudaRunner
@@ -25,7 +25,7 @@ from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.gated_delta import BY_CHANNEL
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.mixer_spec import DeltaSpec, ScanSpec, state_in
+from nanovllm_cli.mixer_spec import DeltaSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -133,8 +133,6 @@ class CudaPlatform:
             raise UnsupportedError(reason, f"use --ctx-size {spec.chunk} or less, or --device cpu")
         if spec.distances is not None:
             raise UnsupportedError("scores by distance (MPNet, ALiBi) are not computed on a GPU", "add --device cpu")
-        if any(isinstance(mixer, ScanSpec) for mixer in spec.mixers):
-            raise UnsupportedError(BY_SCAN, "add --device cpu")
         if any(isinstance(state := state_in(mixer), DeltaSpec) and state.channel_rank for mixer in spec.mixers):
             raise UnsupportedError(BY_CHANNEL, "add --device cpu")
         return CudaAttention(

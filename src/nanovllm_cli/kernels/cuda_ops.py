@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import (
     altup,
@@ -18,6 +17,7 @@ from nanovllm_cli.kernels import (
     norm,
     rope_tables,
     scale,
+    scan_parts,
     sigmoid_gate,
     sparse_gate,
     temper,
@@ -44,12 +44,8 @@ class CudaOps:
         self.altup_enter = partial(altup.altup_enter, launcher)
         self.altup_match = partial(altup.altup_match, launcher)
         self.sparse_gate = partial(sparse_gate.sparse_gate, launcher)
+        self.scan_parts = partial(scan_parts.scan_parts, launcher)
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
-
-    def scan_parts(
-        self, x: torch.Tensor, rank: int, gains: torch.Tensor | None, eps: float, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise UnsupportedError("Mamba's first rule on a GPU", "add --device cpu")
 
     def add_rms_norm(
         self,
