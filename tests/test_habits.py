@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from nanovllm_cli.cli import habits
+from nanovllm_cli.cli import habits, peer_options
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.failures import explanation
 from nanovllm_cli.cli.program import PROGRAM, build
@@ -18,7 +18,7 @@ EVERY_FLAG = set().union(*FLAGS.values())
 
 
 def test_hints_of_options_name_options() -> None:
-    assert set(habits._OPTIONS) <= EVERY_FLAG
+    assert set(peer_options.OPTIONS) <= EVERY_FLAG
     assert [flag for flag in habits._RENAMED if not flag.startswith("-") or flag == "-"] == []
 
 
@@ -86,3 +86,26 @@ def test_a_flag_that_this_command_has_no_word_for_gets_no_hint() -> None:
     assert habits.option_hint("--temperature", {"--to"}) is None
     assert habits.option_hint("--nosuch", {"--temp"}) is None
     assert habits.option_hint("--max_tokens", {"--predict"}) == "here it is --predict", "as fields of requests are written"
+
+
+def test_a_peers_flag_stands_in_one_place() -> None:
+    names = [name for names in (*peer_options.OPTIONS.values(), *peer_options.EXPLAINED) for name in names]
+    assert sorted(name for name in set(names) if names.count(name) > 1 and name != "--warmup") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "hint"),
+    [
+        ("tokenize", "--temperature", "nanovllm run, chat and serve have --temp; nanovllm tokenize --help lists the options"),
+        ("perplexity", "--typical-p", "nanovllm run, chat and serve have --typical; "),
+        ("plan", "--no-mmproj", "nanovllm run, chat, serve and others have --no-mmproj; "),
+        ("quantize", "--in-file", "here it is --calibration FILE"),
+        ("serve", "--shutdown-timeout", "here it is --drain-timeout"),
+        ("run", "--trust_remote_code", "no code that comes with a model is ever run: leave it out"),
+    ],
+)
+def test_a_peers_flag_is_answered_also_where_another_command_has_it(command: str, flag: str, hint: str) -> None:
+    root = get_command(build())
+    with pytest.raises(typer.TyperException) as refused, root.make_context(PROGRAM, [command, "tiny", flag]) as ctx:
+        root.invoke(ctx)
+    assert (explanation(refused.value).hint or "").startswith(hint)

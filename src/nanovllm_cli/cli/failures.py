@@ -15,7 +15,15 @@ import typer
 
 from nanovllm_cli.cli.command import full_name, source_of
 from nanovllm_cli.cli.command_tree import page
-from nanovllm_cli.cli.habits import command_hint, near_flags, near_values, option_hint, subcommand_hint, words_hint
+from nanovllm_cli.cli.habits import (
+    command_hint,
+    near_flags,
+    near_values,
+    option_hint,
+    our_name,
+    subcommand_hint,
+    words_hint,
+)
 from nanovllm_cli.errors import NanovllmError
 
 _NUMBERS = {
@@ -83,11 +91,12 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         return habit
     near = near_flags(name, flags) if name is not None and hasattr(error, "possibilities") else []
     slip = f"did you mean {' or '.join(near)}?" if near else ""
-    elsewhere = _commands_with(name, ctx) if name is not None and name not in flags else []
-    if elsewhere:
-        *most, last = elsewhere if len(elsewhere) < 4 else [*elsewhere[:3], "others"]
-        names = f"{', '.join(most)} and {last} have" if most else f"{last} has"
-        return f"nanovllm {names} {name}; {slip or help_line}"
+    for flag in dict.fromkeys(filter(None, (name, our_name(name or "")))):
+        elsewhere = _commands_with(flag, ctx) if flag not in flags else []
+        if elsewhere:
+            *most, last = elsewhere if len(elsewhere) < 4 else [*elsewhere[:3], "others"]
+            names = f"{', '.join(most)} and {last} have" if most else f"{last} has"
+            return f"nanovllm {names} {flag}; {slip or help_line}"
     if slip:
         return slip
     param = getattr(error, "param", None)
@@ -113,7 +122,7 @@ def _commands_with(flag: str, ctx: Any) -> list[str]:
     if ctx is None or ctx.parent is None:
         return []
     every = page(ctx.find_root().command, ctx.find_root().info_name).every()
-    return [" ".join(each.words[1:]) for each in every if any(flag in option.flags for option in each.options)]
+    return [" ".join(each.words[1:]) for each in every if any(flag in (*option.flags, *option.off) for option in each.options)]
 
 
 def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
