@@ -350,6 +350,22 @@ def test_the_first_bad_byte_is_named() -> None:
         decode("hi".encode("utf-16"), "notes")
     assert "UTF-16" in str(caught.value.hint)
     assert decode(b"\xef\xbb\xbfbom", "notes") == "bom"
+
+
+@pytest.mark.parametrize(
+    ("data", "hint"),
+    [
+        ("\N{GRINNING FACE}".encode()[:3], "it ends within a character, as what was cut off does; if it is ISO-8859-1"),
+        (b"a\0\xff", "it holds zero bytes: it is no text"), (b"\x89PNG\r\n\x1a\n\0", "it is an image: --image of run"),
+        (b"RIFF\n\xff\0\0WEBPVP8", "it is an image: --image of run"), (b"\xff\xd8\xff\xe0\0", "it is an image: --image of run"),
+        (b"RIFF\x24\xff\0\0WAVEfmt", "it is a sound: --audio of run"), (b"%PDF-1.7\n%\xe2\xe3", "it is a PDF: pdftotext"),
+        (b"GGUF\3\0\xff", "it is a model: nanovllm run FILE"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_told_where_it_belongs(data: bytes, hint: str) -> None:
+    with pytest.raises(UsageError, match="notes is not UTF-8: byte 0x") as caught:
+        decode(data, "notes")
+    assert str(caught.value.hint).startswith(hint)
     with pytest.raises(UsageError, match="offset 4"):
         decode(b"\xef\xbb\xbfa\xff", "notes")
 

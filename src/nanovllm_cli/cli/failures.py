@@ -22,6 +22,7 @@ from nanovllm_cli.cli.habits import (
     option_hint,
     our_name,
     subcommand_hint,
+    value_hint,
     words_hint,
 )
 from nanovllm_cli.errors import NanovllmError
@@ -105,6 +106,8 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         if where is not None:
             return f"the value comes from {where}"
         told = re.search(r"'(.*)' is not one of ('.*')", error.message)
+        if told and (elsewhere_said := value_hint(param.opts, told[1])):
+            return elsewhere_said
         if told and (meant := near_values(told[1], told[2].strip("'").split("', '"))):
             return f"did you mean {meant[0]}?"
     if name is not None and (name[1:2].isdigit() or re.fullmatch(r"-[^\W\d_-]{3,}", name)):

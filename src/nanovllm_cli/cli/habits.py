@@ -30,6 +30,12 @@ _VALUES = {
     "float": "float32", "true": "on", "false": "off",
 }  # fmt: skip
 
+_VALUES_ELSEWHERE = {
+    ("--reasoning", "on"): "here it is --think on",
+    ("--reasoning", "off"): "here it is --think off; --reasoning hide leaves out what the model thinks",
+}
+"""What a peer's option of one of our names takes, and ours does not."""
+
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /api/ps",
@@ -111,6 +117,11 @@ def words_hint(command: str | None) -> str | None:
     """How a command is called, where peers name more by place."""
     usage = _EXTRA_WORDS.get(command or "")
     return f"here it is {usage}" if usage else None
+
+
+def value_hint(flags: Collection[str], value: str) -> str | None:
+    """What to type instead of a peer's value, where that is of another option."""
+    return next((told for (flag, word), told in _VALUES_ELSEWHERE.items() if flag in flags and word == value), None)
 
 
 def near_values(value: str, choices: Collection[str]) -> list[str]:

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import fcntl
 import os
+import re
 import select
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,13 @@ from nanovllm_cli.errors import AccessRefusedError, UsageError
 MAX_INPUT_BYTES = 64 << 20
 STANDARD_INPUT = "-"
 _WAIT_SECONDS = 1.0
+_NO_TEXTS = {
+    rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP": "it is an image: --image of run, and /image of chat, take one",
+    rb"RIFF....WAVE|fLaC|OggS|ID3": "it is a sound: --audio of run, and /audio of chat, take one",
+    rb"%PDF-": "it is a PDF: pdftotext makes a text of it",
+    rb"GGUF": "it is a model: nanovllm run FILE",
+}
+"""What files begin with that are taken for texts, and where they belong."""
 
 
 def attached(images: Sequence[str], sounds: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -151,8 +159,13 @@ def decode(data: bytes, name: str, *, exact: bool = False) -> str:
         offset = failure.start + begin
         encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
         hint = f"if it is {encoding}, convert it: iconv -f {encoding} -t UTF-8"
-        if encoding != "UTF-16" and b"\0" in data:
+        kind = next((told for magic, told in _NO_TEXTS.items() if re.match(magic, data, re.DOTALL)), None)
+        if kind is not None:
+            hint = kind
+        elif encoding != "UTF-16" and b"\0" in data:
             hint = "it holds zero bytes: it is no text"
+        elif failure.reason == "unexpected end of data":
+            hint = f"it ends within a character, as what was cut off does; {hint}"
         raise UsageError(f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}", hint) from failure
 
 

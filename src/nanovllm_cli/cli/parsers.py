@@ -22,6 +22,7 @@ _NEAR_CACHE_TYPES = {
     "q8_0": "for llama.cpp's q8_0 int8 comes nearest, with one scale a token and head",
     "fp8_e5m2": "fp8 is e4m3",
 }
+_NEAR_DEVICES = {"none": "cpu"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
@@ -78,7 +79,9 @@ def cache_type(text: str) -> str:
 def device(text: str) -> str:
     """auto, cpu, cuda, cuda:N."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:
-        raise ValueError(f"{text!r} is not a device: auto, cpu, cuda, cuda:N")
+        known = re.fullmatch(r"(gpu|cuda)([0-9]{1,3})?", text.lower())
+        near = "cuda" + (f":{known[2]}" if known[2] else "") if known else _NEAR_DEVICES.get(text.lower())
+        raise ValueError(f"{text!r} is not a device: auto, cpu, cuda, cuda:N{f'; did you mean {near}?' if near else ''}")
     return text
 
 

@@ -28,6 +28,9 @@ FORMAT_NAMES = (
     *("int8", "int8-weight-only", "fp8", "fp8-weight-only", "int4", "int4-weight-only", "int3", "int2", "nf4"),
     *(name.lower() for name in BLOCK_TYPES),
 )
+_MADE_BY = ("gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "bitsandbytes", "modelopt", "bnb")
+"""What vLLM calls the formats of checkpoints by."""
+_NEAR = {"4bit": "int4", "8bit": "int8", "4": "int4", "8": "int8"}
 _PLAIN = ("f32", "fp32", "f16", "fp16", "bf16")
 
 
@@ -64,7 +67,10 @@ def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
     if name in _PLAIN:
         writer = f"nanovllm convert MODEL --outtype {name.replace('fp', 'f')} writes plain numbers"
         return UsageError(f"{name} is no quantized format", f"{writer}; --dtype says what is computed in")
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if name in _MADE_BY:
+        maker = f"; nanovllm quantize MODEL --to int4 --algorithm {name} makes one" if name in ("gptq", "awq") else ""
+        return UsageError(f"{name} is no format", f"a checkpoint that was quantized so is read as it is{maker}")
+    near = difflib.get_close_matches(_NEAR.get(name, name), names, n=1, cutoff=0.6)
     suggestion = f"did you mean {near[0]}? " if near else ""
     return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")
 
