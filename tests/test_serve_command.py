@@ -23,6 +23,7 @@ from live_server import LiveServer, live_server
 from nanovllm_cli.cli import serve as command
 from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.cli.output import Console, Stream
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.messages import Loading
 from nanovllm_cli.server.ports import ChatDefaults
 from nanovllm_cli.server.served_models import ModelSettings
@@ -185,7 +186,7 @@ def test_keys_come_from_the_option_the_environment_and_a_file(
 
 
 def test_options_reach_the_settings(parsed: Callable[..., Served], tmp_path: Path) -> None:
-    access = "tiny --unix-socket x.sock --cors-origin https://c"
+    access = "tiny --unix-socket x.sock --cors-origin https://C/"
     limits = "--max-requests 7 --max-body 1M --timeout 9 --idle-timeout 8 --drain-timeout 6 --ping-interval 5"
     settings = parsed(*f"{access} {limits}".split()).settings
     assert (settings.unix_socket, settings.cors_origins) == ("x.sock", ("https://c",))
@@ -294,3 +295,12 @@ def test_the_end_is_told_to_streams_and_takes_the_engine_along(live: LiveServer)
     for child in map(int, children):
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
+
+
+@pytest.mark.parametrize("origin", ["foo", "example.org", "https://example.org/page", '["*"]', ""])
+def test_where_no_page_can_be_from_is_no_origin(parsed: Callable[..., Served], origin: str) -> None:
+    with pytest.raises(UsageError, match="is where no page can be from") as refused:
+        parsed("tiny", "--cors-origin", origin)
+    assert "without a path; * is any" in str(refused.value.hint)
+    for known in ("*", "null", "http://localhost:3000", "app://obsidian.md"):
+        assert parsed("tiny", "--cors-origin", known).settings.cors_origins == (known,)

@@ -473,6 +473,7 @@ def test_an_effort_is_the_templates_variable_or_its_switch_or_refused() -> None:
     knows = FakeModels(template="{{ reasoning_effort }}")
     assert asked_with(models=knows, reasoning_effort="low").template_kwargs == {"reasoning_effort": "low"}
     switch = FakeModels(thinking_switch="enable_thinking")
+    assert asked_with(models=knows, reasoning={"effort": "low"}).template_kwargs == {"reasoning_effort": "low"}  # Ollama's
     assert asked_with(models=switch, reasoning_effort="none").thinking is False
     assert asked_with(models=switch, reasoning_effort="high").thinking is True
     assert asked_with(reasoning_effort="none").thinking is None
@@ -636,6 +637,8 @@ def test_token_ids_are_shown_where_they_are_asked_for() -> None:
         ("verbose", True), ("grammar_lazy", True), ("grammar_triggers", [{}]), ("logprob_token_ids", [1]),
         ("repetition_detection", {}),
         ("watermarking", True), ("length_penalty", 0.5), ("return_prompt_text", True), ("reasoning_control", True),
+        ("media_io_kwargs", {"image": {}}), ("reasoning_budget_message", "enough"), ("parse_tool_calls", False),
+        ("reasoning", {"effort": "huge"}),
         ("sse_ping_interval", 0), ("min_keep", 1), ("post_sampling_probs", True), ("allowed_token_ids", [4096]),
         ("logit_bias", {"a" * 257: 1}), ("logit_bias", {"1": True}),
         ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", [[1, 2, 3]]),

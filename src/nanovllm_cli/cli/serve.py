@@ -194,7 +194,7 @@ def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptio
         api_keys=tuple(dict.fromkeys(access.api_key or ())),
         key_file=None if access.api_key_file is None else KeyFile(access.api_key_file),
         allowed_hosts=tuple(access.allowed_host or ()),
-        cors_origins=tuple(access.cors_origin or ()),
+        cors_origins=tuple(origin.lower().removesuffix("/") for origin in access.cors_origin or ()),
         max_body_bytes=limits.max_body,
         max_requests=limits.max_requests,
         request_seconds=limits.timeout,

@@ -89,7 +89,8 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
     tools, choice = _tools(body)
-    thinking, variables = effort_of(body.reasoning_effort, body.enable_thinking, model, "reasoning_effort")
+    effort = first_given(body.reasoning_effort, None if body.reasoning is None else body.reasoning.effort)
+    thinking, variables = effort_of(effort, body.enable_thinking, model, "reasoning_effort")
     budget = first_given(
         body.thinking_budget,
         body.reasoning_budget,

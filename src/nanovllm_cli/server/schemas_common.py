@@ -63,6 +63,7 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=SHORT)]
 TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 JsonObject = dict[str, Any]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ImageDetail = Literal["auto", "low", "high", "original"]
 """OpenAI's. An image is made the size that a model was trained with, whatever is said."""
 

@@ -19,6 +19,7 @@ from nanovllm_cli.server.schemas_common import (
     OPEN,
     STOP_BESIDE_TOOLS,
     ChosenByModel,
+    Effort,
     ImageDetail,
     JsonObject,
     ModelName,
@@ -159,6 +160,12 @@ class StreamFields(StrictModel):
     return_tokens_as_token_ids: Literal[False] | None = None
 
 
+class Reasoning(StrictModel):
+    """reasoning_effort as Ollama's server takes it, too."""
+
+    effort: Effort | None = None
+
+
 class ChatRequest(StreamFields, SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -178,7 +185,8 @@ class ChatRequest(StreamFields, SamplingFields):
     ] = None
     parallel_tool_calls: bool | None = None
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
     thinking_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     reasoning_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
@@ -186,6 +194,8 @@ class ChatRequest(StreamFields, SamplingFields):
     thinking_budget_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     reasoning_budget_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     reasoning_control: Literal[False] | None = None
+    reasoning_budget_message: Unsupported = None
+    parse_tool_calls: Literal[True] | None = None
     include_reasoning: bool | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None
 
@@ -206,6 +216,7 @@ class ChatRequest(StreamFields, SamplingFields):
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     mm_processor_kwargs: Unsupported = None
+    media_io_kwargs: Unsupported = None
     return_prompt_text: Literal[False] | None = None
 
 

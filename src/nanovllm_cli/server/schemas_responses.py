@@ -1,7 +1,8 @@
 """What /v1/responses takes, field by field. Items of the input are read by `responses_items.py`.
 
-Harmless, and without effect: metadata, user, safety_identifier and service_tier (sent back), prompt_cache_key and
-prompt_cache_retention (prompts are cached by what is in them), max_tool_calls (it counts hosted tools, and there are none),
+Harmless, and without effect: metadata, user, safety_identifier and service_tier (sent back), prompt_cache_key,
+prompt_cache_retention and prompt_cache_options (prompts are cached by what is in them), max_tool_calls (it counts hosted tools,
+and there are none),
 reasoning.summary (reasoning is sent in full, as reasoning_text), what `include` lists of hosted tools and of images (a response
 has none; the list of its input does), and an image's detail. What cannot be done is 400 by name. Fields that nobody knows are let
 by.
@@ -17,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.reading import object_schema
 from nanovllm_cli.server.responses_items import INPUT_SCHEMA
-from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, Effort, ModelName, StrictModel, Unsupported
 from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
@@ -31,7 +32,6 @@ Include = Literal[
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
 ]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Text = Annotated[str, Field(max_length=512)]
 
 _MAYBE = {"description": {"type": ["string", "null"]}, "strict": {"type": ["boolean", "null"]}}

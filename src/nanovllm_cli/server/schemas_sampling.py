@@ -195,6 +195,14 @@ class SamplingFields(StrictModel):
     store: Tolerated = None
     safety_identifier: Tolerated = None
     prompt_cache_key: Tolerated = None
+    prompt_cache_retention: Tolerated = None
+    prompt_cache_options: Tolerated = None
+    request_id: Tolerated = None
+    session_id: Tolerated = None
+    stream_interval: Tolerated = None
+    spaces_between_special_tokens: Tolerated = None
+    truncation_side: Tolerated = None
+    backend_sampling: Tolerated = None
     cache_prompt: Tolerated = None
     id_slot: Tolerated = None
 

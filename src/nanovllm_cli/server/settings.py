@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
@@ -12,6 +13,8 @@ from nanovllm_cli.server.keys import KeyFile, check_keys
 
 TEXTS_BODY, IMAGES_BODY = 16 << 20, 64 << 20
 """The longest context has a few megabytes of text. OpenAI takes 50 megabytes with images."""
+_ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+"
+"""What browsers write of a page's place: its scheme and host, with the port that is not the usual one. Files have `null`."""
 _OPTIONS = {
     "max_body_bytes": "--max-body",
     "max_requests": "--max-requests",
@@ -66,6 +69,10 @@ class ServeSettings:
         if self.unix_socket is not None and self.tls_certificate is not None:
             raise UsageError("--unix-socket and --ssl-cert-file exclude each other", "leave one away")
         check_keys(self.api_keys)
+        for origin in self.cors_origins:
+            if not re.fullmatch(_ORIGIN, origin):
+                written = "as browsers send it: https://example.org or http://localhost:3000, without a path; * is any"
+                raise UsageError(f"--cors-origin {origin!r} is where no page can be from", written)
         if not self.host:
             raise UsageError("--host is empty", "127.0.0.1 is this machine alone, 0.0.0.0 all addresses")
         if not self.is_private and not self.needs_key:
