@@ -132,6 +132,11 @@ def test_a_config_that_is_broken(config: dict[str, Any], vision: dict[str, Any],
         spec_of(config, **vision)
 
 
+def test_no_pixels_for_a_frame_are_no_image() -> None:
+    with pytest.raises(CheckpointError, match="images of 1 to 1 pixels"):
+        spec_of(GLM_4_1V, {"size": {"shortest_edge": 1, "longest_edge": 1}})
+
+
 def a_folder(name: str, folder: Path) -> tuple[Path, Any]:
     """With the tokenizer of the bundled model, which has the family's tokens as well."""
     config = MODELS[name]

@@ -196,7 +196,7 @@ def of_any_area(
         images.integer(f"{bound}_pixels", size.integer(edge, size.integer(f"{bound}_pixels", usual)))
         for bound, edge, usual in (("min", "shortest_edge", pixels[0]), ("max", "longest_edge", pixels[1]))
     )
-    if not least <= most <= MAX_PIXELS:
+    if not least <= most <= MAX_PIXELS or most < frames:
         raise CheckpointError(
             f"{images.where}: images of {least} to {most} pixels; the second must be the larger, and at most {MAX_PIXELS}", BROKEN
         )
