@@ -124,7 +124,8 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     values = config.to_dict()  # whose own layers' values a Gemma 4 asks for by name
-    writer.add_feed_forward_length(config.intermediate_size if hasattr(config, "intermediate_size") else config.n_inner)
+    names = ("intermediate_size", "n_inner", "ffn_hidden_size")
+    writer.add_feed_forward_length(next(getattr(config, name) for name in names if hasattr(config, name)))
     writer.add_head_count(config.num_attention_heads)
     heads, kinds = values.get("num_key_value_heads"), getattr(config, "layer_types", None) or []
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads) if heads is None else heads

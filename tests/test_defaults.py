@@ -28,10 +28,13 @@ OTHER_NAMES = {
 OUR_OWN = {  # by architecture: what transformers has no key for, or another default, which no published config leaves out
     "AfmoeForCausalLM": {"route_norm"},
     "Dots1ForCausalLM": {"n_shared_experts"},
+    "FalconForCausalLM": {"hidden_act"},  # by another name of the same
     "GemmaForCausalLM": {"hidden_act"},  # as its configs have it, who meant tanh's
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace"},
     "GPT2LMHeadModel": {"attention_bias", "mlp_bias"},
     "GPTBigCodeForCausalLM": {"attention_bias", "mlp_bias", "hidden_act"},  # by another name of the same
+    "GPTJForCausalLM": {"mlp_bias"},
+    "GPTNeoForCausalLM": {"mlp_bias"},
     "GPTNeoXForCausalLM": {"mlp_bias"},
     "HunYuanMoEV1ForCausalLM": {"num_shared_expert"},
     "KimiLinearForCausalLM": {"first_k_dense_replace"},  # which its kinds of layers follow from

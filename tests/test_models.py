@@ -34,6 +34,7 @@ from transformers import (
     Exaone4Config,
     ExaoneConfig,
     ExaoneMoeConfig,
+    FalconConfig,
     FalconH1Config,
     FalconMambaConfig,
     FlexOlmoConfig,
@@ -52,6 +53,8 @@ from transformers import (
     GlmConfig,
     GPT2Config,
     GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -171,6 +174,10 @@ CLASSIC = {name: value for name, value in SMALL.items() if name != "head_dim"}
 WHOLE_HEADS = {name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"}
 GPT2_SIZES = {"vocab_size": 513, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 200, "bos_token_id": 0,
               "eos_token_id": 1}  # fmt: skip
+GPT_NEO = {"vocab_size": 513, "hidden_size": 48, "num_layers": 3, "num_heads": 6, "max_position_embeddings": 200,
+           "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+FALCON = {"vocab_size": 513, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_hidden_size": 70,
+          "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "hybrid_override_pattern": "M-M*-MM--*", "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 16,
@@ -394,7 +401,18 @@ CASES: dict[str, Any] = {
         **rope("linear", factor=4.0, partial_rotary_factor=0.5),
     ),
     "phi": PhiConfig(**CLASSIC),
+    "falcon": FalconConfig(**FALCON),
+    "falcon, two norms": FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon, one after the other, biases, keys of each head": FalconConfig(
+        **FALCON | {"num_hidden_layers": 2}, multi_query=False, parallel_attn=False, bias=True,
+    ),
+    "falcon 2, another base": FalconConfig(
+        **FALCON | {"tie_word_embeddings": False}, new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1,
+        **rope("default", rope_theta=500.0),
+    ),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
+    "gpt-neo": GPTNeoConfig(**GPT_NEO, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=20),
+    "gpt-j": GPTJConfig(**GPT2_SIZES | {"n_head": 2}, rotary_dim=10, n_inner=70),
     "gpt2, other scales": GPT2Config(
         **GPT2_SIZES | {"n_layer": 2}, scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=0.03,
     ),
@@ -882,6 +900,8 @@ OF_OTHER_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of heads of a Phi": ("phi", {"qk_layernorm": True}, "layer norms of heads"),
     "another activation": ("phi", {"hidden_act": "relu"}, "activation 'relu'"),
     "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "gpt2 that attends to another model"),
+    "scores by distance": ("falcon", {"alibi": True}, "a Falcon whose scores say how far a key lies away"),
+    "norms of no Falcon": ("falcon", {"num_ln_in_parallel_attn": 2}, "a Falcon with other norms than are published"),
     "keys of each head": ("gpt bigcode", {"multi_query": False}, "gpt_bigcode with keys and values of each head's own"),
 }
 
@@ -908,6 +928,7 @@ COUNTED = [
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
     "phimoe, 2 of 5", "nanochat", "flint, 2 of 5 and shared",
     "command r7b", "command a+, 2 of 5 and shared", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
+    "gpt-neo", "gpt-j", "falcon, two norms", "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -1117,6 +1138,7 @@ DEFAULTS = {
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
     "SarvamMoEForCausalLM": SarvamMoEConfig,
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
+    "FalconForCausalLM": FalconConfig, "GPTJForCausalLM": GPTJConfig, "GPTNeoForCausalLM": GPTNeoConfig,
     "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
     "Starcoder2ForCausalLM": Starcoder2Config,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Cohere2MoeForCausalLM": Cohere2MoeConfig,
@@ -1306,6 +1328,10 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "states of several groups": ("granite 4 h", {"mamba_n_groups": 2}, UnsupportedError, "a state space of 2 groups"),
     "states of another size": ("granite 4 h", {"mamba_d_head": 15}, CheckpointError, "a state space can't have 6 heads of 15"),
     "states over too many tokens": ("granite 4 h", {"mamba_d_conv": 65}, CheckpointError, "and 65 taps"),
+    "windows of fewer layers": ("gpt-neo", {"attention_types": [[["global"], 2]]}, CheckpointError, "has 2 of 3 layers"),
+    "windows of no kind": ("gpt-neo", {"attention_types": [[["far"], 3]]}, CheckpointError, "must list pairs of kinds"),
+    "windows that are endless": ("gpt-neo", {"attention_types": [[["local"], 1 << 40]]}, CheckpointError, "must list pairs"),
+    "more dims that rotate than there are": ("gpt-j", {"rotary_dim": 26}, CheckpointError, "26 rotary dims do not fit"),
     "layers with attention that there are not": (
         "bamba", {"attn_layer_indices": [3]}, CheckpointError, "'attn_layer_indices' must be a list of layers below 3",
     ),

@@ -137,6 +137,13 @@ def classic(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(int(config.hidden_size // config.num_attention_heads * share))
 
 
+def falcon(writer: Writer, config: Any) -> None:
+    writer.add_tensor_data_layout("jploski")
+    writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    theta(writer, config)
+
+
 def latent(writer: Writer, config: Any) -> None:
     writer.add_head_count_kv(config.num_attention_heads)
     writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -438,6 +445,9 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "pythia": ("gptneox", TEXTS["pythia"], classic),
     "gpt-neox, one after the other": ("gptneox", TEXTS["gpt-neox, one after the other"], classic),
     "gpt2": ("gpt2", TEXTS["gpt2"], classic),
+    "falcon": ("falcon", TEXTS["falcon"], falcon),
+    "falcon, two norms": ("falcon", TEXTS["falcon, two norms"], falcon),
+    "falcon 2": ("falcon", TEXTS["falcon 2, another base"], falcon),
     "gpt bigcode": ("starcoder", TEXTS["gpt bigcode"], classic),
     "phi": ("phi2", TEXTS["phi"], classic),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
@@ -484,7 +494,12 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
             for part, rows in zip(("gate", "up"), np.split(numbers, 2), strict=True):
                 writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{part}.weight", rows)
             continue
-        if "query_key_value" in key:  # which a folder has head by head
+        if arch == "falcon" and "query_key_value" in key:  # as llama.cpp's converter takes it apart
+            keys = config.num_kv_heads if config.new_decoder_architecture else 1
+            groups = numbers.reshape(keys, config.num_attention_heads // keys + 2, -1, config.hidden_size)
+            parts = (part.reshape(-1, config.hidden_size) for part in np.split(groups, [-2, -1], axis=1))
+            numbers = np.concatenate(list(parts))
+        elif "query_key_value" in key:  # which a folder has head by head
             heads = numbers.reshape(config.num_attention_heads, 3, -1, *numbers.shape[1:])
             numbers = np.ascontiguousarray(heads.swapaxes(0, 1).reshape(numbers.shape))
         if arch == "gpt2" and numbers.ndim == 2 and ".h." in key:

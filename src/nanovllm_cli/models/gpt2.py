@@ -16,7 +16,7 @@ from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
 
-_KEYS = {
+KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act",
 }  # fmt: skip
@@ -26,15 +26,17 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {**config, **usual_keys(config, _KEYS)}
+def with_usual_width(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """By usual keys, and with MLPs four times as wide as the model where nothing is said of them; all heads have keys."""
+    found = {**config, **usual_keys(config, keys)}
+    found = {key: value for key, value in found.items() if key != "intermediate_size" or value is not None}
     width = found.get("hidden_size")
     found = {"intermediate_size": 4 * width, **found} if type(width) is int else found
-    return found | {"num_key_value_heads": None, "head_dim": None}  # of which it has none
+    return found | {"num_key_value_heads": None, "head_dim": None}  # of which they have none
 
 
 def _one_key_head(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**_usual_keys(config), "num_key_value_heads": 1}
+    return with_usual_width(config, KEYS) | {"num_key_value_heads": 1}
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -66,7 +68,7 @@ GPT2 = Family(
     ungated=LONE_TANH,
     tied_by_default=True,
     outer="transformer.",
-    config=_usual_keys,
+    config=lambda config: with_usual_width(config, KEYS),
     defaults={
         "hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "max_position_embeddings": 1024, "attention_bias": True,
         "mlp_bias": True,

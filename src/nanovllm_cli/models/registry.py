@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -19,6 +19,7 @@ from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YO
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
+from nanovllm_cli.models.falcon import FALCON, family_of_falcon, family_of_falcon_gguf
 from nanovllm_cli.models.falcon_h1 import FALCON_H1
 from nanovllm_cli.models.families import (
     ARCEE,
@@ -48,6 +49,7 @@ from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
 from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
+from nanovllm_cli.models.gpt_neo import GPT_J, GPT_NEO
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import (
@@ -135,6 +137,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Exaone4_5_ForConditionalGeneration": EXAONE4,
     "ExaoneMoEForCausalLM": EXAONE_MOE,
     "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "FalconForCausalLM": FALCON,
     "FalconH1ForCausalLM": FALCON_H1,
     "FalconMambaForCausalLM": FALCON_MAMBA,
     "FlintForCausalLM": FLINT,
@@ -160,6 +163,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GlmOcrForConditionalGeneration": GLM_OCR,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT_BIGCODE,
+    "GPTJForCausalLM": GPT_J,
+    "GPTNeoForCausalLM": GPT_NEO,
     "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
@@ -333,6 +338,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "dots1": DOTS1,
     "exaone4": EXAONE4,
     "exaone-moe": EXAONE_MOE,
+    "falcon": FALCON,
     "falcon-h1": FALCON_H1,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
@@ -411,6 +417,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     others = HF_BODIES | HF_CLASSIFIERS
+    if names[0] == "FalconForCausalLM":
+        return family_of_falcon(config)
     if names[0] == "InternVLChatModel" and isinstance(inner, Mapping):
         return hf_family(inner)
     if names[0] in TEXTS_OF and kind is not None:
@@ -434,9 +442,13 @@ def may_be_tied(config: Mapping[str, Any]) -> bool:
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:
     """By "general.architecture"."""
+def gguf_family(metadata: Mapping[str, Any], names: Collection[str] = ()) -> Family:
+    """By "general.architecture", and where that is not enough by the names of the file's tensors."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
+    if name == "falcon":
+        return family_of_falcon_gguf(metadata, names)
     by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4, "cohere2moe": family_of_cohere2moe}.get(name)
     return _look_up(name, GGUF_ARCHITECTURES) if by_more is None else by_more(metadata)
 

@@ -31,10 +31,11 @@ from nanovllm_cli.weights.convert_names import (
 from nanovllm_cli.weights.convert_tensors import is_blocks
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.folded import folded
+from nanovllm_cli.weights.key_heads import qkv_rows
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.stacked import holds_several, qkv_rows, unstacked
+from nanovllm_cli.weights.stacked import holds_several, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -200,7 +201,7 @@ def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkp
     """Rows of q and k in the order of the checkpoint's rotary pairs; a head's q, k and v together as those of all heads."""
     family = family_of(checkpoint)
     if family.qkv_by_head and adapter.format == "hf" and ours.endswith(".qkv.weight"):
-        return up[list(qkv_rows(spec.attention.num_heads, spec.attention.head_dim))]
+        return up[list(qkv_rows(spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim))]
     interleaved = {"hf": family.interleaved, "gguf": family.interleaved_gguf}
     was, becomes = interleaved[adapter.format], interleaved[checkpoint.format]
     if was == becomes or not ours.endswith((".q.weight", ".k.weight")):

@@ -25,7 +25,7 @@ from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.mtp import mtp_spec
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -269,7 +269,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     spec, sees = text_alone(read_spec(source, PlainReader(source)))
-    family = hf_family_of(gguf_family(source.config), spec)
+    family = hf_family_of(family_of(source), spec)
     names = family.names("hf")
     both = named_on_both_sides(spec, names if spec.has_head else bare_names(names, family), names_of(source))
     named = {theirs: name for name, (theirs, _) in both.items()}
@@ -425,7 +425,7 @@ def _check_name(made: Plan, output: Path) -> None:
 
 def _has_family(source: Checkpoint) -> bool:
     try:
-        (gguf_family if source.format == "gguf" else hf_family)(source.config)
+        family_of(source)
     except (CheckpointError, UnsupportedError):
         return False
     return True

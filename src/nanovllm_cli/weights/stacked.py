@@ -2,7 +2,7 @@
 
     GPT-2       h.3.attn.c_attn.weight [K, 3 N], c_proj, c_fc   the same [3 N, K], turned over
     GPT-NeoX    attention.query_key_value.weight [3 N, K]       the same, q, k and v of all heads behind each other; of each head
-                                                                they lie together; bias alike
+                                                                they lie together; bias alike. Falcon: see InternLM2
     GGUF        blk.3.ffn_gate_exps.weight [E, N, K]            blk.3.ffn_gate_exps.5.weight [N, K]; biases [E, N] alike, and
                                                                 attn_k_b and attn_v_b of latent attention, Gemma 3n's
                                                                 altup_proj and altup_unembd_proj
@@ -57,9 +57,11 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.experts import MAX_EXPERTS
+from nanovllm_cli.models.falcon import key_heads
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.folded import folded
+from nanovllm_cli.weights.key_heads import rows_of
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
@@ -200,30 +202,22 @@ def _turned_over(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
         yield stack, _Part(stack, None, _ALL, turned=True)
 
 
-def qkv_rows(heads: int, head_dim: int) -> tuple[int, ...]:
-    """Where rows of q, of k and of v are that have the three of a head together."""
-    starts = ((3 * head + part) * head_dim for part in range(3) for head in range(heads))
-    return tuple(start + i for start in starts for i in range(head_dim))
-
-
 def _qkv_by_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     heads = config.get("num_attention_heads")
-    if type(heads) is int and 0 < heads <= MAX_PARTS and shape[0] % (3 * heads) == 0:
-        yield stack, _Part(stack, None, qkv_rows(heads, shape[0] // (3 * heads)))
+    if rows := rows_of(heads, key_heads(config) if ".self_attention." in stack else heads, shape[0]):
+        yield stack, _Part(stack, None, rows)
 
 
 def _by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, kind = found.groups()
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
-    heads = text.get("num_attention_heads")
-    keys = text.get("num_key_value_heads") or heads
-    if not (type(heads) is type(keys) is int and heads > 0 and keys > 0) or heads % keys or shape[0] % (heads + 2 * keys):
-        return
-    dim, group = shape[0] // (heads + 2 * keys), heads // keys
-    for part, own in {"q": range(group), "k": range(group, group + 1), "v": range(group + 1, group + 2)}.items():
-        places = [key * (group + 2) + each for key in range(keys) for each in own]
-        yield f"{place}.w{part}.{kind}", _Part(stack, None, tuple(head * dim + i for head in places for i in range(dim)))
+    heads: Any = text.get("num_attention_heads")
+    keys: Any = text.get("num_key_value_heads") or heads
+    if rows := rows_of(heads, keys, shape[0]):
+        own, of_keys = (count * shape[0] // (heads + 2 * keys) for count in (heads, keys))
+        for part, first, end in (("q", 0, own), ("k", own, own + of_keys), ("v", own + of_keys, None)):
+            yield f"{place}.w{part}.{kind}", _Part(stack, None, rows[first:end])
 
 
 def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -303,7 +297,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     ],
     "hf": [
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
-        (re.compile(r"(?:gpt_neox\.)?layers\.\d+\.attention\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
+        (re.compile(r"(?:(?:gpt_neox\.)?layers\.\d+\.attention|(?:transformer\.)?h\.\d+\.self_attention)"
+                    r"\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
          _qkv_by_head),
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
          _by_key_head),

@@ -32,7 +32,7 @@ _SEES = "visual.", "mlp_AR.", "vit."  # where the part that writes has no prefix
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """UnsupportedError for one that is not known, CheckpointError where the checkpoint doesn't say."""
-    return (hf_family if checkpoint.format == "hf" else gguf_family)(checkpoint.config)
+    return hf_family(checkpoint.config) if checkpoint.format == "hf" else gguf_family(checkpoint.config, checkpoint.names())
 
 
 def names_of(checkpoint: Checkpoint) -> dict[str, str]:
