@@ -72,8 +72,8 @@ class Family:
     local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config doesn't list them,
     each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in its GGUF files.
     fused_qkv: q, k and v are one tensor of its folders, qkv_by_head: which has a key head's queries, key and value together;
-    fused_mlp: gate and up are. turned_over: its folders have matrices of layers so (`weights/stacked.py`), and PEFT's adapters say
-    it of theirs.
+    fused_mlp: gate and up are. turned_over: its folders have matrices of layers so (`weights/stacked.py`), and PEFT's adapters
+    say it of theirs.
     assists: it guesses for another model, and does nothing by itself (`assistant.py`).
     ungated: activations of its MLPs, by their names in configs, where these have no gate. both_ways: tokens see those behind
     them; halves_window: where they do, what files call the window is as wide on both sides together. outer: what the names of a
