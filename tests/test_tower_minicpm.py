@@ -73,13 +73,16 @@ def test_a_minicpm_v_as_published() -> None:
 
 def test_a_minicpm_ocr_has_four_times_as_many_tokens() -> None:
     spec = read(OCR, {"patch_size": 16})
-    assert (spec.tower.shrinks, spec.tower.cell, spec.size.tile, spec.size.grows) == (None, 32, 448, True)
+    assert (spec.tower.shrinks, spec.tower.cell, spec.size.tile, spec.size.grows) == (None, 32, 448, "always")
     assert spec.least_tokens == 14 * 14
     assert (read(OCR | {"downsample_mode": "16x"}).tower.shrinks, hf_family(OCR).name) == (6, "qwen3_5")
-    small = read(OCR, {"small_image_upsize": "never"})
-    assert (small.size.grows, small.least_tokens) == (False, 1)
-    with pytest.raises(UnsupportedError, match="small_image_upsize 'adaptive' is not supported"):
-        read(OCR, {"small_image_upsize": "adaptive"})
+    for said, meant in ("never", "never"), ("adaptive", "letters"):
+        small = read(OCR, {"small_image_upsize": said})
+        assert (small.size.grows, small.least_tokens) == (meant, 1)
+    with pytest.raises(UnsupportedError, match="small_image_upsize 'often' is not supported"):
+        read(OCR, {"small_image_upsize": "often"})
+    with pytest.raises(CheckpointError, match="pieces of 83 x 83 pixels, and small images of 84"):
+        read(OCR, {"small_image_upsize": "adaptive", "scale_resolution": 83})
     with pytest.raises(UnsupportedError, match="a tower of the kind 'minicpmv4_6_vision'"):
         read(OCR | {"vision_config": V4_6["vision_config"]})
 
@@ -92,7 +95,7 @@ def test_how_an_image_is_cut_is_transformers(
     assume(max(height, width) <= 200 * min(height, width))
     processor: Any = MiniCPMOcrImageProcessor.__new__(MiniCPMOcrImageProcessor)
     grid = processor.get_sliced_grid((height, width), most, tile)
-    rule = replace(SLICES, multiple=56 if mode == "16x" else 28, most_tiles=most, tile=tile, grows=grows)
+    rule = replace(SLICES, multiple=56 if mode == "16x" else 28, most_tiles=most, tile=tile, grows="always" if grows else "never")
     found = fitted(rule, height, width)
     whole = processor.find_best_resize((height, width), tile, 14, mode, allow_upscale=grid is None and grows)
     assert found.whole == whole

@@ -183,7 +183,7 @@ class SizeRule:
              which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
-             (MiniCPM-V)
+             (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
 
     most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
     """
@@ -201,7 +201,7 @@ class SizeRule:
     small: Literal["", "floor", "round"] = ""
     nearest: Literal["shape", "size"] = "shape"
     grids: tuple[tuple[int, int], ...] = ()
-    grows: bool = True
+    grows: Literal["always", "never", "letters"] = "always"
     most_lines: int = 0
     most_with_ends: int = 0
     dense: Dense | None = None
@@ -431,7 +431,7 @@ class VisionSpec:
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
-        is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows)
+        is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows == "always")
         side = rule.longest_side if rule.kind == "square" else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
         return side * (side + self._ends) + 2 * self._framed + (rule.kind == "mosaic")

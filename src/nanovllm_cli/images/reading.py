@@ -11,6 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.images.letters import size_of, sized
 from nanovllm_cli.images.parts import too_many_parts
 from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, Sizes, fitted
 from nanovllm_cli.images.source import IMAGE
@@ -75,12 +76,16 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
         return Picture((_mosaic(resized(picture, sizes.whole), inner, sizes, rule, (picture.height, picture.width)),))
     first = picture if sizes.first is None else resized(picture, sizes.first)
     if sizes.pieces is None:
-        return Picture((_image(resized(first, sizes.whole), rule),))
+        asked = size_of(picture, rule) if rule.grows == "letters" else sizes.whole
+        return Picture((_image(resized(first, asked), rule),))
     large = resized(first, sizes.pieces)
     rows, columns = sizes.grid or (sizes.pieces[0] // tile, sizes.pieces[1] // tile)
     tall, wide = sizes.pieces[0] // rows, sizes.pieces[1] // columns
     corners = [(column * wide, row * tall) for row in range(rows) for column in range(columns)]
-    pieces = [_image(large.crop((x, y, x + wide, y + tall)), rule) for x, y in corners]
+    cut = [large.crop((x, y, x + wide, y + tall)) for x, y in corners]
+    if rule.grows == "letters":
+        cut = [sized(picture, each, rule, (rows, columns), divmod(i, columns)) for i, each in enumerate(cut)]
+    pieces = [_image(each, rule) for each in cut]
     whole = _image(resized(first if sizes.first is None else large, sizes.whole), rule)
     return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
 

@@ -239,22 +239,26 @@ def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
 def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:
     grid = _slices(rule, height, width)
     if grid is None:
-        grows = rule.grows or height * width > rule.tile**2
-        return Sizes(_of_tile(rule, height, width) if grows else _in_units(rule, height, width))
+        grows = rule.grows != "never" or height * width > rule.tile**2
+        return Sizes(_of_tile(rule, height, width) if grows else in_units(rule, height, width))
     rows, columns = grid
     tall, wide = (max(count, round(side / count) * count) / count for side, count in ((height, rows), (width, columns)))
     piece = _of_tile(rule, tall, wide)
     return Sizes(_of_tile(rule, height, width), (piece[0] * rows, piece[1] * columns), grid=grid)
 
 
-def _of_tile(rule: SizeRule, height: float, width: float) -> Sides:
-    """Of about as many pixels as a tile, and this shape."""
+def of_square(rule: SizeRule, side: int, height: float, width: float) -> Sides:
+    """Of about as many pixels as a square of this side, and this shape."""
     aspect = width / height
-    tall = int(rule.tile / math.sqrt(aspect))
-    return _in_units(rule, tall, int(tall * aspect))
+    tall = int(side / math.sqrt(aspect))
+    return in_units(rule, tall, int(tall * aspect))
 
 
-def _in_units(rule: SizeRule, height: int, width: int) -> Sides:
+def _of_tile(rule: SizeRule, height: float, width: float) -> Sides:
+    return of_square(rule, rule.tile, height, width)
+
+
+def in_units(rule: SizeRule, height: int, width: int) -> Sides:
     rows, columns = (max(1, round(side / rule.multiple)) for side in (height, width))
     return rows * rule.multiple, columns * rule.multiple
 

@@ -5,7 +5,7 @@ cut into pieces of its own shape, which follow all of it. Positions of its token
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from nanovllm_cli.canvas_spec import Markers
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -26,6 +26,8 @@ from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
 
 _MERGES = {"16x": 4, "4x": 2}
+_GROWS: dict[str, Literal["always", "never", "letters"]] = {"always": "always", "never": "never", "adaptive": "letters"}
+_TINY = 84  # pixels on a side, which a small image is made whatever files say
 _NUMBER = "<image_id>{number}</image_id>"
 
 
@@ -97,10 +99,13 @@ def _rule(tower: TowerSpec, images: ConfigReader) -> SizeRule:
             "believed", BROKEN,
         )  # fmt: skip
     most = most if images.flag("slice_mode", True) else 1
-    if (small := images.text("small_image_upsize", "always")) not in ("always", "never"):
-        raise UnsupportedError(f"{images.where}: small_image_upsize {small[:40]!r} is not supported", "known: always, never")
+    if (small := images.text("small_image_upsize", "always")) not in _GROWS:
+        told = f"{images.where}: small_image_upsize {small[:40]!r} is not supported"
+        raise UnsupportedError(told, f"known: {', '.join(_GROWS)}")
+    if small == "adaptive" and tile < _TINY:
+        raise CheckpointError(f"{images.where}: pieces of {tile} x {tile} pixels, and small images of {_TINY}", BROKEN)
     by = resample_of(images, 3)
-    return SizeRule("slices", tower.cell, resample=by, tile=tile, most_tiles=most, grows=small == "always")
+    return SizeRule("slices", tower.cell, resample=by, tile=tile, most_tiles=most, grows=_GROWS[small])
 
 
 _SHRINK = "vision_tower.vit_merger"
