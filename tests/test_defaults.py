@@ -162,7 +162,7 @@ def test_a_head_is_the_embedding_where_transformers_has_it_so(architecture: str)
         theirs = getattr(kind.from_dict(copy.deepcopy(given)), "tie_word_embeddings", False)
         ours = text_config(given).get("tie_word_embeddings", family.tied_by_default)
         ours = ours or may_be_tied(given | {"architectures": [architecture]})
-        unsaid_in_part = whole_says is False and part_says is None  # transformers lets what it takes for granted there overrule it
+        unsaid_in_part = whole_says is False and part_says is None  # what transformers takes for granted there overrules it
         assert ours is bool(theirs) or (ours and part_says) or unsaid_in_part, (whole_says, part_says)
 
 

@@ -29,8 +29,9 @@ from nanovllm_cli.images.sizes import fitted, most_rows, most_rows_of_all
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.towers import tower_family
+from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.text.image_tokens import with_marks
-from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, VisionSpec
 from test_images import colours, saved, seeing
 from test_llm import write_byte_tokenizer
 

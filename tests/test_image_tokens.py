@@ -15,11 +15,12 @@ from nanovllm_cli.errors import NanovllmError, TemplateError, UnsupportedError, 
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.senses import read_parts
+from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TokenIds, TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import ImageTokens, TokenIds, TowerSpec, VisionSpec
 from seeing import TEMPLATE, png, seeing_model
 from test_llm import write_byte_tokenizer
 

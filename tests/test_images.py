@@ -26,7 +26,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows
-from nanovllm_cli.vision_spec import Image, ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import Image, ImageTokens, TowerSpec, VisionSpec
 
 AREA = SizeRule("area", 28, min_pixels=56 * 56, max_pixels=28 * 28 * 12)
 LONGEST = SizeRule("longest", 28, longest_side=112)

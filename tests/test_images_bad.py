@@ -24,7 +24,8 @@ from nanovllm_cli.images import reading
 from nanovllm_cli.images.parts import MAX_PARTS, too_many_parts
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.source import IMAGE, data_url
-from nanovllm_cli.vision_spec import ImageTokens, Picture, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, Picture, TowerSpec, VisionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
 TOWER = TowerSpec(

@@ -17,7 +17,7 @@ from PIL import ImageDraw
 from nanovllm_cli.images.letters import components, grown, threshold
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted
-from nanovllm_cli.vision_spec import SizeRule
+from nanovllm_cli.size_spec import SizeRule
 from test_images import saved, seeing
 
 OCR = importlib.import_module("transformers.models.minicpm_ocr.image_processing_minicpm_ocr")

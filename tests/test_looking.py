@@ -23,7 +23,8 @@ from nanovllm_cli.engine.sight import MOST_BEGUN, Sight
 from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.models.tower import Stages, Tower, next_stage, tower_shapes
-from nanovllm_cli.vision_spec import Image, ImageTokens, PlacedImage, SizeRule, TokenIds, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import Image, ImageTokens, PlacedImage, TokenIds, TowerSpec, VisionSpec
 from test_vision import MODELS, an_image, opened, prompt_with
 
 TOWER = TowerSpec(
@@ -405,12 +406,13 @@ def test_of_images_that_are_alike_the_first_takes_room() -> None:
 
 
 def test_images_among_some_tokens_are_found_by_halving() -> None:
-    """Against a look at each. A prompt may have hundreds of pieces, and every token that is drawn asks. Some are of a sound, whose
-    rotary positions are those of a text."""
+    """Against a look at each. A prompt may have hundreds of pieces, and every token that is drawn asks. Some are of a sound,
+    whose rotary positions are those of a text."""
     rng, images, start = random.Random(1), [], 0
     for _ in range(40):
         start += rng.choice([0, 0, 1, 9])
-        images.append(PlacedImage(Image.of(1, 1, bytes(3)), start, rng.randint(1, 3), rng.randint(1, 4), has_grid=len(images) % 3 > 0))
+        rows, columns = rng.randint(1, 3), rng.randint(1, 4)
+        images.append(PlacedImage(Image.of(1, 1, bytes(3)), start, rows, columns, has_grid=len(images) % 3 > 0))
         start = images[-1].end
     request = Request("it", tuple(range(start + 9)), greedy(1), start + 10, (), 0.0, images=tuple(images))
     for begin in range(start + 9):

@@ -24,8 +24,9 @@ from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, NanovllmErr
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.text.image_tokens import in_vocabulary, with_images, with_marks
-from nanovllm_cli.vision_spec import Image, Picture, SizeRule, TokenIds, VisionSpec
+from nanovllm_cli.vision_spec import Image, Picture, TokenIds, VisionSpec
 from nanovllm_cli.weights import convert, files, hub
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file, tower_or_note

@@ -20,10 +20,11 @@ from nanovllm_cli.hearing_spec import EarSpec, HearingSpec, Senses, Transcript
 from nanovllm_cli.models.tower_layers import TowerRows
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.senses import kinds_of, read_parts
+from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.text.chat_template import ChatTemplate, prepare_chat
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, ImagePart
 from nanovllm_cli.text.messages import template_messages
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, SizeRule, Sound, TokenIds, TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, Sound, TokenIds, TowerSpec, VisionSpec
 from perceiving import perceiving_model
 from seeing import png
 from sounding import in_base64, noise, wav

@@ -28,9 +28,10 @@ from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.ports import EngineState
 from nanovllm_cli.server.settings import IMAGES_BODY, TEXTS_BODY, ServeSettings
+from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import ImageTokens, Picture, SizeRule, TokenIds, TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import ImageTokens, Picture, TokenIds, TowerSpec, VisionSpec
 from seeing import FIRST, TEMPLATE, WORDS, png, seeing_model
 from server_fakes import FakeEngine, FakeModels, FakePool
 from test_llm import write_byte_tokenizer

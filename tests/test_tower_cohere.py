@@ -24,7 +24,8 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows_of_all
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.vision_spec import Picture, SizeRule
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import Picture
 from test_image_pieces import blank, read
 from test_images import colours, saved, seeing
 

@@ -26,7 +26,7 @@ from nanovllm_cli.images.sizes import fitted, most_rows_of_all
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.vision_spec import SizeRule
+from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from seeing import FIRST

@@ -21,7 +21,8 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models import tower_attention
 from nanovllm_cli.models.tower_attention import TorchAttention
-from nanovllm_cli.vision_spec import Image, ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import Image, ImageTokens, TowerSpec, VisionSpec
 from nanovllm_cli.weights.vision import vision_bytes
 from test_towers import TEXT, Made, Rows, copy, difference, draw, image, open_tower
 from test_vision_config import read, write

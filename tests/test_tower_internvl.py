@@ -27,7 +27,8 @@ from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows_of_all
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.vision_spec import SizeRule, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.mmproj import check_mmproj, open_mmproj, read_mmproj

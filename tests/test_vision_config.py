@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.vision_spec import Image, ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import Image, ImageTokens, TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.vision import check_tower, read_vision, vision_bytes
 

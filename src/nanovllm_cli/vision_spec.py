@@ -7,13 +7,13 @@ Frozen values without tensors, which cross to other processes as they are.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.canvas_spec import Canvas, Lying, Markers, are_canvases
-from nanovllm_cli.mosaic import Mosaic, most_rows
+from nanovllm_cli.mosaic import Mosaic
+from nanovllm_cli.size_spec import SizeRule
 
 
 class Image(NamedTuple):
@@ -149,67 +149,6 @@ class TokenIds(list[int]):
         """With tokens behind these; their images stay where they are."""
         assert not isinstance(behind, TokenIds) or not behind.images
         return TokenIds([*self, *behind], self.images)
-
-
-class Dense(NamedTuple):
-    """Images that a canvas of its most tiles makes narrower than `scale`, if width by height is more than `least` and at most
-    `most`, may have so many tiles."""
-
-    tiles: int
-    scale: float
-    least: float
-    most: float
-
-
-@dataclass(frozen=True, slots=True)
-class SizeRule:
-    """Which size an image is made, by kind; sides are multiples of `multiple`. Into which pieces it is cut, squares of `tile`
-    pixels, if it is; what shows all of it then is behind them.
-
-    area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL); where a side is shorter than
-             `multiple` and `small` says how the other is rounded, made that long first (GLM-4V, PaddleOCR-VL)
-    longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
-    square   longest_side on either side, whatever its shape (SigLIP); what is no whole multiple of that is cut off
-    middle   a tile of its middle, with the shorter side made a tile long (CLIP)
-    mosaic   one of `grids` of tiles, in lines and columns: that which shows the most of its pixels, and of those that with the
-             least around it, which is black; all of it, in front of these, in one tile. Of tiles as of "square" (LLaVA-NeXT)
-    largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
-    tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
-             where most_tiles is 1 (Idefics3)
-    grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
-             columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
-    canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
-             tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
-             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
-    slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
-             front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
-             (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
-
-    most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
-    """
-
-    kind: Literal["area", "longest", "square", "middle", "mosaic", "largest", "tiles", "grid", "canvas", "slices"]
-    multiple: int
-    min_pixels: int = 0
-    max_pixels: int = 0
-    longest_side: int = 0
-    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
-    tile: int = 0
-    least_tiles: int = 0
-    most_tiles: int = 0
-    tolerance: float = 1.0
-    small: Literal["", "floor", "round"] = ""
-    nearest: Literal["shape", "size"] = "shape"
-    grids: tuple[tuple[int, int], ...] = ()
-    grows: Literal["always", "never", "letters"] = "always"
-    most_lines: int = 0
-    most_with_ends: int = 0
-    dense: Dense | None = None
-
-    @property
-    def all_tiles(self) -> int:
-        """Most that any image is cut into."""
-        return self.most_tiles if self.dense is None else max(self.most_tiles, self.dense.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,32 +338,8 @@ class VisionSpec:
 
     def limited(self, most: int) -> VisionSpec:
         """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed."""
-        cell, rule, ends = self.tower.cell, self.size, self._ends
-        area = most * cell**2
-        size = replace(rule, min_pixels=min(rule.min_pixels, area), max_pixels=min(rule.max_pixels, area))
-        if rule.kind == "longest":
-            side = max(1, (math.isqrt(4 * most + ends) - ends) // 2)  # of a square, which with its ends has the most
-            size = replace(size, longest_side=min(rule.longest_side, side * cell))
-        elif rule.kind == "area" and ends:
-            size = replace(size, most_with_ends=max(1, most - 2 * self._framed))
-        elif rule.kind == "tiles":  # one of those that there is room for shows all of the image
-            tiles = max(0, most // (rule.tile // cell) ** 2 - 1)
-            size = replace(size, longest_side=min(rule.longest_side, max(1, math.isqrt(tiles)) * rule.tile))
-        elif rule.kind == "canvas":
-            tiles = max(1, most // (rule.tile // cell) ** 2 - 1)
-            dense = None if rule.dense is None else rule.dense._replace(tiles=min(rule.dense.tiles, tiles))
-            least, more = min(rule.least_tiles, tiles), min(rule.most_tiles, tiles)
-            size = replace(size, least_tiles=least, most_tiles=more, dense=dense)
-        elif rule.kind == "grid":
-            tiles = max(0, area - size.max_pixels) // rule.tile**2
-            size = replace(size, most_tiles=min(rule.most_tiles, tiles))
-        elif rule.kind == "slices":
-            piece = (rule.tile / cell) ** 2 + 1.25 * rule.tile / cell + 0.25  # where one is four times as long as wide, rounded
-            tiles = max(1, most // math.floor(piece) - 1)
-            size = replace(size, most_tiles=min(rule.most_tiles, tiles))
-        elif rule.kind == "mosaic":
-            side = rule.tile // cell
-            size = replace(size, grids=tuple(grid for grid in rule.grids if most_rows(grid, side, self.tower.squares) <= most))
+        tower = self.tower
+        size = self.size.limited(most, tower.cell, ends=self._ends, framed=self._framed, squares=tower.squares)
         return replace(self, size=size)
 
     @property

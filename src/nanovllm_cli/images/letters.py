@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from nanovllm_cli.images.sizes import Sides, in_units, of_square
-from nanovllm_cli.vision_spec import SizeRule
+from nanovllm_cli.size_spec import SizeRule
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Pixels

@@ -17,7 +17,8 @@ from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, Sizes, fitted
 from nanovllm_cli.images.source import IMAGE
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.sent import Recent
-from nanovllm_cli.vision_spec import Image, Picture, SizeRule, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import Image, Picture, VisionSpec
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Pixels

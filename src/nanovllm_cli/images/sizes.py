@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nanovllm_cli import mosaic
-from nanovllm_cli.vision_spec import SizeRule, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import VisionSpec
 
 MAX_ASPECT = 200  # Qwen2-VL's bound on how much longer one side is than the other
 

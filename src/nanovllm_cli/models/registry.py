@@ -440,8 +440,6 @@ def may_be_tied(config: Mapping[str, Any]) -> bool:
     return (told is None and config["architectures"][0] in TIED_UNLESS_TOLD) or inner.get("tie_word_embeddings") is True
 
 
-def gguf_family(metadata: Mapping[str, Any]) -> Family:
-    """By "general.architecture"."""
 def gguf_family(metadata: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     """By "general.architecture", and where that is not enough by the names of the file's tensors."""
     name = metadata.get("general.architecture")

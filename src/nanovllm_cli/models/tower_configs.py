@@ -15,7 +15,8 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS, text_config
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 MAX_SIDE = 1 << 14
 MAX_PIXELS = MAX_SIDE**2

@@ -55,7 +55,8 @@ from nanovllm_cli.models.towers_qwen import (
     qwen3_vl,
 )
 from nanovllm_cli.models.towers_tiled import IDEFICS3_NAMES, LFM2_NAMES, idefics3, lfm2
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _GEMMA_TOKENS = ImageTokens(
     "<start_of_image>", "<image_soft_token>", before="\n\n<start_of_image>", after="<end_of_image>\n\n"

@@ -22,7 +22,8 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_tiled import MOST_TILES
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _PART, _BEGIN, _END, _BREAK = "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
 _AYA_TOKENS = ImageTokens(

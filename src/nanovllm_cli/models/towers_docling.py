@@ -28,7 +28,8 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_tiled import AROUND, MOST_TILES
-from nanovllm_cli.vision_spec import Dense, ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import Dense, SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _LINES = 16
 """Of pieces at most, and columns: more have no tokens."""

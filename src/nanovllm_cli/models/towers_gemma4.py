@@ -22,7 +22,8 @@ from nanovllm_cli.models.tower_configs import (
     theta_of,
     vision_section,
 )
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 TOKENS = ImageTokens("<|image|>", "<|image|>", before="<|image>", after="<image|>")
 _AS_THEY_ARE: tuple[Three, Three] = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

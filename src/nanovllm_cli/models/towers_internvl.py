@@ -25,7 +25,8 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_tiled import MOST_TILES
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _TOKENS = ImageTokens("<IMG_CONTEXT>", "<IMG_CONTEXT>", before="<img>", after="</img>", line="\n")

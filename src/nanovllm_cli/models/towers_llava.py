@@ -27,7 +27,8 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_tiled import MOST_TILES
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _CLIP, _SIGLIP = "clip_vision_model", "siglip_vision_model"
 _TOKENS = ImageTokens("<image>", "<image>", line="\n")

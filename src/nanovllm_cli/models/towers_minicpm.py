@@ -23,7 +23,8 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_tiled import MOST_TILES
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _MERGES = {"16x": 4, "4x": 2}
 _GROWS: dict[str, Literal["always", "never", "letters"]] = {"always": "always", "never": "never", "adaptive": "letters"}

@@ -22,7 +22,8 @@ from nanovllm_cli.models.tower_configs import (
     vision_section,
     weights_and_biases,
 )
-from nanovllm_cli.vision_spec import ImageTokens, SizeRule, TowerSpec, VisionSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 MOST_TILES = 1 << 10
 """That an image is cut into, whatever files say."""

@@ -1,0 +1,100 @@
+"""Which size an image is made before a tower reads it, as plain values. What follows from them: `images/sizes.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from nanovllm_cli.mosaic import most_rows
+
+
+class Dense(NamedTuple):
+    """Images that a canvas of its most tiles makes narrower than `scale`, if width by height is more than `least` and at most
+    `most`, may have so many tiles."""
+
+    tiles: int
+    scale: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """Which size an image is made, by kind; sides are multiples of `multiple`. Into which pieces it is cut, squares of `tile`
+    pixels, if it is; what shows all of it then is behind them.
+
+    area     as near to its own shape as may be, with min_pixels to max_pixels in all (Qwen2-VL); where a side is shorter than
+             `multiple` and `small` says how the other is rounded, made that long first (GLM-4V, PaddleOCR-VL)
+    longest  its own shape, no side longer than longest_side, sides rounded up (Pixtral)
+    square   longest_side on either side, whatever its shape (SigLIP); what is no whole multiple of that is cut off
+    middle   a tile of its middle, with the shorter side made a tile long (CLIP)
+    mosaic   one of `grids` of tiles, in lines and columns: that which shows the most of its pixels, and of those that with the
+             least around it, which is black; all of it, in front of these, in one tile. Of tiles as of "square" (LLaVA-NeXT)
+    largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
+    tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
+             where most_tiles is 1 (Idefics3)
+    grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
+             columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
+    canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
+             tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
+             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
+    slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
+             front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
+             (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
+
+    most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
+    """
+
+    kind: Literal["area", "longest", "square", "middle", "mosaic", "largest", "tiles", "grid", "canvas", "slices"]
+    multiple: int
+    min_pixels: int = 0
+    max_pixels: int = 0
+    longest_side: int = 0
+    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
+    tile: int = 0
+    least_tiles: int = 0
+    most_tiles: int = 0
+    tolerance: float = 1.0
+    small: Literal["", "floor", "round"] = ""
+    nearest: Literal["shape", "size"] = "shape"
+    grids: tuple[tuple[int, int], ...] = ()
+    grows: Literal["always", "never", "letters"] = "always"
+    most_lines: int = 0
+    most_with_ends: int = 0
+    dense: Dense | None = None
+
+    @property
+    def all_tiles(self) -> int:
+        """Most that any image is cut into."""
+        return self.most_tiles if self.dense is None else max(self.most_tiles, self.dense.tiles)
+
+    def limited(self, most: int, cell: int, *, ends: int = 0, framed: bool = False, squares: int = 0) -> SizeRule:
+        """The same for images of at most so many tokens of `cell` pixels on a side, with `ends` more behind each line, and two
+        around those that are `framed`. squares: of a mosaic, as `TowerSpec` has them."""
+        area = most * cell**2
+        size = replace(self, min_pixels=min(self.min_pixels, area), max_pixels=min(self.max_pixels, area))
+        if self.kind == "longest":
+            side = max(1, (math.isqrt(4 * most + ends) - ends) // 2)  # of a square, which with its ends has the most
+            size = replace(size, longest_side=min(self.longest_side, side * cell))
+        elif self.kind == "area" and ends:
+            size = replace(size, most_with_ends=max(1, most - 2 * framed))
+        elif self.kind == "tiles":  # one of those that there is room for shows all of the image
+            tiles = max(0, most // (self.tile // cell) ** 2 - 1)
+            size = replace(size, longest_side=min(self.longest_side, max(1, math.isqrt(tiles)) * self.tile))
+        elif self.kind == "canvas":
+            tiles = max(1, most // (self.tile // cell) ** 2 - 1)
+            dense = None if self.dense is None else self.dense._replace(tiles=min(self.dense.tiles, tiles))
+            least, more = min(self.least_tiles, tiles), min(self.most_tiles, tiles)
+            size = replace(size, least_tiles=least, most_tiles=more, dense=dense)
+        elif self.kind == "grid":
+            tiles = max(0, area - size.max_pixels) // self.tile**2
+            size = replace(size, most_tiles=min(self.most_tiles, tiles))
+        elif self.kind == "slices":
+            piece = (self.tile / cell) ** 2 + 1.25 * self.tile / cell + 0.25  # where one is four times as long as wide, rounded
+            tiles = max(1, most // math.floor(piece) - 1)
+            size = replace(size, most_tiles=min(self.most_tiles, tiles))
+        elif self.kind == "mosaic":
+            fits = (grid for grid in self.grids if most_rows(grid, self.tile // cell, squares) <= most)
+            size = replace(size, grids=tuple(fits))
+        return size
