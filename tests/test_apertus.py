@@ -13,7 +13,8 @@ from engines import random_model, save, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import XieluSpec
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.random_weights import RandomCheckpoint

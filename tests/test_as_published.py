@@ -26,7 +26,8 @@ from engines import SMALL, engine_for, greedy, random_model, run, save, worker_f
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert import TINY

@@ -28,7 +28,8 @@ from nanovllm_cli import LLM
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, NanovllmError, PromptTooLongError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.planning import check
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.verify import compare, context_of, trace, trace_transformers

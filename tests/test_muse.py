@@ -17,7 +17,8 @@ from engines import SMALL, engine_for, greedy, random_model, run, save, worker_f
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.planning.facts import facts_of, parameters
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec

@@ -28,7 +28,8 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.sizes import fitted, most_rows_of_all
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.vision_spec import Image
 from seeing import FIRST, hunyuan_as_published
 from test_image_pieces import read

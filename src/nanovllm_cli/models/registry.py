@@ -1,10 +1,11 @@
-"""Which family a checkpoint belongs to, by the name it gives itself. A new model is a row here and what the row points to."""
+"""Which family a checkpoint belongs to, by the name it gives itself. A new model is a row here, one in
+`registry_gguf.py`, and what they point to."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -14,12 +15,12 @@ from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.cohere import COHERE, COHERE2
-from nanovllm_cli.models.cohere2_moe import COHERE2_MOE, family_of_cohere2moe
-from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
+from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
+from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
-from nanovllm_cli.models.falcon import FALCON, family_of_falcon, family_of_falcon_gguf
+from nanovllm_cli.models.falcon import FALCON, family_of_falcon
 from nanovllm_cli.models.falcon_h1 import FALCON_H1
 from nanovllm_cli.models.families import (
     ARCEE,
@@ -44,10 +45,10 @@ from nanovllm_cli.models.families import (
 )
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.flint import FLINT
-from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING, VAULT_GEMMA
+from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_UNIFIED
-from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN, family_of_glm4
+from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN
 from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neo import GPT_J, GPT_NEO
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
@@ -60,7 +61,6 @@ from nanovllm_cli.models.granite import (
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
-    GRANITE_STATES,
     GRANITE_SWA,
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
@@ -79,8 +79,8 @@ from nanovllm_cli.models.mistral import LLAVA, LLAVA_MISTRAL, MINISTRAL3, MISTRA
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanochat import NANOCHAT
-from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_H_MOE
-from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT, NOMIC_BERT_MOE
+from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H
+from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
@@ -312,99 +312,6 @@ MINICPM_VS = tuple(f"MiniCPM{each}ForConditionalGeneration" for each in ("Ocr", 
 TEXTS_OF_MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
 OF_ANOTHER_CLASS = {"exaone": EXAONE, "sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
-GGUF_ARCHITECTURES: dict[str, Family] = {
-    "afmoe": AFMOE,
-    "llama": LLAMA,
-    "llama4": LLAMA4,
-    "mistral": MISTRAL,
-    "apertus": APERTUS,
-    "arcee": ARCEE,
-    "cohere2": COHERE2,
-    "cohere2moe": COHERE2_MOE,
-    "command-r": COHERE,
-    "deepseek2": DEEPSEEK2,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3moe": QWEN3_MOE,
-    "qwen2moe": QWEN2_MOE,
-    "qwen3next": QWEN3_NEXT,
-    "qwen35": QWEN3_5,
-    "qwen35moe": QWEN3_5_MOE,
-    "qwen2vl": QWEN2,
-    "qwen3vl": QWEN3,
-    "qwen3vlmoe": QWEN3_MOE,
-    "ernie4_5": ERNIE4_5,
-    "ernie4_5-moe": ERNIE4_5_MOE,
-    "dots1": DOTS1,
-    "exaone4": EXAONE4,
-    "exaone-moe": EXAONE_MOE,
-    "falcon": FALCON,
-    "falcon-h1": FALCON_H1,
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
-    "gemma3n": GEMMA3N,
-    "gemma4": GEMMA4,
-    "gemma4-assistant": GEMMA4_ASSISTANT,
-    "gemma-embedding": GEMMA_EMBEDDING,
-    "bailingmoe2": BAILING_MOE2,
-    "bert": BERT,
-    "bitnet": BITNET,
-    "eurobert": EUROBERT,
-    "llama-embed": LLAMA_BOTH_WAYS,
-    "jina-bert-v2": JINA_BERT,
-    "modern-bert": MODERNBERT,
-    "nomic-bert": NOMIC_BERT,
-    "jina-bert-v3": JINA_BERT_3,
-    "nomic-bert-moe": NOMIC_BERT_MOE,
-    "chatglm": GLM,
-    "exaone": EXAONE,
-    "glm4": GLM4,
-    "glm4moe": GLM4_MOE,
-    "gpt-oss": GPT_OSS,
-    "gpt2": GPT2,
-    "gptneox": GPT_NEOX,
-    "granite": GRANITE,
-    "granitehybrid": GRANITE_STATES,
-    "granitemoe": GRANITE_MOE,
-    "granite_swa": GRANITE_MOE_SWA,
-    "hunyuan-dense": HUNYUAN_DENSE,
-    "hunyuan-moe": HUNYUAN_MOE,
-    "hunyuan_vl": HUNYUAN_VL,
-    "hy_v3": HY_V3,
-    "internlm2": INTERNLM2,
-    "kimi-linear": KIMI_LINEAR,
-    "laguna": LAGUNA,
-    "lfm2": LFM2,
-    "lfm2moe": LFM2_MOE,
-    "mamba": MAMBA,
-    "mamba2": MAMBA2,
-    "mellum": MELLUM,
-    "minicpm": MINICPM,
-    "minicpm3": MINICPM3,
-    "minimax-m2": MINIMAX_M2,
-    "mistral3": MINISTRAL3,
-    "mistral4": MISTRAL4,
-    "jais2": JAIS2,
-    "jamba": JAMBA,
-    "muse-glimmer": MUSE_GLIMMER,
-    "nemotron": NEMOTRON,
-    "nemotron_h": NEMOTRON_H,
-    "nemotron_h_moe": NEMOTRON_H_MOE,
-    "olmo": OLMO,
-    "olmo2": OLMO2,
-    "olmoe": OLMOE,
-    "paddleocr": PADDLEOCR,
-    "phi2": PHI,
-    "phi3": PHI3,
-    "phimoe": PHIMOE,
-    "seed_oss": SEED_OSS,
-    "smollm3": SMOLLM3,
-    "stablelm": STABLELM,
-    "starcoder": GPT_BIGCODE,
-    "starcoder2": STARCODER2,
-}
-
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
 """Names of other architectures whose tokens see those behind them."""
 
@@ -422,13 +329,13 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     if names[0] == "InternVLChatModel" and isinstance(inner, Mapping):
         return hf_family(inner)
     if names[0] in TEXTS_OF and kind is not None:
-        return _look_up(str(kind), TEXTS_OF[names[0]])
+        return look_up(str(kind), TEXTS_OF[names[0]])
     if names[0] == "InternVLForConditionalGeneration":
-        return _look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
+        return look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
     if names[0] in MINICPM_VS and kind is not None:
-        return _look_up(str(kind), TEXTS_OF_MINICPM_V)
+        return look_up(str(kind), TEXTS_OF_MINICPM_V)
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
-    return own or others.get(names[0]) or _look_up(names[0], HF_ARCHITECTURES)
+    return own or others.get(names[0]) or look_up(names[0], HF_ARCHITECTURES)
 
 
 def may_be_tied(config: Mapping[str, Any]) -> bool:
@@ -440,18 +347,8 @@ def may_be_tied(config: Mapping[str, Any]) -> bool:
     return (told is None and config["architectures"][0] in TIED_UNLESS_TOLD) or inner.get("tie_word_embeddings") is True
 
 
-def gguf_family(metadata: Mapping[str, Any], names: Collection[str] = ()) -> Family:
-    """By "general.architecture", and where that is not enough by the names of the file's tensors."""
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
-    if name == "falcon":
-        return family_of_falcon_gguf(metadata, names)
-    by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4, "cohere2moe": family_of_cohere2moe}.get(name)
-    return _look_up(name, GGUF_ARCHITECTURES) if by_more is None else by_more(metadata)
-
-
-def _look_up(name: str, table: dict[str, Family]) -> Family:
+def look_up(name: str, table: dict[str, Family]) -> Family:
+    """The row of the table, or an error that lists what is there."""
     if name in table:
         return table[name]
     if _BOTH_WAYS.search(name):

@@ -18,7 +18,7 @@ from nanovllm_cli.config import Lora, LoraModule
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import MISTRAL, MIXTRAL
-from nanovllm_cli.models.registry import GGUF_ARCHITECTURES
+from nanovllm_cli.models.registry_gguf import GGUF_ARCHITECTURES
 from nanovllm_cli.weights.adapter import MERGE_FIRST, Adapter, LowRank, open_adapter
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
 from nanovllm_cli.weights.convert_names import (

@@ -13,7 +13,8 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.names import HF_IGNORED, MTP_GGUF_NAMES
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.further import gguf_dense_tensors
 from nanovllm_cli.weights.heads import head_tensors
