@@ -97,6 +97,7 @@ def test_what_a_functionary_has_for_python_is_for_a_tool_of_that_name() -> None:
         ("all\nLet me look.\n>>>now\n{}", "Let me look.", [NOW]),
         ('weather\n{"city": "Köln", "days": 3}>>>now\n{}\n>>>now\n{}', "", [WEATHER, NOW, NOW]),
         ("all\n>>> 1 + 1 >>>> 2\n>>>now", ">>> 1 + 1 >>>> 2\n>>>now", []),
+        ("all\n>>> a >>>now\n{}", ">>> a", [NOW]),
         ("all\nall\nnow\n{}", "all\nnow\n{}", []),
         ("all\nOne.>>>all\n", "One.", []),
         ("whether\n{}", "whether\n{}", []),
@@ -232,3 +233,11 @@ def test_texts_and_calls_have_one_order_however_they_arrive(name: str, whole_cal
     expected = ["One. ", 0, " Two. ", 1, "Three."] if name in MESSAGES else ["One.", 0, "Two.", 1, "Three."]
     for pieces in (text, *((text[:cut], text[cut:]) for cut in range(0, len(text), 2))):
         assert order(pieces, known.parser("", TOOLS, whole_calls=whole_calls)) == expected
+
+
+def test_what_was_held_to_the_end_has_its_order_too() -> None:
+    """Of models that forget to close their reasoning."""
+    text = f"<think>Hm. {ONE['qwen3_coder']}Two. {ONE['qwen3_coder']} Three. {ONE['qwen3_coder'][:60]}"
+    for whole_calls in (False, True):
+        parser = form("qwen3_coder", "think").parser("", TOOLS, whole_calls=whole_calls)
+        assert order([text], parser) == [0, "Two.", 1, "Three.", 2]

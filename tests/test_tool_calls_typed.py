@@ -268,9 +268,11 @@ def test_other_tags_of_a_minimax(body: str, arguments: Any) -> None:
         assert answer(form("minimax_m3"), text, tools=tools, whole_calls=True) == ("", content, expected)
 
 
-def test_a_minimax_that_nests_without_an_end() -> None:
-    text = minimax("^<new>" * 100)
-    assert read(form("minimax_m3").parser("", TOOLS, whole_calls=True), text) == ("", text, [])
+def test_how_deep_a_minimax_may_nest() -> None:
+    for depth, calls in ((64, 1), (65, 0)):
+        text = minimax("^<a>" * depth + "^</a>" * depth)
+        _, content, found = read(form("minimax_m3").parser("", TOOLS, whole_calls=True), text)
+        assert (content, len(found)) == ("" if calls else text, calls)
 
 
 @pytest.mark.parametrize(
