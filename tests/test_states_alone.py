@@ -19,7 +19,7 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from test_delta import LONG, REPEATING, check_nothing_is_lost
 from test_models import CASES, MAMBA2
-from test_quant_engine import difference, logits_of
+from test_quant_engine import difference, expected_logits, logits_of
 
 PROMPTS = [[5], LONG[:300], [*LONG[:256], 3], LONG[300:370]]
 ASKED = [(ids, greedy(20, logprobs=2)) for ids in PROMPTS]
@@ -116,6 +116,17 @@ def test_codestral_mamba_has_another_prefix(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "config.json").symlink_to(folder / "config.json")
     found, wanted = (logits_of(worker_for(each), PROMPTS[:1]) for each in (tmp_path, folder))
     assert difference(found, wanted) == 0
+
+
+def test_a_mamba_is_read_by_the_names_that_it_first_had(tmp_path: Path) -> None:
+    """As state-spaces had them: another name of the embedding, and the head once more."""
+    reference = random_model(CASES["mamba"])
+    folder = save(reference, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("backbone.embeddings.weight")
+    tensors |= {"backbone.embedding.weight": embedding, "lm_head.weight": embedding.clone()}
+    save_file(tensors, folder / "model.safetensors")
+    assert difference(logits_of(worker_for(folder), PROMPTS[3:]), expected_logits(reference, PROMPTS[3:])) < 1e-4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

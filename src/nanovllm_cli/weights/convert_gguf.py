@@ -103,7 +103,8 @@ _OF_NO_USE = {
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
     "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine", "use_mambapy", "use_associative_scan",
-    "time_step_init_scheme", "time_step_scale",
+    "time_step_init_scheme", "time_step_scale", "mamba_inner_layernorms", "calc_logits_for_entire_prompt", "d_model", "d_inner",
+    "fused_add_norm", "rms_norm", "pad_vocab_size_multiple",
 }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Folders that transformers has saved with other names, or rows, than those that are published.
+"""Folders that transformers has saved with other names, or rows, than those that are published, and one that it renames.
 
     OLMo Hybrid  layers.3.feedforward_layer_norm.weight      of a layer with attention: layers.3.post_attention_layernorm.weight
                  linear_attn.q_conv1d.weight, k_…, v_…       of any lengths: taps of q, k and v behind each other
     Kimi Linear  layers.0.block_sparse_moe.up_proj.weight    of a layer without experts: layers.0.mlp.up_proj.weight
+    Mamba        backbone.embedding.weight                   backbone.embeddings.weight
 
 What is published is read as it is. Not covered: pickles.
 """
@@ -21,6 +22,8 @@ _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
 _TAPS = re.compile(r"(model\.layers\.\d+\.linear_attn)\.q_conv1d\.weight")
 _DENSE = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
 
+_FIRST_EMBEDDING = "backbone.embedding.weight"
+
 
 class _Piece(NamedTuple):
     """Rows of a tensor of the files; end None: all."""
@@ -33,12 +36,15 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear"):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba"):
         return checkpoint
     names = set(checkpoint.names())
     pieces: dict[str, list[_Piece]] = {}
     for name in names:
-        if kind == "kimi_linear" and (found := _DENSE.fullmatch(name)):
+        if kind == "mamba":
+            if name == _FIRST_EMBEDDING:
+                pieces["backbone.embeddings.weight"] = [_Piece(name, 0, None)]
+        elif kind == "kimi_linear" and (found := _DENSE.fullmatch(name)):
             pieces[f"{found[1]}.mlp.{found[2]}"] = [_Piece(name, 0, None)]
         elif found := _NORM.fullmatch(name):
             saved, published = (f"{found[1]}.{norm}.weight" for norm in ("feedforward_layer_norm", "post_attention_layernorm"))
