@@ -112,7 +112,7 @@ def test_help_names_every_command(tmp_path: Path) -> None:
 
 
 def test_an_unknown_command_names_the_nearest(tmp_path: Path) -> None:
-    done = chat(tmp_path, "/regn", "/zzz", "/clear up")
+    done = chat(tmp_path, "/regn", "/zzz", "/clear up", "/ls", "/show parameters", "/set nohistory")
     assert done.code == 2
     assert done.err.splitlines() == [
         "error: there is no command /regn",
@@ -120,6 +120,12 @@ def test_an_unknown_command_names_the_nearest(tmp_path: Path) -> None:
         "error: there is no command /zzz",
         "hint: /help lists them (//… sends a message that begins with /)",
         "error: /clear takes nothing behind it",
+        "error: there is no command /ls",
+        "hint: here it is /model NAME; nanovllm models list shows what is here (//… sends a message that begins with /)",
+        "error: /show parameters?",
+        "hint: here it is /show settings",
+        "error: there is no setting 'nohistory'",
+        "hint: here it is nanovllm chat --no-save",
     ]
 
 

@@ -125,7 +125,9 @@ def _show(chat: Chat, argument: str) -> None:
     if argument == "template":
         chat.display.say(chat.model.template)
     elif argument not in ("", "model", "system", "settings"):
-        raise UsageError(f"/show {argument[:40]}?", "/show settings, template, system or model")
+        meant = _SHOWN.get(argument)
+        told = f"here it is /show {meant}" if meant else "/show settings, template, system or model"
+        raise UsageError(f"/show {argument[:40]}?", told)
 
 
 def _system(chat: Chat, argument: str) -> None:
@@ -416,6 +418,9 @@ COMMANDS: tuple[Command, ...] = (
 _HABITS = {
     "?": "help", "h": "help", "retry": "regen", "regenerate": "regen", "reset": "clear", "new": "clear", "read": "file",
     "q": "exit", "info": "show", "context": "ctx", "tokens": "ctx", "sessions": "load", "sys": "system", "verbose": "stats",
+    "list": "model NAME; nanovllm models list shows what is here", "ls": "model NAME; nanovllm models list shows what is here",
 }  # fmt: skip
 """What other programs' chats call them."""
+_SHOWN = {"info": "model", "license": "model", "parameters": "settings"}
+"""What Ollama's `/show` calls what ours has."""
 _BY_NAME = {name: command for command in COMMANDS for name in command.names}

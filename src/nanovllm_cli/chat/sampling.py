@@ -24,6 +24,8 @@ DEFAULT = "default"
 _HABITS = {
     "parameter": "/set NAME VALUE", "system": "/system TEXT", "think": "/think on", "nothink": "/think off",
     "format": "/set json-object on", "noformat": "/set json-object off", "verbose": "/stats",
+    "quiet": "/stats, which shows nothing by itself", "nohistory": "nanovllm chat --no-save",
+    "nowordwrap": "nanovllm chat --markdown never",
 }  # fmt: skip
 """What Ollama's `/set` knows besides, and what to type here."""
 
