@@ -125,7 +125,7 @@ def test_idle_it_takes_two_to_leave(spawn: Spawn) -> None:
     child = spawn("tiny")
     child.expect(">>> ")
     child.sendintr()
-    child.expect("Ctrl-C again, Ctrl-D or /exit leaves")
+    child.expect(r"\r\nCtrl-C again, Ctrl-D or /exit leaves")
     say(child, "say still here")
     child.expect("still here\r\n")
     child.expect(">>> ")
@@ -133,7 +133,8 @@ def test_idle_it_takes_two_to_leave(spawn: Spawn) -> None:
     child.expect("Ctrl-C again")
     child.expect(">>> ")
     child.sendintr()
-    assert finish(child)[0] == 0
+    code, rest = finish(child)
+    assert (code, rest[-2:]) == (0, "\r\n"), "the shell's prompt begins a line"
 
 
 def test_an_old_answer_stays_where_another_one_is_stopped_before_it_begins(spawn: Spawn, tmp_path: Path) -> None:

@@ -68,7 +68,12 @@ class PlainReader:
             raise EOFError
         if self._asks:
             self._console.ask(prompt)
-        data = self._source.readline(MAX_INPUT_BYTES + 1)
+        data = b""
+        try:
+            data = self._source.readline(MAX_INPUT_BYTES + 1)
+        finally:
+            if self._asks and not data.endswith(b"\n"):
+                self._console.left_open()
         if len(data) > MAX_INPUT_BYTES:
             raise UsageError(f"a line is longer than {MAX_INPUT_BYTES >> 20} MiB")
         if not data:

@@ -177,6 +177,11 @@ class Console:
             self._write(self.err, prompt)
             self._note_line_start(True)  # it ends with what the person types
 
+    def left_open(self) -> None:
+        """That line was ended by Ctrl-C or Ctrl-D, which move no cursor: what comes next begins one."""
+        if self.err.is_terminal:
+            self._note_line_start(False)
+
     def error(self, message: str, hint: str | None = None) -> None:
         """What went wrong and, on the next line, what to do about it."""
         self.status("")
