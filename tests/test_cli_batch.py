@@ -145,7 +145,7 @@ def test_a_batch_from_stdin_and_without_a_template(tmp_path: Path) -> None:
     first, second = lines_of(result.out)
     assert first["answers"][0]["text"] == "[raw text]"
     assert second["error"]["message"] == "messages need a chat template, and --raw leaves it out"
-    assert second["error"]["hint"] == "use prompt, or leave --raw away"
+    assert second["error"]["hint"] == "use prompt, or leave --raw out"
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

@@ -53,7 +53,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["tiny", "--to", "int8", "--algorithm", "magic"], 2, "magic"),
         (["tiny", "--to", "int8", "--calibration", "text.txt"], 2, "--algorithm gptq, awq or imatrix"),
         (["tiny", "--to", "int8", "--num-samples", "9"], 2, "--num-samples is given, and nothing is calibrated"),
-        (["tiny", "--to", "int8", "--no-verify", "--verify-text", "text.txt"], 2, "leave one of them away"),
+        (["tiny", "--to", "int8", "--no-verify", "--verify-text", "text.txt"], 2, "leave one of them out"),
         (["tiny", "--to", "int8", "-o", "tiny.gguf"], 2, "called like a GGUF file"),
         (["tiny", "--to", "mxfp4"], 2, "convert MODEL --outtype mxfp4"),
         (["tiny", "--to", "int8", "--verify-text", "missing.txt"], 2, "missing.txt"),

@@ -152,7 +152,7 @@ class EngineConfig:
         if self.draft_model is None and self.draft_quant is not None:
             raise UsageError("draft_quant has no meaning without draft_model", "name a draft model too")
         if self.mtp and self.draft_model is not None:
-            raise UsageError("mtp and draft_model contradict each other: one of them guesses", "leave one of them away")
+            raise UsageError("mtp and draft_model contradict each other: one of them guesses", "leave one of them out")
         for name in ("memory_utilization", "gpu_memory_utilization"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")

@@ -164,7 +164,7 @@ class CudaAttention:
         except torch.OutOfMemoryError:
             raise DoesNotFitError(
                 f"a KV cache of {num_bytes / GIB:.1f} GiB does not fit the GPU beside the weights",
-                "leave --kv-cache away to take what fits, or shorten the context with --ctx-size",
+                "leave --kv-cache out to take what fits, or shorten the context with --ctx-size",
             ) from None
 
     def block_mover(self, layers: list[LayerCache]) -> CudaBlocks:

@@ -97,7 +97,7 @@ class Sweep:
         if not trials:
             raise UsageError("there is nothing to measure", "give -p, -n or -pg a number above 0")
         if self.embeds and (self.pairs or self.depths != (0,)):
-            raise UsageError("-embd is about texts alone, without known tokens and answers", "leave -pg and -d away")
+            raise UsageError("-embd is about texts alone, without known tokens and answers", "leave -pg and -d out")
         if self.parallel != (1,) and not any(test.num_gen or test.embeds for test in trials):
             raise UsageError("-npl is about generating, and no test does", "give -n or -pg a number above 0")
         if len(trials) > MAX_VALUES or len(self.models) > MAX_VALUES:

@@ -171,7 +171,7 @@ def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, en
         "embeds": bool(tests.embeddings),
     }
     if tests.embeddings and any(given["num_gens"]):
-        raise UsageError("-embd 1 and -n contradict each other: a model that embeds generates nothing", "leave one of them away")
+        raise UsageError("-embd 1 and -n contradict each other: a model that embeds generates nothing", "leave one of them out")
     return sweep.Sweep(tuple(models), **{name: values for name, values in given.items() if values})
 
 

@@ -263,7 +263,7 @@ class LocalAnswerer:
     def _checked(self, question: Question, given: Given) -> Encoded:
         """The same, refused here where the engine would refuse it."""
         if question.messages is not None and self._prompting.raw:
-            raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw away")
+            raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw out")
         if question.messages is not None and not self.chats:
             raise UsageError("messages need a model with a chat template", "use prompt")
         try:

@@ -241,7 +241,7 @@ def _check(ctx: typer.Context, options: PerplexityOptions, names: Sequence[str])
     if options.chunks == 0:
         raise UsageError("--chunks 0 leaves nothing to measure", "-1 takes the whole text")
     if options.device.startswith("cuda") and is_typed(ctx, "device"):
-        raise UnsupportedError("perplexity is measured on the CPU alone", "leave --device away")
+        raise UnsupportedError("perplexity is measured on the CPU alone", "leave --device out")
 
 
 def _text(path: str | None, screen: Console) -> NamedText:

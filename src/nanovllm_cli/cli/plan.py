@@ -172,7 +172,7 @@ def _checked(name: str, source: PlannedWeights, made: Plan, config: EngineConfig
         raise DoesNotFitError(
             f"{name} is not loaded: it needs {size(row.total_bytes)}, of which {size(made.cache_bytes)} are for the KV cache; "
             f"{size(made.free_bytes)} are free, and the KV cache gets {size(made.cache_room)} of them",
-            "leave --check away, or take fewer bits with --quant, or a shorter context with -c",
+            "leave --check out, or take fewer bits with --quant, or a shorter context with -c",
         )
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.planning.check import compare

@@ -199,13 +199,13 @@ def quantize(
 def _check_together(ctx: typer.Context, options: QuantizeOptions, kind: str) -> None:
     """UsageError for options that don't go with each other."""
     if options.imatrix is not None and is_typed(ctx, "algorithm") and options.algorithm != "imatrix":
-        raise UsageError(f"--imatrix is given, and {options.algorithm} goes by other numbers", "leave one of them away")
+        raise UsageError(f"--imatrix is given, and {options.algorithm} goes by other numbers", "leave one of them out")
     if (options.algorithm == "rtn" or options.imatrix is not None) and options.target_bpw is None:
-        hint = "add --algorithm gptq, awq or imatrix, or leave it away"
+        hint = "add --algorithm gptq, awq or imatrix, or leave it out"
         refuse_typed(ctx, ["calibration", "num_samples"], "is given, and nothing is calibrated", hint)
     if options.no_verify:
         why = "is given, and --no-verify leaves the quality card out"
-        refuse_typed(ctx, ["verify_text", "verify_tokens"], why, "leave one of them away")
+        refuse_typed(ctx, ["verify_text", "verify_tokens"], why, "leave one of them out")
     if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
         raise UsageError(
             f"{options.to} makes a folder, and {options.output} is called like a GGUF file",

@@ -156,7 +156,7 @@ class RemoteAnswerer:
         if question.messages is None:
             return TEXT, text_body(self.name, question.text, given)
         if self.raw:
-            raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw away")
+            raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw out")
         return CHAT, chat_body(self.name, question.messages, given, template_kwargs=self.template_kwargs)
 
     async def _all(

@@ -82,7 +82,7 @@ def run(
     if prompt.batch is None:
         refuse_typed(ctx, ("lora_modules",), "has no meaning without --batch, whose lines choose", "--lora PATH is all it takes")
     if prompt.raw and is_typed(ctx, "chat_template"):
-        raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them away")
+        raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them out")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(prompt.chat_template_kwargs)
     refuse_two_switches(ctx, kwargs)

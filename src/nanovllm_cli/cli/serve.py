@@ -67,9 +67,9 @@ def serve(
     if address.ssl_key_file is None and is_typed(ctx, "ssl_key_password_file"):
         raise UsageError("--ssl-key-password-file has no meaning without --ssl-key-file")
     if messages.quiet and is_typed(ctx, "access_log") and limits.access_log:
-        raise UsageError("--access-log has no meaning with --quiet", "leave one of them away")
+        raise UsageError("--access-log has no meaning with --quiet", "leave one of them out")
     if address.unix_socket is not None:
-        refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them away")
+        refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them out")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     if (stray := next((name for name in names if model.modules and "=" in name and not Path(name).exists()), None)) is not None:

@@ -144,9 +144,9 @@ def _check_together(ctx: typer.Context, options: TokenizeOptions) -> None:
     """UsageError for options that don't go with each other."""
     refuse_both(ids=options.ids, count=options.count, json=options.json)
     if options.decode:
-        refuse_typed(ctx, _OF_ENCODING, "has no meaning with --decode, which gives text", "leave one of them away")
+        refuse_typed(ctx, _OF_ENCODING, "has no meaning with --decode, which gives text", "leave one of them out")
     elif options.chat:
-        refuse_typed(ctx, _OF_TEXTS, "has no meaning with --chat: the template says what is special", "leave one of them away")
+        refuse_typed(ctx, _OF_TEXTS, "has no meaning with --chat: the template says what is special", "leave one of them out")
     else:
         refuse_typed(ctx, _OF_CHATS, "has no meaning without --chat", "add --chat")
 
@@ -180,7 +180,7 @@ def _chat_ids(
     from nanovllm_cli.text.messages import template_messages
 
     if source is None and "default" not in tokenizer.chat_templates:
-        raise UsageError(f"{name} has no chat template", "leave --chat away, or add --chat-template NAME")
+        raise UsageError(f"{name} has no chat template", "leave --chat out, or add --chat-template NAME")
     template = ChatTemplate.of(tokenizer, source)
     system = None if options.system_prompt is None else inputs.checked(options.system_prompt, "the system prompt")
     conversation = template_messages(with_system([{"role": "user", "content": text}], system), template)

@@ -73,7 +73,7 @@ def refuse_beside(ctx: Any, flag: str, allowed: type, *more: str) -> None:
     that may be; more: other names of parameters."""
     names = {*(field.name for field in dataclasses.fields(allowed)), *more}
     others = [param.name for param in ctx.command.params if param.name not in names]
-    refuse_typed(ctx, others, f"has no meaning with {flag}", "leave one of them away")
+    refuse_typed(ctx, others, f"has no meaning with {flag}", "leave one of them out")
 
 
 def refuse_two_switches(ctx: Any, kwargs: Mapping[str, Any]) -> None:
@@ -82,4 +82,4 @@ def refuse_two_switches(ctx: Any, kwargs: Mapping[str, Any]) -> None:
 
     twice = [name for name in thinking_variables(True) if name in kwargs]
     if twice and is_typed(ctx, "think") and is_typed(ctx, "chat_template_kwargs"):
-        raise UsageError(f"--think and the {twice[0]} of --chat-template-kwargs say the same thing", "leave one of them away")
+        raise UsageError(f"--think and the {twice[0]} of --chat-template-kwargs say the same thing", "leave one of them out")

@@ -59,7 +59,7 @@ class CudaPlatform:
             raise UnsupportedError(f"a KV cache of {k} keys and {v} values on a GPU", "give both the same --kv-cache-dtype")
         if config.activations == "rounded":
             raise UnsupportedError(
-                "a GPU rounds activations of int8, fp8 and GGUF's formats alone", "leave --activations away, or add --device cpu"
+                "a GPU rounds activations of int8, fp8 and GGUF's formats alone", "leave --activations out, or add --device cpu"
             )
         if k == "int8":
             raise UnsupportedError("a KV cache of int8 on a GPU", "use --kv-cache-dtype fp8, or --device cpu")

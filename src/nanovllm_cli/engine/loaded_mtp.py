@@ -22,7 +22,7 @@ class LoadedMTP(LoadedModel):
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, loaded: LoadedModel, progress: LoadProgress) -> None:
         table = mtp_names_of(checkpoint)
         if table is None:
-            hint = "leave --mtp away; --speculate N and --draft-model NAME guess without one"
+            hint = "leave --mtp out; --speculate N and --draft-model NAME guess without one"
             if loaded.spec.architecture.startswith("gemma4"):
                 hint = "Gemma 4's is a model of its own: --draft-model NAME-assistant, such as google/gemma-4-E2B-it-assistant"
             raise UnsupportedError(f"{checkpoint.path} has no layer that predicts further tokens (MTP)", hint)

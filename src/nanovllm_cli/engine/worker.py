@@ -71,12 +71,12 @@ class Worker(LoadedModel):
             if config.mtp:
                 raise UnsupportedError(
                     "a layer that predicts further tokens (MTP) is not divided among processes",
-                    "leave --mtp or --tensor-parallel-size away",
+                    "leave --mtp or --tensor-parallel-size out",
                 )
             if config.draft_model is not None and assists(config.draft_model):
                 raise UnsupportedError(
                     "what an assistant reads of a model is not divided among processes",
-                    "leave --draft-model or --tensor-parallel-size away",
+                    "leave --draft-model or --tensor-parallel-size out",
                 )
             from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
 

@@ -67,7 +67,7 @@ class ServeSettings:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise UsageError("--ssl-cert-file and --ssl-key-file belong together")
         if self.unix_socket is not None and self.tls_certificate is not None:
-            raise UsageError("--unix-socket and --ssl-cert-file exclude each other", "leave one away")
+            raise UsageError("--unix-socket and --ssl-cert-file exclude each other", "leave one out")
         check_keys(self.api_keys)
         for origin in self.cors_origins:
             if not re.fullmatch(_ORIGIN, origin):

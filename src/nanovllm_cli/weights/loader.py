@@ -188,7 +188,7 @@ class WeightFormats:
         if stored is not None and self._wanted is not None:
             raise UsageError(
                 f"{self._checkpoint.path}: its weights are {stored.name} already",
-                "leave --quant away (--draft-quant of a draft), or take the original",
+                "leave --quant out (--draft-quant of a draft), or take the original",
             )
         if stored is not None or self._plain.fullmatch(name):
             return stored
