@@ -25,7 +25,7 @@ from engines import SMALL, random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.sizes import fitted, most_rows, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.towers import tower_family
@@ -149,7 +149,7 @@ def test_no_image_has_more_tokens_than_it_may(height: int, width: int, rule: Siz
     limited = seeing(rule).limited(most)
     sizes, cell = fitted(limited.size, height, width), limited.tower.cell
     rows = [(sides[0] // cell) * (sides[1] // cell) for sides in (sizes.whole, sizes.pieces) if sides is not None]
-    assert sum(rows) <= most_rows_of_all(limited)
+    assert sum(rows) <= most_tokens(limited)
     assert rows[0] <= most_rows(limited)
     if rule.kind == "tiles":
         assert sum(rows) <= max(most, (rule.tile // cell) ** 2)  # one piece there has to be
@@ -161,7 +161,7 @@ def test_published_models_see() -> None:
     smol, lfm2 = read(SMOLVLM, SMOLVLM_IMAGES), read(LFM2_VL)
     assert smol.size == SizeRule("tiles", 64, longest_side=2048, resample="lanczos", tile=512)
     assert (smol.tower.positions, smol.tower.out_size, smol.tower.num_layers) == (1024, 960, 12)
-    assert most_rows_of_all(smol) == 17 * 64
+    assert most_tokens(smol) == 17 * 64
     assert lfm2.size == GRID
     assert (lfm2.tower.projector_size, lfm2.tower.projector_eps, lfm2.tower.stretch) == (2560, 1e-5, "areas")
     assert read(LFM2_VL | {"projector_use_layernorm": False}).tower.projector_eps == 0
@@ -173,8 +173,8 @@ def test_an_image_that_is_not_to_be_cut_is_one_piece() -> None:
     once = replace(TILES, most_tiles=1)
     assert fitted(once, 100, 300) == ((64, 64), None, (86, 256), None)
     assert fitted(replace(GRID, most_tiles=0), 3000, 4000).pieces is None
-    assert most_rows_of_all(seeing(once)) == 16
-    assert most_rows_of_all(seeing(replace(GRID, most_tiles=1))) == most_rows(seeing(replace(GRID, most_tiles=1)))
+    assert most_tokens(seeing(once)) == 16
+    assert most_tokens(seeing(replace(GRID, most_tiles=1))) == most_rows(seeing(replace(GRID, most_tiles=1)))
 
 
 @pytest.mark.parametrize(("config", "images"), [

@@ -22,7 +22,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.sizes import fitted, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import Picture
@@ -100,7 +100,7 @@ def test_how_an_image_is_cut_is_transformers(height: int, width: int, most: int)
     assert found.whole == (512, 512)
     assert found.pieces == ((rows * 512, columns * 512) if rows * columns > 1 else None)
     spec = replace(seeing(rule), size=rule)
-    assert (1 + rows * columns) * 16**2 <= most_rows_of_all(spec) or rows * columns == 1
+    assert (1 + rows * columns) * 16**2 <= most_tokens(spec) or rows * columns == 1
 
 
 @pytest.mark.parametrize(("height", "width"), [(700, 380), (300, 1111), (200, 200)])

@@ -22,7 +22,7 @@ from engines import SMALL, random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.sizes import fitted, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
@@ -84,7 +84,7 @@ def test_how_a_page_is_cut_is_transformers(height: int, width: int, dense: dict[
     spec = read(DOCLING, dense | most)
     found = fitted(spec.size, height, width)
     assert found.pieces == ((rows * 512, columns * 512) if rows * columns > 1 else None)
-    assert 64 * (rows * columns + 1) <= most_rows_of_all(spec) + 64 * (rows * columns == 1)
+    assert 64 * (rows * columns + 1) <= most_tokens(spec) + 64 * (rows * columns == 1)
     few = fitted(spec.limited(64 * 6).size, height, width).pieces
     assert few is None or few[0] * few[1] <= 5 * 512**2
 

@@ -25,7 +25,7 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.images.sizes import fitted, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
@@ -86,7 +86,7 @@ def test_sizes_are_transformers(height: int, width: int) -> None:
         rows, columns = fitted(spec.size, height, width).whole
         assert (rows, columns) == smart_resize(height, width, 32, 1 << 18, 1 << 22)
         placed = spec.placed(Image(rows, columns, b"", b""), 0)
-        assert placed.num_tokens == rows // 32 * (columns // 32 + 1) + 2 <= most_rows_of_all(spec)
+        assert placed.num_tokens == rows // 32 * (columns // 32 + 1) + 2 <= most_tokens(spec)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 2000))
@@ -98,7 +98,7 @@ def test_an_image_has_no_more_tokens_than_it_may_with_those_at_ends_of_lines(hei
         tall, wide = fitted(limited.size, height, width).whole
         found = limited.placed(Image(tall, wide, b"", b""), 0).num_tokens
         assert found == tall // 32 * (wide // 32 + 1) + 2
-        assert spec.least_tokens == 4 <= found <= most_rows_of_all(limited) <= max(most, 4)
+        assert spec.least_tokens == 4 <= found <= most_tokens(limited) <= max(most, 4)
         whole = fitted(spec.size, height, width).whole
         if spec.placed(Image(*whole, b"", b""), 0).num_tokens <= most:
             assert (tall, wide) == whole

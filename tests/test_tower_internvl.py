@@ -24,7 +24,7 @@ from engines import SMALL, engine_for, greedy, random_model, run, save, worker_f
 from nanovllm_cli import LLM, EngineConfig, data_url
 from nanovllm_cli.errors import CheckpointError, TemplateError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.sizes import fitted, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.size_spec import SizeRule
@@ -122,7 +122,7 @@ def test_pieces_are_those_of_transformers(height: int, width: int, least: int, m
     assert found.whole == (448, 448)
     assert found.pieces == ((rows * 448, columns * 448) if rows * columns > 1 else None)
     spec = replace(seeing(rule), size=rule)
-    assert (1 + rows * columns) * 448**2 // spec.tower.cell**2 <= most_rows_of_all(spec) or rows * columns == 1
+    assert (1 + rows * columns) * 448**2 // spec.tower.cell**2 <= most_tokens(spec) or rows * columns == 1
 
 
 @pytest.mark.parametrize(("height", "width", "rows", "columns"), [(900, 450, 2, 1), (448, 1344, 1, 3), (300, 300, 0, 0)])

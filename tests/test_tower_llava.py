@@ -26,7 +26,7 @@ from engines import random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.sizes import fitted, most_rows, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
@@ -86,7 +86,7 @@ def test_they_are_as_published() -> None:
     assert newer.size.grids == ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
     assert (onevision.tower.num_layers, onevision.tower.squares, onevision.tower.lead) == (26, 9, False)
     assert onevision.least_tokens == 27 * 27 + 1
-    assert (most_rows_of_all(newer), len(onevision.size.grids)) == (576 * 5 + 48, 36)
+    assert (most_tokens(newer), len(onevision.size.grids)) == (576 * 5 + 48, 36)
     names = [hf_family(each).name for each in (LLAVA, NEXT, ONEVISION, LLAVA | {"text_config": {"model_type": "qwen2"}})]
     assert names == ["llama", "llava", "qwen2", "qwen2"]
     vicuna, mistral = (spec_from_hf(each, hf_family(each)) for each in (LLAVA, NEXT))
@@ -118,7 +118,7 @@ def test_squares_and_tokens_are_as_many_as_transformers_has(height: int, width: 
         processor.num_image_tokens, processor.vision_aspect_ratio, processor.image_processor = side**2, "anyres_max_9", images
     count = mosaic.num_rows(side, spec.tower.squares)
     assert count == processor._get_number_of_features(height, width, tile, tile)
-    assert count <= most_rows_of_all(spec) <= most_rows(spec)
+    assert count <= most_tokens(spec) <= most_rows(spec)
     assert mosaic.num_squares * (side * 14) ** 2 <= most_rows(spec) * 14**2
     limited = spec.limited(most)
     found = fitted(limited.size, height, width)

@@ -24,7 +24,7 @@ from engines import random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
-from nanovllm_cli.images.sizes import fitted, most_rows, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.size_spec import SizeRule
@@ -115,7 +115,7 @@ def test_no_image_has_more_tokens_than_it_may(height: int, width: int, most: int
     limited = read(V4_6).limited(most)
     sizes = fitted(limited.size, height, width)
     rows = [sides[0] // 56 * (sides[1] // 56) for sides in (sizes.whole, sizes.pieces) if sides is not None]
-    assert sum(rows) <= most_rows_of_all(limited)
+    assert sum(rows) <= most_tokens(limited)
     assert max(rows[0], rows[-1] // (sizes.grid[0] * sizes.grid[1] if sizes.grid else 1)) <= most_rows(limited)
     if max(height, width) <= 2 * min(height, width):
         assert sum(rows) <= max(most, 74)  # of one piece there are some, whatever is asked for

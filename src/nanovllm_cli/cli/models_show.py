@@ -187,10 +187,10 @@ def _images(facts: Facts) -> dict[str, int]:
         return {}
     import torch
 
-    from nanovllm_cli.images.sizes import most_rows_of_all
+    from nanovllm_cli.images.sizes import most_tokens
     from nanovllm_cli.weights.vision import vision_bytes
 
-    return {"tokens": most_rows_of_all(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
+    return {"tokens": most_tokens(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
 
 
 def _sounds(facts: Facts) -> dict[str, int]:

@@ -65,7 +65,7 @@ class AssistantDraft:
                 self._last.pop(seq_id, None)
                 if held >= 0:
                     place = share.start + len(share.known) + held
-                    row = len(rows) - 1 - share.num_guesses + held  # behind those of a prompt whose log-probabilities are told
+                    row = len(rows) - 1 - share.num_guesses + held  # behind those of a prompt whose rows are all wanted
                     self._last[seq_id] = _Last(place, rows[row : row + 1].clone())
 
     def _knows(self, share: Scheduled) -> bool:

@@ -82,8 +82,8 @@ def most_rows(spec: VisionSpec) -> int:
     return pixels // spec.tower.cell**2
 
 
-def most_rows_of_all(spec: VisionSpec) -> int:
-    """The same of an image with all its pieces, and what is made beside them."""
+def most_tokens(spec: VisionSpec) -> int:
+    """The same of tokens that stand for an image: for all its pieces and what is made beside them, and at ends of lines."""
     rule, pieces = spec.size, 0
     if spec.tower.projector == "lined":  # one more for each line; rounding may make it twice as thin
         most = most_rows(spec)
@@ -92,6 +92,8 @@ def most_rows_of_all(spec: VisionSpec) -> int:
     if rule.kind == "mosaic":
         side = rule.tile // spec.tower.cell
         return max(mosaic.most_rows(grid, side, spec.tower.squares) for grid in (*rule.grids, (1, 0)))
+    if rule.kind == "longest" and spec.tokens.line_end:
+        return most_rows(spec) + math.isqrt(most_rows(spec))
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
