@@ -46,6 +46,7 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "Mistral3ForConditionalGeneration": {"sliding_window"},  # a text_config's, not that of none
     "Mistral4ForCausalLM": {"head_dim"},  # the turned part
     "NemotronForCausalLM": {"layer_norm_eps"},  # by another name of the same
+    "OPTForCausalLM": {"mlp_bias"},
     "Qwen3_5MoeForCausalLM": {"intermediate_size"},
     "Qwen3_5MoeForConditionalGeneration": {"intermediate_size"},
     "SolarOpenForCausalLM": {"intermediate_size"},

@@ -34,9 +34,11 @@ def test_equal_to_torch(dtype: torch.dtype, order: int) -> None:
     for width in WIDTHS:
         x = spoiled(random(7, width, dtype=dtype))
         expected = clamped(x)
-        assert clip(Emulator(order), x, LIMIT) is x
+        assert clip(Emulator(order), x, -LIMIT, LIMIT) is x
         assert torch.equal(x.nan_to_num(9.0), expected.nan_to_num(9.0))
         assert x.isnan().sum() == 1
+        positive = x.relu()
+        assert torch.equal(clip(Emulator(order), x, 0.0, float("inf")).nan_to_num(9.0), positive.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize(("first", "width", "whole"), [(0, 64, 136), (8, 16, 40), (3, 17, 40)])
@@ -45,7 +47,7 @@ def test_it_may_be_columns_of_a_wider_tensor(first: int, width: int, whole: int)
     expected = wide.clone()
     expected[:, first : first + width] = clamped(wide[:, first : first + width])
     assert not torch.equal(expected, wide)
-    clip(Emulator(), wide[:, first : first + width], LIMIT)
+    clip(Emulator(), wide[:, first : first + width], -LIMIT, LIMIT)
     assert torch.equal(wide, expected)
 
 
@@ -54,7 +56,7 @@ def test_planted_bugs_are_found(bug: str) -> None:
     wide = spoiled(random(7, 40, dtype=BF16))
     expected = wide.clone()
     expected[:, :17] = clamped(wide[:, :17])
-    clip(Emulator(bugs=(bug,)), wide[:, :17], LIMIT)
+    clip(Emulator(bugs=(bug,)), wide[:, :17], -LIMIT, LIMIT)
     assert not torch.equal(wide.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
@@ -66,14 +68,14 @@ def test_rows_past_four_billion_elements(bugs: tuple[str, ...]) -> None:
     except OSError:
         pytest.skip("no address space of 8 GiB")
     memory[-8:] = 2.0
-    clip(Emulator(bugs=bugs, only_block=2), memory.as_strided((3, 8), (stride, 1)), 1.0)
+    clip(Emulator(bugs=bugs, only_block=2), memory.as_strided((3, 8), (stride, 1)), -1.0, 1.0)
     assert (memory[-8:] == 1.0).all() == (not bugs)
 
 
 def test_what_would_be_misread_is_refused_and_nothing_is_no_launch() -> None:
     for bad, limit in ((torch.ones(8, 7, dtype=BF16).T, 1.0), (torch.ones(7, 8, dtype=BF16), 0.0)):
         with pytest.raises(AssertionError):
-            clip(Emulator(), bad, limit)
+            clip(Emulator(), bad, -limit, limit)
     emulator = Emulator()
-    assert clip(emulator, torch.ones(0, 8, dtype=BF16), 1.0).shape == (0, 8)
+    assert clip(emulator, torch.ones(0, 8, dtype=BF16), -1.0, 1.0).shape == (0, 8)
     assert not emulator.launches

@@ -172,9 +172,11 @@ def test_what_is_clipped_equals_torch(dtype: torch.dtype) -> None:
     whole[2, 3:6] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     expected, limit = whole.clone(), torch.tensor(0.7, dtype=dtype).item()
     expected[:, 3:40] = expected[:, 3:40].double().clamp(-limit, limit).to(dtype)
-    gates.clip(whole[:, 3:40], 0.7)
+    gates.clip(whole[:, 3:40], -0.7, 0.7)
     assert whole.isnan().nonzero().tolist() == [[2, 3]]
     assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0))
+    positive = whole.relu()
+    assert torch.equal(gates.clip(whole, 0.0, math.inf).nan_to_num(9.0), positive.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

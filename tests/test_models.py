@@ -102,6 +102,7 @@ from transformers import (
     OlmoConfig,
     OlmoeConfig,
     OlmoHybridConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -178,6 +179,8 @@ GPT_NEO = {"vocab_size": 513, "hidden_size": 48, "num_layers": 3, "num_heads": 6
            "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 FALCON = {"vocab_size": 513, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_hidden_size": 70,
           "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+OPT = {"vocab_size": 513, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 70,
+       "max_position_embeddings": 200, "word_embed_proj_dim": 48, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "hybrid_override_pattern": "M-M*-MM--*", "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 16,
@@ -409,6 +412,11 @@ CASES: dict[str, Any] = {
     "falcon 2, another base": FalconConfig(
         **FALCON | {"tie_word_embeddings": False}, new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1,
         **rope("default", rope_theta=500.0),
+    ),
+    "opt": OPTConfig(**OPT),
+    "opt, gelu, no biases, norms without weights": OPTConfig(
+        **OPT | {"num_hidden_layers": 2, "tie_word_embeddings": False}, activation_function="gelu", enable_bias=False,
+        layer_norm_elementwise_affine=False,
     ),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
     "gpt-neo": GPTNeoConfig(**GPT_NEO, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=20),
@@ -900,6 +908,8 @@ OF_OTHER_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of heads of a Phi": ("phi", {"qk_layernorm": True}, "layer norms of heads"),
     "another activation": ("phi", {"hidden_act": "relu"}, "activation 'relu'"),
     "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "gpt2 that attends to another model"),
+    "embeddings of fewer numbers": ("opt", {"word_embed_proj_dim": 24}, "an OPT whose embedding is narrower"),
+    "norms behind": ("opt", {"do_layer_norm_before": False}, "an OPT that norms the residual stream itself"),
     "scores by distance": ("falcon", {"alibi": True}, "a Falcon whose scores say how far a key lies away"),
     "norms of no Falcon": ("falcon", {"num_ln_in_parallel_attn": 2}, "a Falcon with other norms than are published"),
     "keys of each head": ("gpt bigcode", {"multi_query": False}, "gpt_bigcode with keys and values of each head's own"),
@@ -928,7 +938,8 @@ COUNTED = [
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
     "phimoe, 2 of 5", "nanochat", "flint, 2 of 5 and shared",
     "command r7b", "command a+, 2 of 5 and shared", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
-    "gpt-neo", "gpt-j", "falcon, two norms", "falcon, one after the other, biases, keys of each head",
+    "gpt-neo", "gpt-j", "opt", "opt, gelu, no biases, norms without weights", "falcon, two norms",
+    "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
@@ -943,7 +954,7 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              **dict.fromkeys((f"mixer.{part}" for part in ("up", "down", "gate.", "experts", "shared", "fc")), "mlp"),
              "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
-             "block_sparse_moe": "mlp", "conv": "conv",
+             "block_sparse_moe": "mlp", ".fc": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
     counts = ("layer_scalar", "e_score_correction_bias")
@@ -1138,7 +1149,8 @@ DEFAULTS = {
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
     "SarvamMoEForCausalLM": SarvamMoEConfig,
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
-    "FalconForCausalLM": FalconConfig, "GPTJForCausalLM": GPTJConfig, "GPTNeoForCausalLM": GPTNeoConfig,
+    "FalconForCausalLM": FalconConfig, "OPTForCausalLM": OPTConfig, "GPTJForCausalLM": GPTJConfig,
+    "GPTNeoForCausalLM": GPTNeoConfig,
     "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
     "Starcoder2ForCausalLM": Starcoder2Config,
     "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Cohere2MoeForCausalLM": Cohere2MoeConfig,

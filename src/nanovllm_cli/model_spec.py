@@ -35,14 +35,14 @@ class XieluSpec:
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai,
-    relu2_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, xielu: without a gate,
+    relu2_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, lone_relu, xielu: without a gate,
     down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
     see `kernels.reference.sparse_gate`; None: all. normed: what down reads is normed (BitNet). down_bias: that alone
     has a bias."""
 
     intermediate_size: int
     activation: Literal[
-        "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "xielu", "relu2_gated"
+        "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "lone_relu", "xielu", "relu2_gated"
     ] = "silu"
     bias: bool = False
     fused: bool = False

@@ -125,7 +125,7 @@ def _show(chat: Chat, argument: str) -> None:
     if argument == "template":
         chat.display.say(chat.model.template)
     elif argument not in ("", "model", "system", "settings"):
-        meant = _SHOWN.get(argument)
+        meant = _SHOWN_AS.get(argument)
         told = f"here it is /show {meant}" if meant else "/show settings, template, system or model"
         raise UsageError(f"/show {argument[:40]}?", told)
 
@@ -421,6 +421,6 @@ _HABITS = {
     "list": "model NAME; nanovllm models list shows what is here", "ls": "model NAME; nanovllm models list shows what is here",
 }  # fmt: skip
 """What other programs' chats call them."""
-_SHOWN = {"info": "model", "license": "model", "parameters": "settings"}
+_SHOWN_AS = {"info": "model", "license": "model", "parameters": "settings"}
 """What Ollama's `/show` calls what ours has."""
 _BY_NAME = {name: command for command in COMMANDS for name in command.names}

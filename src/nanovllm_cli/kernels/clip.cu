@@ -1,4 +1,4 @@
-// x [T, width] DTYPE, held between -limit and limit in place; what is no number stays none. Rows begin row_stride elements apart;
+// x [T, width] DTYPE, held between least and most in place; what is no number stays none. Rows begin row_stride elements apart;
 // width a multiple of VECTOR.
 //
 // A load of VECTOR elements a thread. Grid (T, width / (threads * VECTOR)).
@@ -7,7 +7,7 @@
 typedef Vector<DTYPE, VECTOR> Elements;
 
 KERNEL __launch_bounds__(256)
-clip(DTYPE* x, int64_t row_stride, int width, float limit) {
+clip(DTYPE* x, int64_t row_stride, int width, float least, float most) {
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * VECTOR;
 #ifndef BUG_UNMASKED_TAIL
   if (column >= width) return;
@@ -20,10 +20,10 @@ clip(DTYPE* x, int64_t row_stride, int width, float limit) {
   for (int j = 0; j < VECTOR; ++j) {
     const float value = to_float(elements.at[j]);
 #ifdef BUG_NAN
-    elements.at[j] = from_float<DTYPE>(fminf(fmaxf(value, -limit), limit));
+    elements.at[j] = from_float<DTYPE>(fminf(fmaxf(value, least), most));
 #else
-    if (value > limit) elements.at[j] = from_float<DTYPE>(limit);
-    if (value < -limit) elements.at[j] = from_float<DTYPE>(-limit);
+    if (value > most) elements.at[j] = from_float<DTYPE>(most);
+    if (value < least) elements.at[j] = from_float<DTYPE>(least);
 #endif
   }
   elements.store(target);

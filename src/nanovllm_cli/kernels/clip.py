@@ -1,4 +1,4 @@
-"""Queries, keys and values that are held between two limits, on a GPU (clip.cu)."""
+"""Numbers that are held between two others, on a GPU (clip.cu): queries, keys and values, or what an MLP's ReLU leaves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, type_name, wides
 THREADS = 256
 
 
-def clip(launcher: Launcher, x: torch.Tensor, limit: float) -> torch.Tensor:
-    """x [T, n] itself, which may be columns of a wider tensor, held between -limit and limit in place; NaN stays."""
+def clip(launcher: Launcher, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    """x [T, n] itself, which may be columns of a wider tensor, held between least and most in place; NaN stays."""
     tokens, width = x.shape
     assert x.device == launcher.device, (x.device, launcher.device)
     assert x.stride(1) == 1 or width <= 1, x.stride()
-    assert limit > 0, limit
+    assert least < most, (least, most)
     if x.numel():
         # Loads begin on a boundary of theirs.
         vector = widest(math.gcd(width, x.stride(0), x.storage_offset()), x.dtype)
         threads = min(THREADS, -(-width // (vector * WARP)) * WARP)
         grid = (tokens, -(-width // (vector * threads)), 1)
-        args = (x, np.int64(x.stride(0)), np.int32(width), np.float32(limit))
+        args = (x, np.int64(x.stride(0)), np.int32(width), np.float32(least), np.float32(most))
         launcher.launch(variant(x.dtype, vector), grid, (threads, 1, 1), args)
     return x
 

@@ -150,17 +150,17 @@ def activation(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def clip(arguments, thread, team):
-    """x [num_rows, width], held between -limit and limit; what is no number stays none. Rows lie row_stride numbers apart."""
-    tag, x, num_rows, width, row_stride, limit = fields(arguments)
-    lines, most = carray(typed_pointer(x, tag), (num_rows, row_stride)), np.float32(limit)
+    """x [num_rows, width], held between least and most; what is no number stays none. Rows lie row_stride numbers apart."""
+    tag, x, num_rows, width, row_stride, bottom, top = fields(arguments)
+    lines, least, most = carray(typed_pointer(x, tag), (num_rows, row_stride)), np.float32(bottom), np.float32(top)
     for r in share(num_rows, thread, team):
         line = lines[r]
         for i in range(width):
             value = load(line, i)
             if value > most:
                 store(line, i, most)
-            elif value < -most:
-                store(line, i, -most)
+            elif value < least:
+                store(line, i, least)
 
 
 @kernel(fastmath=FAST)

@@ -73,8 +73,8 @@ class CpuOps:
     def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return gates.best_gate(x, logits)
 
-    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        return gates.clip(x, limit)
+    def clip(self, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
+        return gates.clip(x, least, most)
 
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return gates.temper(x, positions, length, scale, offset)

@@ -91,8 +91,8 @@ class CudaOps:
     def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return best_gate.best_gate(self.launcher, x, logits)
 
-    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        return clip.clip(self.launcher, x, limit)
+    def clip(self, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
+        return clip.clip(self.launcher, x, least, most)
 
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return temper.temper(self.launcher, x, positions, length, scale, offset)

@@ -25,11 +25,11 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False)
     return x
 
 
-def clip(x: torch.Tensor, limit: float) -> torch.Tensor:
+def clip(x: torch.Tensor, least: float, most: float) -> torch.Tensor:
     """See `ops.Ops`."""
     tokens, width = x.shape
     address, stride = cpu.rows_of(x, x.dtype, tokens, width)
-    cpu.launch(cpu_fused.clip, x.numel(), cpu.tags_of(x.dtype), (address, tokens, width, stride), (limit,))
+    cpu.launch(cpu_fused.clip, x.numel(), cpu.tags_of(x.dtype), (address, tokens, width, stride), (least, most))
     return x
 
 

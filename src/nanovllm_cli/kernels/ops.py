@@ -109,8 +109,8 @@ class Ops(Protocol):
     def best_gate(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """x [T, n] -> [T, n], of logits [T, E] fp32, as `reference.best_gate` has it."""
 
-    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        """x [T, n] itself, which may be columns of a wider tensor, held between -limit and limit in place; NaN stays."""
+    def clip(self, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
+        """x [T, n] itself, which may be columns of a wider tensor, held between least and most in place; NaN stays."""
 
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.temper` has it."""

@@ -73,7 +73,7 @@ class Attention(Projected):
             self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
             first += len(gains)
         if self.spec.clip is not None:
-            self.ops.clip(qkv, self.spec.clip)
+            self.ops.clip(qkv, -self.spec.clip, self.spec.clip)
         if (own := self.spec.temperature) is not None:
             queries = qkv[:, : self.spec.num_heads * self.spec.head_dim]
             self.ops.temper(queries, inputs.positions, own.length, own.scale, own.offset)

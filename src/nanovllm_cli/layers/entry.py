@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.layers.embedding import storage_slot
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import StreamNorm
-from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.model_spec import EntrySpec
+from nanovllm_cli.quant.rows import QuantizedRows
 
 
 def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry:
@@ -19,20 +19,26 @@ def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | Norme
 
 
 class Positions:
-    """embedding + position, in steps that can be recorded."""
+    """embedding + position, in steps that can be recorded. Rows in front of the first position's are left aside."""
 
     def __init__(self, spec: EntrySpec, width: int, kit: Kit) -> None:
         assert spec.norm is None
-        assert (spec.first_position, spec.segments) == (0, 0), "no decoder has these"
-        self.ops = kit.ops
-        self.weight = kit.undivided.weight({"positions": spec.positions}, width)
+        assert spec.segments == 0, "no decoder has these"
+        self.ops, self.unused = kit.ops, spec.first_position
+        self.weight = kit.undivided.weight({"positions": spec.positions - self.unused}, width)
 
     def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
         """See `Entry`."""
         return self.ops.add(rows, self.weight.rows(positions, None))
 
     def slots(self) -> Slots:
-        return {"positions.weight": storage_slot(self.weight)}
+        return {"positions.weight": WeightSlot((self.unused + self.weight.num_rows, self.weight.width), self._load)}
+
+    def _load(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "which stays plain in all formats"
+        rows, first = rows[max(0, self.unused - first) :], max(0, first - self.unused)
+        if len(rows):
+            self.weight.load_rows(first, rows)
 
 
 class NormedEntry:

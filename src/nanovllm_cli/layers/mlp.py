@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
@@ -42,6 +44,8 @@ class MLP:
     def _activated(self, x: Hidden) -> torch.Tensor:
         if self.curve is not None:
             return self.ops.xielu(self.gate_up(x), *self.curve)
+        if self.activation == "lone_relu":
+            return self.ops.clip(self.gate_up(x), 0.0, math.inf)
         if self.cutoff is None:
             return self.gate_up.gated(x, self.activation)
         both = self.gate_up(x)

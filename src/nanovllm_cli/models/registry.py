@@ -83,6 +83,7 @@ from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H
 from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
+from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -218,6 +219,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
+    "OPTForCausalLM": OPT,
     "OlmoForCausalLM": OLMO,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,

@@ -12,7 +12,7 @@ _MARKS = (
     ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_", "mixer.fc")),
     ("attention", ("attn", "ssm", "mixer.", "attention")),
     ("conv", ("conv",)),
-    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts")),
+    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.")),
     ("per layer", (".proj.weight",)),
 )
 CLASSES = ("embedding", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
