@@ -121,11 +121,13 @@ def add_shape(writer: Any, config: Any) -> None:
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)
         return
-    writer.add_context_length(config.max_position_embeddings)
+    places = ("max_position_embeddings", "max_seq_len")
+    writer.add_context_length(next((getattr(config, name) for name in places if hasattr(config, name)), 2048))
     writer.add_embedding_length(config.hidden_size)
     values = config.to_dict()  # whose own layers' values a Gemma 4 asks for by name
-    names = ("intermediate_size", "n_inner", "ffn_hidden_size")
-    writer.add_feed_forward_length(next(getattr(config, name) for name in names if hasattr(config, name)))
+    inner = ("intermediate_size", "n_inner", "ffn_hidden_size")
+    sizes = [getattr(config, name) for name in inner if hasattr(config, name)]
+    writer.add_feed_forward_length(sizes[0] if sizes else 4 * config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     heads, kinds = values.get("num_key_value_heads"), getattr(config, "layer_types", None) or []
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads) if heads is None else heads

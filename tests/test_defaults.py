@@ -27,6 +27,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 OUR_OWN = {  # by architecture: what transformers has no key for, or another default, which no published config leaves out
     "AfmoeForCausalLM": {"route_norm"},
+    "BloomForCausalLM": {"attention_bias", "mlp_bias", "hidden_act", "max_position_embeddings"},  # nothing bounds the last
     "Dots1ForCausalLM": {"n_shared_experts"},
     "FalconForCausalLM": {"hidden_act"},  # by another name of the same
     "GemmaForCausalLM": {"hidden_act"},  # as its configs have it, who meant tanh's
@@ -45,6 +46,7 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "Mamba2ForCausalLM": {"max_position_embeddings"},
     "Mistral3ForConditionalGeneration": {"sliding_window"},  # a text_config's, not that of none
     "Mistral4ForCausalLM": {"head_dim"},  # the turned part
+    "MptForCausalLM": {"hidden_act", "max_position_embeddings"},  # the last by another name of the same
     "NemotronForCausalLM": {"layer_norm_eps"},  # by another name of the same
     "OPTForCausalLM": {"mlp_bias"},
     "Qwen3_5MoeForCausalLM": {"intermediate_size"},

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     BambaConfig,
     BitNetConfig,
+    BloomConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -94,6 +95,7 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     NanoChatConfig,
     NemotronConfig,
     NemotronHConfig,
@@ -179,6 +181,7 @@ GPT_NEO = {"vocab_size": 513, "hidden_size": 48, "num_layers": 3, "num_heads": 6
            "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 FALCON = {"vocab_size": 513, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_hidden_size": 70,
           "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+MPT = {"vocab_size": 513, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 256}
 OPT = {"vocab_size": 513, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 70,
        "max_position_embeddings": 200, "word_embed_proj_dim": 48, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 SWA = SMALL | {"head_dim": 8, "sliding_window": 20}
@@ -413,6 +416,9 @@ CASES: dict[str, Any] = {
         **FALCON | {"tie_word_embeddings": False}, new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1,
         **rope("default", rope_theta=500.0),
     ),
+    "bloom": BloomConfig(vocab_size=513, hidden_size=48, n_layer=3, n_head=6, bos_token_id=0, eos_token_id=1),
+    "mpt, another scale": MptConfig(**MPT | {"tie_word_embeddings": False}, attn_config={"softmax_scale": 0.3}),
+    "mpt, clipped": MptConfig(**MPT | {"n_heads": 4}, attn_config={"clip_qkv": 0.5}),
     "opt": OPTConfig(**OPT),
     "opt, gelu, no biases, norms without weights": OPTConfig(
         **OPT | {"num_hidden_layers": 2, "tie_word_embeddings": False}, activation_function="gelu", enable_bias=False,
@@ -909,6 +915,10 @@ OF_OTHER_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another activation": ("phi", {"hidden_act": "relu"}, "activation 'relu'"),
     "attention to an encoder": ("gpt2", {"add_cross_attention": True}, "gpt2 that attends to another model"),
     "embeddings of fewer numbers": ("opt", {"word_embed_proj_dim": 24}, "an OPT whose embedding is narrower"),
+    "slopes of no MPT": ("mpt, clipped", {"attn_config": {"alibi_bias_max": 16}}, "an MPT with other slopes of distances"),
+    "biases of an MPT": ("mpt, clipped", {"no_bias": False}, "an MPT with biases"),
+    "norms of queries": ("mpt, clipped", {"attn_config": {"qk_ln": True}}, "an MPT with qk_ln"),
+    "a stream that is normed": ("bloom", {"apply_residual_connection_post_layernorm": True}, "a BLOOM whose residual stream"),
     "norms behind": ("opt", {"do_layer_norm_before": False}, "an OPT that norms the residual stream itself"),
     "scores by distance": ("falcon", {"alibi": True}, "a Falcon whose scores say how far a key lies away"),
     "norms of no Falcon": ("falcon", {"num_ln_in_parallel_attn": 2}, "a Falcon with other norms than are published"),
@@ -938,7 +948,7 @@ COUNTED = [
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h", "olmo3", "olmo, clipped",
     "phimoe, 2 of 5", "nanochat", "flint, 2 of 5 and shared",
     "command r7b", "command a+, 2 of 5 and shared", "starcoder2", "stablelm, side by side", "pythia", "gpt2", "phi",
-    "gpt-neo", "gpt-j", "opt", "opt, gelu, no biases, norms without weights", "falcon, two norms",
+    "bloom", "mpt, clipped", "gpt-neo", "gpt-j", "opt", "opt, gelu, no biases, norms without weights", "falcon, two norms",
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
@@ -954,7 +964,7 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              **dict.fromkeys((f"mixer.{part}" for part in ("up", "down", "gate.", "experts", "shared", "fc")), "mlp"),
              "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
-             "block_sparse_moe": "mlp", ".fc": "mlp", "conv": "conv",
+             "block_sparse_moe": "mlp", ".fc": "mlp", "ffn": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
     counts = ("layer_scalar", "e_score_correction_bias")
@@ -1149,7 +1159,8 @@ DEFAULTS = {
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
     "SarvamMoEForCausalLM": SarvamMoEConfig,
     "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
-    "FalconForCausalLM": FalconConfig, "OPTForCausalLM": OPTConfig, "GPTJForCausalLM": GPTJConfig,
+    "FalconForCausalLM": FalconConfig, "OPTForCausalLM": OPTConfig, "BloomForCausalLM": BloomConfig,
+    "MptForCausalLM": MptConfig, "GPTJForCausalLM": GPTJConfig,
     "GPTNeoForCausalLM": GPTNeoConfig,
     "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
     "Starcoder2ForCausalLM": Starcoder2Config,

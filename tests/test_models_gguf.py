@@ -137,6 +137,13 @@ def classic(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(int(config.hidden_size // config.num_attention_heads * share))
 
 
+def by_distance(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    if config.model_type == "mpt":
+        writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
+        writer.add_clamp_kqv(config.attn_config.clip_qkv)
+
+
 def falcon(writer: Writer, config: Any) -> None:
     writer.add_tensor_data_layout("jploski")
     writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
@@ -445,6 +452,8 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "pythia": ("gptneox", TEXTS["pythia"], classic),
     "gpt-neox, one after the other": ("gptneox", TEXTS["gpt-neox, one after the other"], classic),
     "gpt2": ("gpt2", TEXTS["gpt2"], classic),
+    "bloom": ("bloom", TEXTS["bloom"], by_distance),
+    "mpt": ("mpt", TEXTS["mpt, clipped"], by_distance),
     "falcon": ("falcon", TEXTS["falcon"], falcon),
     "falcon, two norms": ("falcon", TEXTS["falcon, two norms"], falcon),
     "falcon 2": ("falcon", TEXTS["falcon 2, another base"], falcon),
@@ -478,6 +487,7 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat
             continue
         if arch.startswith("nemotron_h"):
             key = key.replace("model.", "backbone.", 1).replace("_correction_bias", "_correction.bias")
+        key = key.removeprefix("transformer.") if arch == "bloom" else key
         if "mixer.experts." in key:
             writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-1].removesuffix('_proj')}_exps.weight", numbers)
             continue

@@ -254,7 +254,7 @@ class EntrySpec:
 
 @dataclass(frozen=True, slots=True)
 class DistanceSpec:
-    """What scores get by how far a key lies from its query, in all layers of an encoder. reach: the longest sequence. buckets: of
+    """What scores get by how far a key lies from its query, in all layers. reach: the longest sequence. buckets: of
     distances, wider ones up to `farthest`, each with a learned number a head (T5, Raffel et al. 2020); 0: a slope a head times
     the distance is taken off (ALiBi, Press et al. 2022)."""
 

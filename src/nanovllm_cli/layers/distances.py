@@ -1,4 +1,4 @@
-"""What a score gets by how far its key lies from its query, in encoders that know positions by that: one table for all layers."""
+"""What a score gets by how far its key lies from its query, in models that know positions by that: one table for all layers."""
 
 from __future__ import annotations
 

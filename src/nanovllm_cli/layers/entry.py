@@ -1,5 +1,5 @@
 """What joins an embedding before the first layer: learned positions (GPT-2), segments and a norm as well (BERT, Devlin et al.
-2018), or a norm alone (NanoChat)."""
+2018), or a norm alone (NanoChat, BLOOM)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import StreamNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import EntrySpec
+from nanovllm_cli.model_spec import EntrySpec, NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
 
 
-def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry:
+def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry | CenteredEntry:
     if spec.norm is None:
         return Positions(spec, width, kit)
-    return Entry(spec, width, kit) if spec.norm.centered else NormedEntry(spec, width, kit)
+    if not spec.norm.centered:
+        return NormedEntry(spec, width, kit)
+    return Entry(spec, width, kit) if spec.positions or spec.segments else CenteredEntry(spec.norm, width, kit)
 
 
 class Positions:
@@ -56,6 +58,21 @@ class NormedEntry:
 
     def slots(self) -> Slots:
         return {}
+
+
+class CenteredEntry:
+    """The same of a layer norm."""
+
+    def __init__(self, norm: NormSpec, width: int, kit: Kit) -> None:
+        self.norm = StreamNorm(norm, width, kit)
+
+    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+        """See `Entry`."""
+        self.norm(None, rows)
+        return rows
+
+    def slots(self) -> Slots:
+        return {f"entry_norm.{name}": slot for name, slot in self.norm.slots().items()}
 
 
 class Entry:

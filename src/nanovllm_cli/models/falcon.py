@@ -35,8 +35,11 @@ def _names(parts: Mapping[str, str], layer: str) -> dict[str, str]:
 
 
 def key_heads(config: Mapping[str, Any]) -> Any:
-    """As a config.json has them, which may be no number."""
-    heads = config.get("num_attention_heads")
+    """As a config.json has them, which may be no number. That of another family has those of all heads."""
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    names = config.get("architectures")
+    if not isinstance(names, list) or names[:1] != ["FalconForCausalLM"]:
+        return heads
     if config.get("new_decoder_architecture"):
         return config.get("num_kv_heads") or heads
     return heads if config.get("multi_query") is False else 1

@@ -14,6 +14,7 @@ from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
 from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
+from nanovllm_cli.models.bloom import BLOOM, MPT
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU
@@ -117,6 +118,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "BitNetForCausalLM": BITNET,
     "BitnetForCausalLM": BITNET,
     "AyaVisionForConditionalGeneration": COHERE2,
+    "BloomForCausalLM": BLOOM,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
     "Cohere2MoeForCausalLM": COHERE2_MOE,
@@ -215,6 +217,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,
+    "MptForCausalLM": MPT,
+    "MPTForCausalLM": MPT,
     "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
     "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,

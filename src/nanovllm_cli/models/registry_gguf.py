@@ -11,6 +11,7 @@ from nanovllm_cli.models.apertus import APERTUS
 from nanovllm_cli.models.bailing import BAILING_MOE2
 from nanovllm_cli.models.bert import BERT, JINA_BERT
 from nanovllm_cli.models.bitnet import BITNET
+from nanovllm_cli.models.bloom import BLOOM, MPT
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE, family_of_cohere2moe
 from nanovllm_cli.models.deepseek import DEEPSEEK2, family_of_gguf
@@ -106,6 +107,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "bailingmoe2": BAILING_MOE2,
     "bert": BERT,
     "bitnet": BITNET,
+    "bloom": BLOOM,
     "eurobert": EUROBERT,
     "llama-embed": LLAMA_BOTH_WAYS,
     "jina-bert-v2": JINA_BERT,
@@ -142,6 +144,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "mistral3": MINISTRAL3,
     "mistral4": MISTRAL4,
     "jais2": JAIS2,
+    "mpt": MPT,
     "jamba": JAMBA,
     "muse-glimmer": MUSE_GLIMMER,
     "nemotron": NEMOTRON,

@@ -214,6 +214,13 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "774m": "openai-community/gpt2-large",
         "1.5b": "openai-community/gpt2-xl",
     },
+    "bloom": {
+        "560m": "bigscience/bloom-560m",
+        "1.1b": "bigscience/bloom-1b1",
+        "1.7b": "bigscience/bloom-1b7",
+        "3b": "bigscience/bloom-3b",
+        "7b": "bigscience/bloom-7b1",
+    },
     "gpt-neo": {"125m": "EleutherAI/gpt-neo-125m", "1.3b": "EleutherAI/gpt-neo-1.3B", "2.7b": "EleutherAI/gpt-neo-2.7B"},
     "falcon": {"7b": "tiiuae/falcon-7b-instruct", "40b": "tiiuae/falcon-40b-instruct", "11b": "tiiuae/falcon-11B"},
     "pythia": {

@@ -203,8 +203,8 @@ def _turned_over(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
 
 
 def _qkv_by_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    heads = config.get("num_attention_heads")
-    if rows := rows_of(heads, key_heads(config) if ".self_attention." in stack else heads, shape[0]):
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    if rows := rows_of(heads, key_heads(config), shape[0]):
         yield stack, _Part(stack, None, rows)
 
 
