@@ -117,7 +117,7 @@ def test_a_result_may_be_of_parts_or_of_no_call_at_all() -> None:
     assert '{"name": "", "content": "x"}' in alone[-1]["content"]
 
 
-@pytest.mark.parametrize("name", ["json", "llama", "hermes", "granite", "lfm2", "internlm", "deepseek", "deepseek_r1"])
+@pytest.mark.parametrize("name", ["json", "glm4", "llama", "hermes", "granite", "lfm2", "internlm", "deepseek", "deepseek_r1"])
 @pytest.mark.parametrize("arguments", [{"city": 'K"ö\\ln\n', "exact": True, "factor": None, "tags": ["'", 1.5]}, {}])
 def test_a_call_that_is_told_is_one_that_is_read(name: str, arguments: dict[str, Any]) -> None:
     known = tool_format_named(name)

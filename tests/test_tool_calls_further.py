@@ -1,4 +1,4 @@
-"""Calls of Command R, Functionary and Muse: what is only theirs; the order of texts and calls."""
+"""Calls of Command R, Functionary, GLM-4 and Muse: what is only theirs; the order of texts and calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.messages import template_tools
+from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tool_calls import in_order, tools_of
 from test_tool_grammar import STRICT, allows, known
 from tool_answers import MESSAGES, ONE, TOOLS, answer, form
@@ -201,6 +204,62 @@ def test_what_a_muse_may_say_before_it_calls() -> None:
         assert not allows(known("muse"), said + wanted.replace("3", "few"), "auto", STRICT)
     assert not allows(known("muse"), said + two, "auto", STRICT, parallel=False)
     assert not allows(known("muse"), call.replace("to=weather", "to=now"))
+
+
+# ---- GLM-4 ----
+
+NAMED = 'weather\n{"city": "Köln", "days": 3}'
+GLM_TEMPLATE = (
+    "[gMASK]{% for tool in tools or [] %}## {{ tool.function | tojson }}\n请使用 Json 格式表示调用的参数。{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'observation' %}<|observation|>{% else %}<|{{ m.role }}|>{% endif %}"
+    "{{ m.get('metadata', '') }}\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (NAMED, "", [WEATHER]),
+        (f"\n {NAMED}\nnow\n{{}}", "", [WEATHER, NOW]),
+        (f"{NAMED}\nThat is it.\n", "That is it.\n", [WEATHER]),
+        ("now \n{}", "", [NOW]),
+        ("\nIt rains.\nnow\n{}", "\nIt rains.\nnow\n{}", []),
+        ("whether\n{}", "whether\n{}", []),
+        ("now\nor never", "now\nor never", []),
+        ("now", "now", []),
+        ("", "", []),
+    ],
+)
+def test_the_first_line_of_a_glm(text: str, content: str, calls: Any) -> None:
+    for whole_calls in (False, True):
+        assert answer(form("glm4"), text, whole_calls=whole_calls) == ("", content, calls)
+
+
+def test_what_a_glm_is_held_to() -> None:
+    glm = known("glm4")
+    assert allows(glm, NAMED)
+    assert allows(glm, f"{NAMED}\nnow\n{{}}")
+    for bad in (f"{NAMED}\nnow\n{{}}", NAMED.replace("3", "few"), "It rains.", ""):
+        assert not allows(glm, bad, parallel=False)
+    for good in (NAMED, "", "\n", "It rains {a}.\n\nnow", "\nweather?\n{}", "now", "nowhere\n{}", "weather"):
+        assert allows(glm, good, "auto", STRICT), good
+    for bad in (NAMED.replace("3", "few"), "\n weather \n{}", "weather\nis fine"):
+        assert not allows(glm, bad, "auto", STRICT), bad
+    with pytest.raises(UnsupportedError, match="not marked"):
+        glm.constraint(TOOLS, "auto", form=Constraint("json_object"))
+
+
+def test_a_glms_template_is_told_names_beside_roles() -> None:
+    template = ChatTemplate(GLM_TEMPLATE)
+    assert answer_format(GLM_TEMPLATE).name == "glm4"
+    called = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}]
+    talk = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": called},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]
+    text = template.render(template_messages(talk, template, tools=[]), add_generation_prompt=False)
+    assert text == '[gMASK]<|user|>\nHow is it?<|assistant|>\nI look.<|assistant|>weather\n{"city": "Köln"}<|observation|>\nrain'
 
 
 # ---- the order of texts and calls ----

@@ -145,7 +145,7 @@ class AnswerFormat:
             tools, parallel = [tool for tool in tools if tool.name == choice], False
             if not tools:
                 raise UsageError(f"tool_choice names {choice!r}, which is not among the tools")
-        grammar, writer = self.tools.grammar, Writer(self.special_tokens)
+        grammar, writer = self.tools.grammar, Writer(self.special_tokens, [tool.name for tool in tools])
         calls = writer.rule(" | ".join(grammar.call(writer, Bound.of(tool, choice)) for tool in tools))
         if choice == "auto" and form is None:
             start = grammar.free(writer, calls, self.tools.openers, parallel=parallel)

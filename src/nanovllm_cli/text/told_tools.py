@@ -49,6 +49,8 @@ def told(
     write = _WRITERS.get(known.name)
     if write is None:
         return messages
+    if known.name == "glm4" and "metadata" in template.source:
+        messages = list(_with_metadata(messages))
     calls = any("tool_calls" in message for message in messages) and not writes_calls(template)
     results = any(message["role"] == "tool" for message in messages) and not writes_results(template)
     if calls or results:
@@ -85,6 +87,20 @@ def _as_texts(messages: Sequence[dict[str, Any]], write: _Write | None, results:
             name = names.get(message.get("tool_call_id", ""), message.get("name") or last)
             yield {"role": "user", "content": _result(name, message["content"])}
         else:
+            yield message
+
+
+def _with_metadata(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """As GLM-4's templates know calls and results: the name beside a message's role, and a role for what is observed."""
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if calls and message["content"]:
+            yield {"role": "assistant", "content": message["content"]}
+        for name, arguments in (_call(call["function"]) for call in calls):
+            yield {"role": "assistant", "metadata": name, "content": arguments}
+        if message["role"] == "tool":
+            yield {"role": "observation", "content": message["content"]}
+        elif not calls:
             yield message
 
 
@@ -161,7 +177,12 @@ def _deepseek(before: str, between: str, after: str, separator: str) -> _Write:
     return write
 
 
+def _glm4(calls: Sequence[_Call]) -> list[Piece]:
+    return [callers("\n".join(f"{call.name}\n{call.arguments}" for call in calls))]
+
+
 _WRITERS: dict[str, _Write] = {
+    "glm4": _glm4,
     "json": _objects("\n"),
     "llama": _objects("; ", "parameters"),
     "hermes": _each_between("<tool_call>\n", "\n</tool_call>"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanovllm_cli.text.tool_grammar import CallGrammar, HarmonyGrammar
 from nanovllm_cli.text.tool_harmony import ReadBody
-from nanovllm_cli.text.tool_sections import ReadSection, Tools, read_bare
+from nanovllm_cli.text.tool_sections import ReadSection, Tools
 from nanovllm_cli.text.tool_stream import CallStream, Reader, Reading
 
 
@@ -16,7 +16,7 @@ class ToolFormat:
     """One way to write calls. openers: what begins a call; tags: everything that must stay in the text for the reader.
 
     signs: a chat template with all of one of these writes it. section: reads what follows an opener. grammar: of calls that
-    must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
+    must come. bare: reads calls without a tag, at the beginning. id_chars: of an id's letters. by_token: so does a template
     that says nothing, of a model whose vocabulary has the opener as a special token. in_reasoning: what begins a call where its
     models forget to close their reasoning. opened: what ends a prompt behind which the first opener is left out.
     body: of families whose calls are messages of their own, reads one's body, and not section.
@@ -28,7 +28,7 @@ class ToolFormat:
     closers: tuple[str, ...]
     section: ReadSection
     grammar: CallGrammar | HarmonyGrammar
-    bare: bool = False
+    bare: ReadSection | None = None
     id_chars: int = 24
     by_token: bool = False
     in_reasoning: str = ""
@@ -56,8 +56,8 @@ class ToolFormat:
                 keeps = None
             if is_open:
                 yield from stream.attempt(self.section(stream, "", tools))
-            if self.bare:
-                yield from stream.attempt(read_bare(stream, "", tools))
+            if self.bare is not None:
+                yield from stream.attempt(self.bare(stream, "", tools))
             while True:
                 tag = yield from stream.content_to(*self.openers, *hidden, *(keeps[:1] if keeps else ()))
                 if tag in self.openers:

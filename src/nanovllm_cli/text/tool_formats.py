@@ -17,6 +17,7 @@ from nanovllm_cli.text.tool_functionary import (
 )
 from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
+from nanovllm_cli.text.tool_glm4 import GLM4
 from nanovllm_cli.text.tool_grammar import (
     GAP,
     LINE,
@@ -110,7 +111,7 @@ HARMONY = ToolFormat(
     body=read_harmony,
 )
 MUSE = ToolFormat("muse", (("<atem:function_calls>", "<|eom|>"),), (), MUSE_TAGS, read_bare, MuseGrammar(), body=read_muse)
-JSON = ToolFormat("json", (), (), (), read_bare, CallGrammar(json_call(), between=("\n",)), bare=True)
+JSON = ToolFormat("json", (), (), (), read_bare, CallGrammar(json_call(), between=("\n",)), bare=read_bare)
 
 
 def _listed(name: str, open: str, close: str) -> ToolFormat:
@@ -323,6 +324,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         RecipientGrammar(named_call((), ("\n",)), TO, between=(TO,)),
         opened=TO,
     ),
+    GLM4,
     ToolFormat(
         "pythonic",
         (("func_name1(",),),
@@ -330,7 +332,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ("<|python_end|>",),
         read_llama,
         CallGrammar(python_call, before=("[",), between=(", ",), after=("]",)),
-        bare=True,
+        bare=read_bare,
     ),
     ToolFormat(
         "llama",
@@ -339,7 +341,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         (),
         read_llama,
         CallGrammar(json_call("parameters"), between=("; ",)),
-        bare=True,
+        bare=read_bare,
     ),
     JSON,
 )

@@ -46,8 +46,9 @@ class Marked(str):
 class Writer:
     """Expressions of one grammar, and the rules that they need."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._special = special_tokens
+    def __init__(self, special_tokens: Mapping[str, int], names: Sequence[str] = ()) -> None:
+        """names: of the tools."""
+        self._special, self.names = special_tokens, names
         self._numbers = count()
         self._shared: dict[str, str] = {}
         self.rules: list[str] = []
@@ -83,7 +84,7 @@ class Writer:
         if not isinstance(tag, Marked):
             return f"{self.terminal(f'/{pattern}/{without}')}? {self.sequence(tag)}"
         before, _, behind = tag.partition(tag.mark)
-        text = self.terminal(f"/{pattern}{_escaped(before)}/{without}")
+        text = self.terminal(f"/{pattern}{escaped(before)}/{without}")
         return f"{text if before else f'{text}?'} {self.sequence(tag.mark, behind)}"
 
     def anything(self) -> str:
@@ -381,9 +382,9 @@ def _between_slashes(pattern: str) -> str:
 
 def _without(tag: str) -> str:
     """Behind a terminal: it matches no text that `tag` stands in."""
-    return f" & ~/{ANYTHING}{_escaped(tag)}{ANYTHING}/"
+    return f" & ~/{ANYTHING}{escaped(tag)}{ANYTHING}/"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text as a regular expression between slashes."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
