@@ -268,6 +268,15 @@ def test_other_tags_of_a_minimax(body: str, arguments: Any) -> None:
         assert answer(form("minimax_m3"), text, tools=tools, whole_calls=True) == ("", content, expected)
 
 
+def test_any_arguments_of_a_minimax() -> None:
+    """Of a tool that is not strict, beside one that is."""
+    tools = (tool("f", NESTED, strict=True), tool("g"))
+    for body in ("", "^<index>1^</index>^<i>^<item>a^</item>^</i>", "^<in>x^</in>"):
+        assert allows(known("minimax_m3"), minimax(body, "g"), "auto", tools), body
+        assert len(answer(form("minimax_m3"), minimax(body, "g"), tools=tools)[2]) == 1
+    assert not allows(known("minimax_m3"), minimax("^<index>1^</index>", "f"), "auto", tools)
+
+
 def test_how_deep_a_minimax_may_nest() -> None:
     for depth, calls in ((64, 1), (65, 0)):
         text = minimax("^<a>" * depth + "^</a>" * depth)

@@ -19,7 +19,6 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.text.tool_calls import alternatives, types_of
 from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_grammar import (
-    ANY_KEY,
     TEXT_KEYWORDS,
     Bound,
     CallGrammar,
@@ -135,13 +134,18 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 # ---- grammar ----
 
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment"))
+_OTHER_TAG = r"<([^\/]|\/([^i]|i([^n]|n([^v]|v([^o]|o([^k]|k([^e]|e[^>])))))))(?s:.*)"
+"""Any but </invoke>, and what stands behind it: where any argument will do, its tags may be within each other."""
 _HELD = {"object": frozenset(("properties", "required", "additionalProperties")), "array": frozenset(("items",))}
 
 
 def _call(writer: Writer, tool: Bound) -> str:
     head = writer.sequence(_MARK, '<invoke name="')
-    call = _Call(writer, tool)
-    return f"{head} {quoted(tool.name)} {quoted(chr(34) + '>')} {call.members(tool.schema)} {writer.sequence(_MARK, '</invoke>')}"
+    name = quoted(f'{tool.name}">')
+    if not _properties(tool.schema) and tool.schema.get("additionalProperties") is not False:
+        tags = f"{writer.sequence(_MARK)} ({writer.text_before(_MARK, _OTHER_TAG)})*"
+        return f"{head} {name} {tags} {writer.sequence('</invoke>')}"
+    return f"{head} {name} {_Call(writer, tool).members(tool.schema)} {writer.sequence(_MARK, '</invoke>')}"
 
 
 class _Call:
@@ -156,10 +160,6 @@ class _Call:
         required, optional = parameters(self._tool._replace(schema=schema))
         body = [self._member(name, each) for name, each in required.items()]
         body += [f"({self._member(name, each)})?" for name, each in optional.items()]
-        if not body and schema.get("additionalProperties") is not False:
-            key = self._writer.terminal(ANY_KEY)
-            text = self._writer.text_before(_MARK)
-            body = [f'({self._writer.sequence(_MARK, "<")} {key} ">" {text} "</" {key} ">")*']
         return " ".join(body)
 
     def _member(self, name: str, schema: Any) -> str:
