@@ -349,6 +349,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
     },
     "bench.serve": {
         ("--host", "--port"): "here it is --url http://HOST:PORT",
+        ("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency",
         ("--served-model-name", "--lora-modules"): "here it is -m NAME",
         ("--skip-chat-template",): "--endpoint completions sends prompts as they are: leave it out",
         ("--backend",): "here it is --endpoint chat or --endpoint completions",
@@ -364,9 +365,12 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("-o", "--output", "--output-file"): "/export md FILE in the chat writes the conversation",
     },
     "bench": {
+        ("--json", "--jsonl", "--csv"): "here it is -o json, jsonl or csv",
         ("--save", "--output-file"): "-o json >FILE keeps results, for bench compare",
         ("-pps", "-tgs"): "sequences have prompts of their own, and generate at once: leave it out",
     },
+    "bench.throughput": {("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency"},
+    "bench.latency": {("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency"},
     "embed": {("-p", "--prompt", "-e", "--escape"): "each argument behind the model is a text"},
     "quantize": {
         ("-f", "--file", "--in-file"): "here it is --calibration FILE",

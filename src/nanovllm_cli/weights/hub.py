@@ -334,7 +334,7 @@ _ROOM = "free some space, or set HF_HOME to a folder on a larger disk"
 
 
 def _unreachable(what: str, error: BaseException) -> HubUnreachableError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    reason = re.sub(r"\[Errno -?\d+\] ", "", " ".join(str(error).split()))[:200] or type(error).__name__
     return HubUnreachableError(
         f"cannot get {what} from {endpoint()}: {reason}",
         "check the connection, HF_ENDPOINT and the proxy; --offline uses only what is in the cache",
