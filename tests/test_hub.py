@@ -140,7 +140,8 @@ def test_unreachable_hub_without_a_copy_is_a_download_error(hub: Hub, tmp_path: 
         assert "Unreachable" in result["error"]
         assert url in result["message"]
         assert result["hint"]
-        assert "\n" not in result["message"] and "Errno" not in result["message"]
+        assert "\n" not in result["message"]
+        assert "Errno" not in result["message"]
     assert 2 <= len(hub.paths()) <= 8
 
 
