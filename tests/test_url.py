@@ -491,10 +491,10 @@ def test_a_wrong_path_is_not_a_missing_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
 def test_a_busy_server_is_asked_again_when_it_says(tmp_path: Path, status: str) -> None:
-    with OpenAIServer(refusing(status, {"message": "busy"}, "Retry-After: 0.2", times=2)) as server:
+    with OpenAIServer(refusing(status, {"message": "a model is loaded"}, "Retry-After: 0.2", times=2)) as server:
         result = run(tmp_path, server, "--no-save", "--no-stats", "hi")
     assert (result.code, result.out) == (0, "at last\n")
-    assert "asked again in 0.2 s" in result.err
+    assert f"HTTP {status[:3]}: a model is loaded; the server is asked again in 0.2 s" in result.err
     came = [reply.request.came for reply in server.replies]
     assert all(after - before >= 0.2 for before, after in itertools.pairwise(came))
 

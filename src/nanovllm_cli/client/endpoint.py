@@ -127,7 +127,7 @@ class Endpoint:
                 raise self._unreachable(failure) from failure
             if wait is None or attempt == MOST_RETRIES:
                 raise await self._refused(status, refusal, str(body.get("model")))
-            logger.warning("the server is busy (HTTP %d): it is asked again in %g s", status, wait)
+            logger.warning("not yet: HTTP %d: %s; the server is asked again in %g s", status, said(refusal), wait)
             await asyncio.sleep(wait)
 
     async def _deltas(self, reply: Exchange, answer: AnswerStream) -> AsyncGenerator[list[Delta], None]:
