@@ -373,8 +373,9 @@ FILES: dict[str, tuple[Callable[[Path], Any], Expected]] = {
     "weights cut off": (cut(WEIGHTS, 0.7), Expected(CheckpointError, (WEIGHTS, "download it again"))),
     "weights cut off in the header": (cut(WEIGHTS, 0.001), Expected(CheckpointError, (WEIGHTS, "download it again"))),
     "weights empty": (write(WEIGHTS, b""), Expected(CheckpointError, ("the file is empty",))),
-    "a pointer of git-lfs": (write(WEIGHTS, LFS), Expected(CheckpointError, (WEIGHTS, "not safetensors?"))),
-    "a page of a web server": (write(WEIGHTS, "<!doctype html>"), Expected(CheckpointError, ("not safetensors?",))),
+    "a pointer of git-lfs": (write(WEIGHTS, LFS), Expected(CheckpointError, (WEIGHTS, "git lfs pull"))),
+    "a page of a web server": (write(WEIGHTS, "<!doctype html>"), Expected(CheckpointError, ("a page of the web", "/resolve/"))),
+    "a page of a hub": (write("config.json", "\n<!DOCTYPE html>"), Expected(CheckpointError, ("config.json: a page",))),
     "pickled weights only": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
         Expected(UnsupportedError, ("pytorch_model.bin", "never opened")),
@@ -639,11 +640,12 @@ def test_a_bias_of_nothing_that_the_model_does_not_have_adds_nothing(tmp_path: P
     [
         (lambda data: data[: len(data) * 2 // 3], Expected(CheckpointError, ("bytes", "download it again"))),
         (lambda data: data[:500], Expected(CheckpointError, ("bad.gguf", "download it again"))),
+        (lambda data: LFS.encode(), Expected(CheckpointError, ("bad.gguf: what Git LFS keeps", "git lfs pull"))),
         (lambda data: b"PK\3\4" + data, Expected(CheckpointError, ("not a GGUF file",))),
         (lambda data: b"lmgg" + data[4:], Expected(UnsupportedError, ("before GGUF",))),
         (lambda data: data[:4] + b"\1\0\0\0" + data[8:], Expected(UnsupportedError, ("GGUF version 1",))),
     ],
-    ids=["cut off", "cut off in the header", "an archive", "an older format", "an older version"],
+    ids=["cut off", "cut off in the header", "a pointer of git-lfs", "an archive", "an older format", "an older version"],
 )
 def test_gguf_files_that_are_none(
     make: Callable[[bytes], bytes], expected: Expected, good_gguf: Path, tmp_path: Path, doors: Doors

@@ -32,6 +32,15 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def check_is_the_file(path: Path, beginning: bytes) -> None:
+    """Raises CheckpointError for what a clone or a download may leave where a file should be."""
+    if beginning.startswith(b"version https://git-lfs.github.com/"):
+        raise CheckpointError(f"{path}: what Git LFS keeps in place of the file", "git lfs pull in its folder fetches that")
+    if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        hint = "download it again; a file's address on the hub has /resolve/ in it, not /blob/"
+        raise CheckpointError(f"{path}: a page of the web, not the file", hint)
+
+
 def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False, infinity: bool = False) -> dict[str, Any]:
     """The object in `path`, which may hold at most `max_bytes`. infinity: an Infinity, which configs of state spaces have for a
     bound that is none, becomes what newer ones write: {"__float__": "Infinity"}.
@@ -44,6 +53,7 @@ def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False, inf
             raise FileNotFoundError
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
+    check_is_the_file(path, data[:64])
     if len(data) > max_bytes:
         raise CheckpointError(f"{path}: larger than the {max_bytes} bytes that such a file may have")
     return parse_json(data, str(path), unique_keys=unique_keys, infinity=infinity)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.weights.json_file import reading
+from nanovllm_cli.weights.json_file import check_is_the_file, reading
 
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 
@@ -37,6 +37,7 @@ class MappedFile:
                     raise CheckpointError(f"{path}: the file is empty", DOWNLOAD_AGAIN)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.size = len(self._map)
+        check_is_the_file(path, self._map[:64])
         self._bytes: np.ndarray | None = np.frombuffer(self._map, dtype=np.uint8)
 
     @property
