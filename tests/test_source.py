@@ -387,6 +387,21 @@ def test_a_misspelt_file_is_met_with_those_that_are_there(home: Path) -> None:
     assert missing.value.hint is None or "notes" not in missing.value.hint
 
 
+def test_a_misspelt_path_that_looks_like_a_repository_is_met_with_the_file(home: Path) -> None:
+    Path("models").mkdir()
+    Path("models/story.gguf").touch()
+    for name in ("models/story", "models/stry.gguff"):
+        with pytest.raises(ModelNotFoundError) as missing:
+            resolve(name, offline=True)
+        assert str(missing.value.hint).startswith("did you mean models/story.gguf? run once without --offline")
+
+
+def test_a_name_of_ollamas_is_met_with_ours(home: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as missing:
+        resolve("qwen3:latest")
+    assert str(missing.value.hint).startswith("did you mean qwen3 ")
+
+
 def test_a_revision_of_what_is_not_on_the_hub_is_said_to_be_none(home: Path) -> None:
     class Notes(NullProgress):
         def note(self, message: str) -> None:

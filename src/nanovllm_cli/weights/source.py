@@ -7,7 +7,6 @@ cache and nowhere else. What the files hold is not looked at here: `checkpoint.p
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -39,6 +38,7 @@ from nanovllm_cli.weights.files import (
     told_bytes,
 )
 from nanovllm_cli.weights.hub_http import HubUnreachableError, Listing
+from nanovllm_cli.weights.near_names import near_files, near_names
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -193,8 +193,11 @@ def locate(
     meant = meant._replace(quant=meant.quant or quant)
     try:
         return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, pick)
-    except ModelNotFoundError as error:
-        error.hint = error.hint or _suggestion(meant.repo, _known(aliases))
+    except (ModelNotFoundError, AccessRefusedError, HubUnreachableError) as error:
+        if there := near_files(name):  # a path that was misspelt looks like a repository
+            error.hint = " ".join(filter(None, (there, error.hint)))
+        elif isinstance(error, ModelNotFoundError):
+            error.hint = error.hint or near_names(meant.repo, _every_name(_known(aliases)))
         raise
 
 
@@ -241,6 +244,10 @@ def with_revision(meant: Meant, revision: str | None, name: str, progress: LoadP
 def _known(aliases: Mapping[str, str] | None) -> dict[str, str]:
     """All aliases, the user's before ours."""
     return {**ALIASES, **{alias.lower(): target for alias, target in (aliases or {}).items()}}
+
+
+def _every_name(known: Mapping[str, str]) -> list[str]:
+    return [BUNDLED, *known, *hub.cached_repos(), *known.values()]
 
 
 def parse_hub_name(name: str) -> HubName | None:
@@ -416,34 +423,9 @@ def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
         return ModelNotFoundError(
             f"{shown} is no model's address", "addresses of https://huggingface.co are; download others first"
         )
-    hint = _near_files(name) or _suggestion(name, known)
+    hint = near_files(name) or near_names(name, _every_name(known))
     if _looks_like_path(name) or "/" in name:
         return ModelNotFoundError(f"{shown}: no such file or folder", hint)
     return ModelNotFoundError(
         f"no model is called {shown}", hint or "a name is a path, org/repo on the hub, or an alias such as qwen3:0.6b"
     )
-
-
-def _near_files(name: str) -> str | None:
-    """The nearest models' files and folders where the name would be one."""
-    try:
-        path = Path(os.path.expanduser(name))
-        models = (each for each in path.parent.iterdir() if each.suffix in (".gguf", ".safetensors") or each.is_dir())
-        there = [each.name for each in models if each.exists()]
-    except (OSError, ValueError):
-        return None
-    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.75)
-    return f"did you mean {' or '.join(str(path.parent / each) for each in near)}?" if near else None
-
-
-def _suggestion(name: str, known: Mapping[str, str]) -> str | None:
-    """The nearest of all aliases and cached repositories, compared whole and without their organization."""
-    candidates = [BUNDLED, *known, *hub.cached_repos(), *known.values()]
-    forms = {
-        form.lower(): candidate for candidate in reversed(candidates) for form in (candidate, candidate.split("/")[-1])
-    }
-    wanted = name[:200].lower()
-    close = difflib.get_close_matches(wanted, forms, n=6, cutoff=0.6)
-    close += difflib.get_close_matches(wanted.split("/")[-1], forms, n=6, cutoff=0.75)
-    nearest = list(dict.fromkeys(forms[form] for form in close))[:3]
-    return f"did you mean {' or '.join(nearest)}?" if nearest else None
