@@ -129,6 +129,21 @@ def test_a_mamba_is_read_by_the_names_that_it_first_had(tmp_path: Path) -> None:
     assert difference(logits_of(worker_for(folder), PROMPTS[3:]), expected_logits(reference, PROMPTS[3:])) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("case", "values", "lacking"),
+    [("mamba", {"use_conv_bias": False}, "biases of convolutions"), ("mamba", {"expand": 3}, "inner width of twice the outer"),
+     ("jamba", {"mamba_conv_bias": False}, "biases of convolutions"), ("jamba", {"mamba_expand": 1}, "inner width of twice the"),
+     ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}, "state spaces")],
+)  # fmt: skip
+def test_what_llama_cpp_takes_for_granted_is_refused_where_it_is_not(case: str, values: dict[str, Any], lacking: str) -> None:
+    reference = CASES[case]
+    config = reference.to_dict() | {"architectures": [type(reference).__name__.replace("Config", "ForCausalLM")]} | values
+    family = hf_family(config)
+    assert family.gguf_keys is not None
+    with pytest.raises(UnsupportedError, match=f"GGUF cannot say this of a {case} model: that it has no {lacking}"):
+        family.gguf_keys(spec_from_hf(config, family))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mamba: biases": ({"use_bias": True}, UnsupportedError, r"biases of its projections \(use_bias\)"),
     "mamba: a gelu": ({"hidden_act": "gelu"}, UnsupportedError, "a state space behind 'gelu'"),
