@@ -4,10 +4,12 @@ of 32 bytes, against the fewest that would do."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+import scans
 import test_kernel_block_gemv as block_gemv_tests
 import test_kernel_decode_attention as decode_tests
 import test_kernel_gemv as gemv_tests
@@ -20,6 +22,7 @@ from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.altup import altup_correct, altup_match, altup_predict
 from nanovllm_cli.kernels.block_gemv import block_gemv
+from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import SMALL, gemm
 from nanovllm_cli.kernels.gemv import gemv
@@ -29,8 +32,11 @@ from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import SHAPES, Plan, packed_wgmma
 from nanovllm_cli.kernels.route import route
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
+from nanovllm_cli.kernels.scan_parts import scan_parts
+from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.sparse_gate import sparse_gate
 from nanovllm_cli.kernels.states import States
+from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.format import Integer
 from ptx.device import PtxMachine
 from test_ptx import OFFSETS, run
@@ -96,6 +102,17 @@ def delta(case: Case) -> Callable[[PtxMachine], object]:
     return lambda machine: gated_delta(machine, **args)
 
 
+def scanned(machine: PtxMachine) -> None:
+    """The same by Mamba's first rule, of some of a layer's heads."""
+    kernels = partial(causal_conv, machine), partial(selective_scan, machine)
+    kept = scans.Kept(scans.Case(ScanSpec(256, 16, 5, 4), [[1]]), BF16, kernels)
+    args, _ = kept.step([1])
+    behind = {"stamps": torch.full_like(kept.states.stamps, 9), "reaches": torch.full_like(kept.states.reaches, 9)}
+    kept.states = States(*(torch.zeros_like(tensor) for tensor in kept.states))._replace(**behind)
+    kept.run(**args | {"kv_lens": torch.tensor([10]).int(), "known_lens": torch.tensor([10]).int()})
+    scan_parts(machine, random(1, 192), 160, random(192), 1e-6, BF16)
+
+
 def latent(kv: torch.dtype, heads: int) -> Callable[[PtxMachine], object]:
     step = latent_tests.step((heads, 64, 512), (BF16, kv), [300])
     return lambda machine: step.run(machine, step.scratch(machine))
@@ -136,6 +153,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.02, 1.05),
     "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
     "gated delta rule, Qwen3.5": (delta(Case((16, 128), (32, 128), 4, [[1]])), 1.0, 1.01),
+    "selective scan": (scanned, 1.0, 1.0),
     "state space, Granite 4 H": (delta(space((1, 128), (48, 64), 4, [[1]], bias=True)), 1.0, 1.0),
     "latent attention": (latent(BF16, 16), 1.0, 1.1),  # a quarter of a warp writes half a sector of its row
     "latent attention, 128 heads": (latent(BF16, 128), 1.0, 1.2),
