@@ -51,7 +51,7 @@ def silu(x):
 
 
 @inner(fastmath=FAST)
-def convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
+def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
     """out [count] = silu of the convolution of these channels; rows [width, …]: their inputs, those of the token before the last
     `width - 1` first, as a ring that begins at `first`."""
     width = len(taps)
@@ -104,9 +104,9 @@ def _divide_by_length(x, factor):
 @inner(fastmath=FAST)
 def _mix(taps, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, product):
     """q, k and v of a token, by the inputs of it and those before it. Returns k . q. product [key_dim]: scratch."""
-    convolve(taps, bias, has_bias, ring, oldest, sizes[0], firsts[0], 0, q)
-    convolve(taps, bias, has_bias, ring, oldest, sizes[1], firsts[1], sizes[0], k)
-    convolve(taps, bias, has_bias, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
+    _convolve(taps, bias, has_bias, ring, oldest, sizes[0], firsts[0], 0, q)
+    _convolve(taps, bias, has_bias, ring, oldest, sizes[1], firsts[1], sizes[0], k)
+    _convolve(taps, bias, has_bias, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
     if not mamba:
         _divide_by_length(q, np.float32(1.0) / np.sqrt(np.float32(q.size)))
         _divide_by_length(k, np.float32(1.0))

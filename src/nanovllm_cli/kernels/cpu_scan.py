@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_delta import convolve, place_of, silu
+from nanovllm_cli.kernels.cpu_delta import place_of, silu
 from nanovllm_cli.kernels.cpu_numbers import (
     FAST,
     exp_not_positive,
@@ -72,9 +72,12 @@ def causal_conv(arguments, thread, team):
     known_of = carray(typed_pointer(known_lens, np.int32(0)), (num_sequences,))
     index_of = carray(typed_pointer(state_of, np.int32(0)), (num_sequences,))
     line = whole_lines(4 * value_dim)
-    memory = scratch(whole_lines(4 * width * value_dim) + line)
+    rows = whole_lines(4 * width * value_dim)
+    memory = scratch(2 * rows + 2 * line)
     ring = floats_at(memory.ctypes.data, (width, value_dim))  # inputs of the token at p, p modulo width
-    found = floats_at(memory.ctypes.data + whole_lines(4 * width * value_dim), (value_dim,))
+    own_taps = floats_at(memory.ctypes.data + rows, (width, value_dim))
+    start = floats_at(memory.ctypes.data + 2 * rows, (value_dim,))
+    found = floats_at(memory.ctypes.data + 2 * rows + line, (value_dim,))
     for task in share(num_sequences * num_values, thread, team):
         sequence, head = task // num_values, task % num_values
         first, index = head * value_dim, np.int64(index_of[sequence])
@@ -105,14 +108,25 @@ def causal_conv(arguments, thread, team):
                     row[i] = load(guess, first + i)
         if known > 0:
             stamp_of[index, target, head] = 0
+        for i in range(value_dim):
+            start[i] = load(offsets, first + i) if bias != 0 else np.float32(0.0)
+        for k in range(width):
+            tap, own_tap = weight[k], own_taps[k]
+            for i in range(value_dim):
+                own_tap[i] = load(tap, first + i)
         for t in range(count):
             p = position + t
             row, own, to = ring[p % width], source[begin + t], result[begin + t]
             for i in range(value_dim):
                 row[i] = load(own, first + i)
-            convolve(weight, offsets, bias != 0, ring, (p + 1) % width, value_dim, first, 0, found)
             for i in range(value_dim):
-                store(to, first + i, found[i])
+                found[i] = start[i]
+            for k in range(width):
+                tap, other = own_taps[k], ring[(p + 1 + k) % width]
+                for i in range(value_dim):
+                    found[i] += tap[i] * other[i]
+            for i in range(value_dim):
+                store(to, first + i, silu(found[i]))
             slot = p - first_guess
             if t >= known and slot < max_guesses:
                 kept = guessed_of[index, target, slot]
