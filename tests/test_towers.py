@@ -41,6 +41,10 @@ PIXTRAL = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64,
     "patch_size": 4, "hidden_act": "silu", "model_type": "pixtral",
 }  # fmt: skip
+QFORMER = {
+    "model_type": "blip_2_qformer", "intermediate_size": 40, "num_hidden_layers": 1, "cross_attention_frequency": 1,
+    "use_qformer_text_input": False,
+}  # fmt: skip
 INTERNVL = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48,
     "patch_size": 4, "layer_norm_eps": 1e-3,
@@ -99,6 +103,12 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_config": {key: value for key, value in SIGLIP.items() if key not in ("model_type", "vision_use_head")}
         | {"scale_factor": 2, "out_hidden_size": 24, "deepstack_visual_indexes": [0, 2], "num_hidden_layers": 4},
     }),
+    "granite4": ("Granite4Vision", {
+        "text_config": TEXT | {"num_hidden_layers": 7}, "downsample_rate": "2/4", "vision_feature_select_strategy": "full",
+        "vision_config": SIGLIP | {"hidden_size": 128, "num_hidden_layers": 3, "image_size": 32},
+        "qformer_config": QFORMER, "deepstack_layer_map": [[-2, 0], [1, 5]], "spatial_vision_layer": -1,
+        "spatial_target_layers": [1, 2, 3, 6], "image_grid_pinpoints": [[32, 64]],
+    }),
     "internvl": ("InternVL", {
         "text_config": TEXT | {"model_type": "qwen2"}, "vision_config": INTERNVL | {"attention_bias": True},
     }),
@@ -151,7 +161,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
-    "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
+    "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
     "aya": HALVES | {"size": {"height": 48, "width": 48}},
@@ -166,6 +176,7 @@ FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
          "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+         "granite4": [(32, 32)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -204,6 +215,12 @@ def make(name: str, folder: Path) -> Made:
             if name.startswith("minicpm"):
                 with torch.no_grad():
                     return model.model.get_image_features(**packed_patches([values], CELL // 2)).pooler_output[0], []
+            if name == "granite4":  # of one square, which is the first of all
+                all_of_it = {"vision_feature_select_strategy": "full"}
+                with torch.no_grad():
+                    made = model.model.get_image_features(values.expand(1, 3, -1, -1, -1), torch.tensor([[32, 64]]), **all_of_it)
+                alone = {before: each[0][:16] for before, each in made.deepstack_features}
+                return alone.pop(0), list(alone.values())
             if name == "docling":  # whose decoder multiplies them
                 with torch.no_grad():
                     found = model.model.get_image_features(values[None, None], torch.ones(1, 1, dtype=torch.bool))
@@ -300,7 +317,7 @@ def test_rows_are_those_of_transformers(
         rows, deep = made(name).rows(pixels)
         found = tower(image(pixels))
         assert len(found.rows) == spec.placed(image(pixels), 0).num_rows
-        assert len(found.deep) == len(spec.tower.deep) == (2 if name in ("qwen3", "docling") else 0)
+        assert len(found.deep) == len(spec.tower.deep_behind) == {"qwen3": 2, "docling": 2, "granite4": 5}.get(name, 0)
         assert difference(all_rows(found), torch.stack([rows, *deep])) < 1e-5
 
 

@@ -22,6 +22,7 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
+    Granite4VisionConfig,
     GraniteDoclingConfig,
     HunYuanVLConfig,
     InternVLConfig,
@@ -145,6 +146,14 @@ MODELS: dict[str, Any] = {
         text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_id=512, scale_factor=2, pad_token_id=0,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4},
     ),
+    "granite 4 vision": Granite4VisionConfig(
+        text_config=SMALL | {"vocab_size": 513, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "num_hidden_layers": 5},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "hidden_size": 64, "image_size": 16, "patch_size": 4},
+        qformer_config={"model_type": "blip_2_qformer", "intermediate_size": 40, "num_hidden_layers": 1,
+                        "cross_attention_frequency": 1, "use_qformer_text_input": False},
+        image_token_index=512, image_token_id=512, downsample_rate="1/2", vision_feature_select_strategy="full",
+        deepstack_layer_map=[[-2, 0]], spatial_target_layers=[1, 2, 3, 4], image_grid_pinpoints=[[16, 32], [32, 16]],
+    ),
     "granite docling": GraniteDoclingConfig(
         text_config=SMALL | {"vocab_size": 513, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, image_token_id=512,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4, "scale_factor": 2, "out_hidden_size": 48,
@@ -247,7 +256,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         pixels = pixels.view(placed.image.height, placed.image.width, 3).permute(2, 0, 1)
         values.append((pixels / 255 - mean) / std)
     is_image = (ids == token).int()
-    if model.config.model_type in ("llava_next", "llava_onevision"):
+    if model.config.model_type in ("llava_next", "llava_onevision", "granite4_vision"):
         mosaics = [placed.image.mosaic for placed in prompt.images]
         sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
         squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])

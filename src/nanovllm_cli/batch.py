@@ -28,11 +28,12 @@ class WholeImages(NamedTuple):
 
 class ImageRows(NamedTuple):
     """Of the tokens `rows` [n] int64 of a step: what a tower has made of their images, [n, hidden]; and what is added to them
-    behind each of the first layers, [n, hidden] each."""
+    behind each of the layers `behind`, [n, hidden] each."""
 
     rows: torch.Tensor
     values: torch.Tensor
     deep: tuple[torch.Tensor, ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,15 @@ class ImageTokens:
         return before + "".join(line + self.pieces_end for line in lines) + self.whole + self.token + self.after
 
 
+class Query(NamedTuple):
+    """Rows that a Q-Former makes of a tower's, `behind` one of its layers, and that are added in front of a decoder's layer
+    `before`, its first instead of embeddings. corner: of a cell's four patches that is the query; None: their mean."""
+
+    behind: int
+    before: int
+    corner: int | None
+
+
 Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth", "nearest"]
 """How a square table of positions becomes an image's: linearly, from corner to corner; as a picture is made smaller, by the areas
 of its pixels; linearly, or by cubic polynomials, between the middles of pixels; as "bilinear", for sides that are a tenth of a
@@ -236,9 +245,10 @@ class TowerSpec:
     projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each
     line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite
     Docling: layer norm, join a cell by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer
-    norm); projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a
-    scale multiplied with. out_scale: of rows, but for those of `deep`. deep: layers, in order, whose rows, merged by mergers
-    of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    norm), "queried" (Granite 4 Vision: see `tower_queries.py`; `queries` are made in windows of query_side cells on a side,
+    projector_size rows wide); projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is
+    taken off and a scale multiplied with. out_scale: of rows, but for those of `deep`. deep: layers, in order, whose rows,
+    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -251,7 +261,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -284,6 +294,21 @@ class TowerSpec:
     standardized: bool = False
     out_scale: float = 1.0
     deep: tuple[int, ...] = ()
+    query_side: int = 0
+    queries: tuple[Query, ...] = ()
+
+    @property
+    def deep_behind(self) -> tuple[int, ...]:
+        """Layers of the decoder behind which rows are added."""
+        if not self.queries:
+            return tuple(range(len(self.deep)))
+        return tuple(query.before - 1 for query in self.queries if query.before)
+
+    @property
+    def query_names(self) -> list[str]:
+        """Of what makes the `queries`, in our names of tensors."""
+        layerwise = sum(query.corner is None for query in self.queries)
+        return [f"layerwise.{i}" if query.corner is None else f"spatial.{i - layerwise}" for i, query in enumerate(self.queries)]
 
     @property
     def head_dim(self) -> int:

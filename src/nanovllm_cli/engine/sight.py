@@ -111,7 +111,8 @@ class Sight:
         if not places:
             return None
         values, *deep = (torch.cat(each) for each in zip(*found, strict=True))
-        return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep))
+        behind = () if self.senses.vision is None or not deep else self.senses.vision.tower.deep_behind
+        return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep), behind)
 
     def look(self, look: Look) -> int:
         """Computes stages of an image for later steps; how many are left."""

@@ -305,12 +305,13 @@ class Decoder:
         residual = residual if self.streams is None else self.streams.enter(residual)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
-        deep = () if batch.images is None else batch.images.deep
+        deep = {} if batch.images is None else dict(zip(batch.images.behind, batch.images.deep, strict=True))
+        deepest = max(deep, default=-1)
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             own = None if every is None else every[:, i * width : (i + 1) * width]
-            if i != self.last_keeper or all_asked or i < len(deep):
+            if i != self.last_keeper or all_asked or i <= deepest:
                 x = block(x, residual, inputs, layer, own)
-                if batch.images is not None and i < len(deep):
+                if batch.images is not None and i in deep:
                     residual.index_add_(0, batch.images.rows, deep[i])
                 continue
             x = block.mixed(x, residual, inputs, layer) if block.has_halves else block(x, residual, inputs, layer, own)

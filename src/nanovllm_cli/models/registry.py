@@ -171,6 +171,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
+    "Granite4VisionForConditionalGeneration": GRANITE,
     "GraniteDoclingForConditionalGeneration": GRANITE_DOCLING,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,

@@ -19,9 +19,10 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
-from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, next_stage
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Stages, TowerRows, next_stage
 from nanovllm_cli.models.tower_mosaic import laid_out
 from nanovllm_cli.models.tower_products import activated
+from nanovllm_cli.models.tower_queries import Querying, query_shapes
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
@@ -44,7 +45,7 @@ class _Grid(NamedTuple):
     windows: tuple[tuple[int, int], ...]
 
 
-class Tower(Layers):
+class Tower(Querying):
     """tensors: by our names (`tower_shapes`), on one device, norms and bounds in float32 and all others in one type. mean, std:
     see `VisionSpec`."""
 
@@ -78,6 +79,7 @@ class Tower(Layers):
         if spec.window:
             inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         deep: list[torch.Tensor] = []
+        queried: dict[int, torch.Tensor] = {}
         for i in range(spec.num_layers):
             if i:
                 yield
@@ -91,15 +93,24 @@ class Tower(Layers):
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
+            for query, name in zip(spec.queries, spec.query_names, strict=True):
+                if query.behind == i:
+                    queried[query.before] = self._laid_out(self._queried(name, x, query.corner), image, grid)
+        if spec.queries:
+            added = tuple(queried[query.before] for query in spec.queries if query.before)
+            return TowerRows(queried[0] if 0 in queried else torch.zeros_like(added[0]), added)
         if spec.lead:
             x = x.view(image.num_squares, -1, spec.hidden_size)[:, 1:].reshape(-1, spec.hidden_size)
         if spec.post_norm:
             x = self._norm("post_norm", x)
         rows = self._projected(x, grid)
         rows = _line_by_line(rows if spec.out_scale == 1.0 else rows * spec.out_scale, grid)
-        if image.mosaic is not None:
-            rows = laid_out(rows, image.mosaic, grid.columns, spec.squares, self._tensors["line_end.weight"])
-        return TowerRows(rows, tuple(_line_by_line(each, grid) for each in deep))
+        return TowerRows(self._laid_out(rows, image, grid), tuple(_line_by_line(each, grid) for each in deep))
+
+    def _laid_out(self, rows: torch.Tensor, image: Image, grid: _Grid) -> torch.Tensor:
+        if image.mosaic is None:
+            return rows
+        return laid_out(rows, image.mosaic, grid.columns, self.spec.squares, self._tensors["line_end.weight"])
 
     def _grid(self, image: Image) -> _Grid:
         cell = self.spec.cell
@@ -312,6 +323,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
             shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
         matrix("projector.out", spec.out_size, hidden, bias=False)
         return shapes
+    if spec.projector == "queried":
+        return shapes | query_shapes(spec)
     if spec.projector == "placed":
         norm("projector.norm")
         matrix("projector.join", spec.out_size, joined, bias=False)

@@ -32,7 +32,7 @@ from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _CLIP, _SIGLIP = "clip_vision_model", "siglip_vision_model"
 _TOKENS = ImageTokens("<image>", "<image>", line="\n")
-_NEXT_GRIDS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+NEXT_GRIDS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _ONEVISION_SIDES = range(384, 2304 + 1, 384)
 _ASPECT = re.compile(r"anyres_max_([1-9]\d{0,2})")
 
@@ -59,7 +59,7 @@ def llava_next(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     config, tower, side = _tower(
         config, _CLIP, {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}, squares=MOST_TILES
     )
-    return VisionSpec(tower, _mosaic(config, images, tower, side, _NEXT_GRIDS), _TOKENS, *colours_of(images, CLIP))
+    return VisionSpec(tower, mosaic_rule(config, images, tower, side), _TOKENS, *colours_of(images, CLIP))
 
 
 def llava_onevision(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -71,7 +71,7 @@ def llava_onevision(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     usual = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     config, tower, side = _tower(config, _SIGLIP, usual, squares=int(found[1]))
     grids = [[height, width] for height in _ONEVISION_SIDES for width in _ONEVISION_SIDES]
-    return VisionSpec(tower, _mosaic(config, images, tower, side, grids), _TOKENS, *colours_of(images, CLIP))
+    return VisionSpec(tower, mosaic_rule(config, images, tower, side, grids), _TOKENS, *colours_of(images, CLIP))
 
 
 def _tower(config: ConfigReader, kind: str, usual: dict[str, Any], squares: int = 0) -> tuple[ConfigReader, TowerSpec, int]:
@@ -129,7 +129,10 @@ def _check_side(images: ConfigReader, side: int) -> None:
             raise CheckpointError(f"{images.where}: the tower reads {side} x {side} pixels, not {str(wrong[0])[:40]}", BROKEN)
 
 
-def _mosaic(config: ConfigReader, images: ConfigReader, tower: TowerSpec, side: int, usual: list[list[int]]) -> SizeRule:
+def mosaic_rule(
+    config: ConfigReader, images: ConfigReader, tower: TowerSpec, side: int, usual: list[list[int]] = NEXT_GRIDS
+) -> SizeRule:
+    """side: of a square. usual: heights and widths of files that say nothing."""
     _check_side(images, side)
     own, others = (each.values.get("image_grid_pinpoints") for each in (images, config))
     sizes = own if own is not None else others if others is not None else usual
@@ -146,7 +149,7 @@ def _mosaic(config: ConfigReader, images: ConfigReader, tower: TowerSpec, side: 
         grids.append((size[0] // side, size[1] // side))
     if any((1 + rows * columns) * side**2 > MAX_PIXELS or rows * columns > MOST_TILES for rows, columns in grids):
         raise CheckpointError(f"{images.where}: images of more than {MAX_PIXELS >> 20} million pixels are not believed", BROKEN)
-    return SizeRule("mosaic", tower.patch_size, resample=resample_of(images, 3), tile=side, grids=tuple(grids))
+    return SizeRule("mosaic", tower.cell, resample=resample_of(images, 3), tile=side, grids=tuple(grids))
 
 
 LLAVA_UNREAD = re.compile(r"vision_tower\.(?:encoder\.layers\.(\d+)|post_layernorm)\..*")

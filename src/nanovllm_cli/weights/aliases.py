@@ -158,6 +158,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "1b": "ibm-granite/granite-4.0-1b",
         "micro": "ibm-granite/granite-4.0-micro",
     },
+    "granite4-vision": {"3b": "ibm-granite/granite-4.0-3b-vision"},
     "granite4-h": {
         "350m": "ibm-granite/granite-4.0-h-350m",
         "1b": "ibm-granite/granite-4.0-h-1b",

@@ -28,7 +28,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
-    "merger",
+    "merger", "layerwise_projectors", "spatial_projectors",
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
@@ -181,6 +181,9 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["projector.join.weight"] = (2 * spec.hidden_size, spec.hidden_size, spec.merge, spec.merge)
         shapes["projector.first.weight"] = (4 * spec.hidden_size, 2 * spec.hidden_size, 1, 1)
         shapes["positions.weight"] = (spec.positions + (not of_file), spec.hidden_size)
+    if spec.queries:
+        tables = [ours for ours in shapes if ours.endswith(".table")]
+        shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
     if spec.lead and spec.norm_placed:  # CLIP's
@@ -201,6 +204,11 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return kernel.flatten(1)
     if ours.endswith(".bounds"):
         return stored.view(-1, 4)
+    if ours.endswith(".query.table"):
+        return stored[0]
+    if ours.endswith(".places.table"):  # of patches line by line there
+        side, merge = spec.query_side, spec.merge
+        return stored.view(side, merge, side, merge, -1).transpose(1, 2).reshape(side**2, merge**2, -1)
     if spec.projector == "scaled" and ours.endswith(".qkv.weight"):
         q, k, v = stored.chunk(3)
         return torch.cat([_axes_joined(q, spec.num_heads), _axes_joined(k, spec.num_heads), v])
