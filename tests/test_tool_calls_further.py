@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nanovllm_cli.cli.model import Prompting
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tool_calls import in_order, tools_of
+from test_chat_template_encode import byte_tokenizer
 from test_tool_grammar import STRICT, allows, known
 from tool_answers import MESSAGES, ONE, TOOLS, answer, form
 
@@ -121,6 +124,20 @@ def test_a_functionary_without_tools_speaks_to_all() -> None:
     for text, content in (("all\nYes.", "Yes."), ("now\n{}", "now\n{}"), ("Yes.", "Yes.")):
         assert answer(form("functionary_v32"), text, ">>>", tools=()) == ("", content, [])
     assert answer(form("functionary_v32"), "all\nof it", "they took ") == ("", "all\nof it", [])
+
+
+def test_the_command_line_leaves_out_whom_a_functionary_answers() -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}\n>>>{# >>>all >>>${recipient} #}"
+    for raw, template in ((False, ChatTemplate(source)), (True, ChatTemplate(source)), (False, ChatTemplate("{{ messages }}"))):
+        llm: Any = SimpleNamespace(chat_template=template, tokenizer=byte_tokenizer())
+        make = Prompting(llm, raw=raw).parser_for(llm.tokenizer.encode("x\n>>>"))
+        if raw or template.source != source:
+            assert make is None
+            continue
+        assert make is not None
+        for pieces in ("all\nYes.\n", ("all\nYes.\n",), ("al", "l\nYes.", "\n")):
+            parser = make()
+            assert "".join(parser.push(piece).content for piece in pieces) + parser.finish().content == "Yes.\n"
 
 
 def test_the_prompt_of_a_functionary_may_begin_what_it_is_held_to() -> None:

@@ -288,6 +288,9 @@ class LocalAnswerer:
                 from nanovllm_cli.text.reasoning import split
 
                 reasoning, content = split(each.text, known, self._prompting.tail(list(output.prompt_ids)))
+            elif (make := self._prompting.parser_for(list(output.prompt_ids))) is not None:
+                parser = make()
+                content = parser.push(each.text).content + parser.finish().content
             logprobs = None if each.logprobs is None else records.logprob_records(each.logprobs, self._llm)
             reasons = each.finish_reason, each.stop_reason, each.error, each.unmeetable
             answers.append(Answer(each.index, content, reasoning, each.num_tokens, logprobs, *reasons))

@@ -213,7 +213,15 @@ class Prompting:
     def parser_for(self, ids: list[int]) -> Callable[[], ReasoningSplitter] | None:
         """What splits an answer to `ids`: a new one for each answer."""
         known = self.reasoning()
-        return None if known is None else partial(known.parser, self.tail(ids))
+        if known is not None:
+            return partial(known.parser, self.tail(ids))
+        if self.llm.chat_template is None or self.raw:
+            return None
+        from nanovllm_cli.text.answer_format import ContentParser
+        from nanovllm_cli.text.tool_formats import tool_format
+
+        form = tool_format(self.llm.chat_template.source)
+        return partial(ContentParser, form, self.tail(ids)) if form.opened else None
 
     def settled(self, given: Given) -> SamplingParams:
         """For no answer in particular: a budget for reasoning waits until there is a prompt."""

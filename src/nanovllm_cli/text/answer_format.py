@@ -21,7 +21,7 @@ from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import ASR, FORMATS, ReasoningFormat, prompt_opens_reasoning, reasoning_format
 from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, harmony_parser, muse_parser
-from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
+from nanovllm_cli.text.reasoning_parsers import ReasoningDelta, ReasoningSplitter
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls, placed
 from nanovllm_cli.text.tool_format import ToolFormat, read_plain
@@ -183,6 +183,23 @@ class SplittingParser:
     def finish(self) -> AnswerDelta:
         reasoning, content = self._splitter.finish() if self._splitter is not None else ("", "")
         return _joined(AnswerDelta(reasoning, *self._stream.push(content)), AnswerDelta("", *self._stream.finish()))
+
+
+class ContentParser:
+    """The content of answers without tools, of models that write whom it is for (Functionary 3.2), and no reasoning."""
+
+    def __init__(self, tools: ToolFormat, prompt_tail: str) -> None:
+        self._parser = AnswerFormat(None, tools).parser(prompt_tail)
+
+    @property
+    def num_held(self) -> int:
+        return self._parser.num_held
+
+    def push(self, text: str) -> ReasoningDelta:
+        return ReasoningDelta("", self._parser.push(text).content)
+
+    def finish(self) -> ReasoningDelta:
+        return ReasoningDelta("", self._parser.finish().content)
 
 
 class HarmonyAnswerParser:
