@@ -69,7 +69,7 @@ def test_results_are_in_the_order_of_the_prompts(tmp_path: Path) -> None:
 
 def test_broken_lines_have_their_error_in_their_place(tmp_path: Path) -> None:
     bad = {
-        "{": "not JSON",
+        "{": "not JSON: Expecting property name enclosed in double quotes at character 2",
         "[1]": "not a JSON object",
         '"prompt"': "not a JSON object",
         "{}": "either a prompt or messages",

@@ -119,9 +119,9 @@ def test_parts_go_to_their_senses_and_others_are_refused() -> None:
     assert [part.kind for part in parts] == [IMAGES, SOUNDS]
     assert [part["type"] for each in shaped for part in each["content"]] == ["text", "image", "audio"]
     assert isinstance(read_parts(parts[:1], BOTH)[0], Picture)
-    with pytest.raises(UnsupportedError, match=r"messages\[1\].content\[0\] is of type 'input_audio': this model hears no audio"):
+    with pytest.raises(UnsupportedError, match=r"^this model hears no audio \(messages\[1\].content\[0\] is of"):
         template_messages(talk, ChatTemplate(KNOWS), [], kinds_of(Senses(VISION)))
-    with pytest.raises(UnsupportedError, match=r"messages\[0\].content\[1\] is of type 'image_url': this model reads no images"):
+    with pytest.raises(UnsupportedError, match=r"^this model reads no images \(messages\[0\].content\[1\] is of"):
         template_messages(talk, ChatTemplate(KNOWS), [], kinds_of(Senses(hearing=HEARING)))
 
 

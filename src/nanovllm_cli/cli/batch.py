@@ -206,9 +206,11 @@ def _line(number: int, data: bytes) -> Line:
 def _parsed(data: bytes) -> dict[str, Any]:
     text = decode(data, "it")
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text.rstrip(), parse_constant=_no_constant)
     except RecursionError as failure:
         raise UsageError("nested too deeply") from failure
+    except json.JSONDecodeError as failure:  # its own words count lines of a text that is one
+        raise UsageError(f"not JSON: {failure.msg} at character {failure.pos + 1}") from failure
     except ValueError as failure:
         raise UsageError(f"not JSON: {failure}") from failure
     if not isinstance(value, dict):

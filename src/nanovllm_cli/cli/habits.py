@@ -37,6 +37,7 @@ _VALUES_ELSEWHERE = {
 """What a peer's option of one of our names takes, and ours does not."""
 
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
+_BATCH = "here it is nanovllm run MODEL --batch FILE -o FILE"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /api/ps",
     "help": "nanovllm --help lists the commands, nanovllm COMMAND --help what one of them takes",
@@ -46,6 +47,8 @@ _NO_COMMANDS = {
     "cp": _ALIAS,
     "detokenize": "here it is nanovllm tokenize MODEL --decode IDS",
     "kl-divergence": "here it is nanovllm perplexity MODEL OTHER",
+    "run-batch": _BATCH,
+    "batch": _BATCH,
     "push": "nothing is uploaded here; hf upload does that",
     "login": TOKEN,
     "signin": TOKEN,

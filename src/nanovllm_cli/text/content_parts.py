@@ -110,7 +110,7 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in _OTHER_PARTS:
         if (what := _OTHER_PARTS[kind]) in _REFUSED:
-            told = f"{where} is of type {kind!r}: this model {_REFUSED[what]}"
+            told = f"this model {_REFUSED[what]} ({where} is of type {kind!r})"
             raise UnsupportedError(told, f"take one that does; {BY_MMPROJ}")
         raise UnsupportedError(f"{where} is of type {kind!r}: models here read no {_OTHER_PARTS[kind]}", "send its text instead")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
