@@ -711,7 +711,11 @@ def test_a_path_of_its_own_takes_its_own_methods(server: Running) -> None:
 def test_a_path_that_is_nearly_one_is_told_from_others(server: Running) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/v1/v1/chat/completions"):
         assert error_of(server.ask("POST", path, CHAT), 404)["message"] == "no such path; /v1/chat/completions is one"
-    for path in ("/v1/chat", "/v2/models/", "//", "/v1/responses/a/"):
+    for path in ("/openai/v1/chat/completions", "/v1/chat/completions/v1/chat/completions", "/a" * 5000 + "/v1/chat/completions"):
+        assert error_of(server.ask("POST", path, CHAT), 404)["message"] == "no such path; /v1/chat/completions is one"
+    twice = error_of(server.ask("POST", "/v1/chat/completions/chat/completions", CHAT), 404)
+    assert twice["message"] == "no such path; /chat/completions is one"
+    for path in ("/v1/chat", "/v2/models/", "//", "/v1/responses/a/", "/a/props", "/v1/chat/completions/props"):
         assert error_of(server.ask("GET", path), 404)["message"] == "no such path"
 
 

@@ -5,7 +5,6 @@ The OpenAPI description at /openapi.json is what is true of the server: bodies, 
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Any
 
@@ -42,6 +41,7 @@ from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.logs import log_exchange
 from nanovllm_cli.server.middleware import PUBLIC, Doors, Exchanges
 
+_MOST_NAMES = 8  # of a path that is looked into
 ROUTERS = (
     routes_chat.router,
     routes_completions.router,
@@ -117,9 +117,12 @@ async def _tell(request: Request, failure: Exception) -> Response:
 
 
 def _meant(request: Request) -> str | None:
-    """The path that this one is but for slashes too many, or for a base URL's /v1 twice: clients' usual mistakes."""
-    path = re.sub("/{2,}", "/", request.scope["path"]).rstrip("/").replace("/v1/v1/", "/v1/")
-    return path if any(route.path == path for route in request.app.state.routes) else None
+    """The path that this one is but for slashes too many, or for what a base URL has in front (/v1 twice, another server's prefix,
+    an endpoint): clients' usual mistakes."""
+    paths = {route.path for route in request.app.state.routes}
+    names = [name for name in request.scope["path"].split("/") if name][-_MOST_NAMES:]
+    behind = ["/" + "/".join(names[start:]) for start in range(len(names))]
+    return next((path for path in behind[:1] + behind[1:-1] if path in paths), None)  # a last name alone may mean anything
 
 
 def _methods(request: Request) -> list[str]:
