@@ -17,6 +17,7 @@ from nanovllm_cli.errors import CheckpointError, DoesNotFitError, UnsupportedErr
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.weights.tensor_classes import class_of
 from test_delta import LONG, REPEATING, check_nothing_is_lost
 from test_models import CASES, MAMBA2
 from test_quant_engine import difference, expected_logits, logits_of
@@ -173,3 +174,10 @@ def test_configs_that_mean_nothing_or_more(case: str) -> None:
     config = reference.to_dict() | {"architectures": [type(reference).__name__.replace("Config", "ForCausalLM")]} | values
     with pytest.raises(kind, match=message):
         spec_from_hf(config, hf_family(config))
+
+
+def test_what_a_state_space_has_counts_with_attention_whatever_holds_it() -> None:
+    names = ("model.layers.0.mamba.in_proj.weight", "model.layers.0.mamba.conv1d.weight", "backbone.layers.0.mixer.dt_proj.bias",
+             "blk.0.ssm_conv1d.weight", "model.layers.3.mamba.A_log")  # fmt: skip
+    assert {class_of(name) for name in names} == {"attention"}
+    assert class_of("model.layers.0.mamba.dt_layernorm.weight") == "norms"

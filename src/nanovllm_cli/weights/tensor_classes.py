@@ -10,7 +10,7 @@ _MARKS = (
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
     ("head", ("lm_head", "output.weight")),
     ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_", "mixer.fc")),
-    ("attention", ("attn", "ssm", "mixer.", "attention")),
+    ("attention", ("attn", "ssm", "mixer.", ".mamba.", "attention")),
     ("conv", ("conv",)),
     ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.")),
     ("per layer", (".proj.weight",)),
