@@ -121,6 +121,7 @@ TOWER_TYPES = MODEL_TYPES | {
 }  # fmt: skip
 FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do not go together
     "AyaVision": ("vision_config", {"num_attention_heads": 16, "image_size": 364}),
+    "Exaone4_5": ("text_config", {"hidden_size": 3584}),
     "Qwen3ASR": ("text_config", {"hidden_size": 3584}),
     "GlmOcr": ("text_config", {"hidden_size": 1536}),
     "Gemma3": ("vision_config", {"image_size": 896, "patch_size": 14}),
@@ -131,7 +132,11 @@ FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do 
 }
 
 
-OTHER_TOWERS = {"InternVLChatModel", "LlavaForConditionalGeneration"}  # transformers lacks it; it sees by a CLIP there
+OTHER_TOWERS = {
+    "InternVLChatModel",  # transformers lacks it
+    "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
+    "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", [each for each in (*TOWERS, *EARS) if each not in OTHER_TOWERS])

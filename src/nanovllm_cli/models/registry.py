@@ -293,11 +293,12 @@ HF_CLASSIFIERS: dict[str, Family] = {
 }
 """Models with a head for labels in place of tokens, as rerankers are published."""
 TIED_UNLESS_TOLD = {
-    "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration", "HunYuanVLForConditionalGeneration", "InternVLForConditionalGeneration",
+    "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration", "HunYuanVLForConditionalGeneration", "InternVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",
-    "LightOnOcrForConditionalGeneration", "Mistral3ForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
-    "Qwen3ASRForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
 }  # fmt: skip
 """Models of several parts that in transformers have no head beside the embedding where the config does not say it outside of its
 parts, whatever it says in the part for texts."""
