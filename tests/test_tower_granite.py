@@ -19,7 +19,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from engines import SMALL, random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.images.sizes import fitted, most_rows_of_all
+from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.towers_tiled import MOST_TILES
@@ -77,7 +77,7 @@ def test_how_many_tokens_stand_for_an_image_is_transformers(height: int, width: 
     assert grid is not None
     processor = processor_of(LlavaNextImageProcessorPil(image_grid_pinpoints=PINPOINTS), 16, "4/8")
     wanted = processor._get_number_of_features(height, width, 384, 384)
-    assert Mosaic(*grid, height, width).num_rows(12, MOST_TILES) == wanted <= most_rows_of_all(read(GRANITE))
+    assert Mosaic(*grid, height, width).num_rows(12, MOST_TILES) == wanted <= most_tokens(read(GRANITE))
 
 
 SIZES: dict[str, Any] = {
