@@ -145,6 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "biases of attention": ({"attention_bias": True}, UnsupportedError, r"biases \(attention_bias\)"),
     "biases of states": ({"mamba_proj_bias": True}, UnsupportedError, r"biases \(mamba_proj_bias\)"),
     "a norm before the gate": ({"mamba_rms_norm": True}, UnsupportedError, "a norm before their gate"),
+    "another activation": ({"hidden_act": "gelu"}, UnsupportedError, "a state space behind 'gelu'"),
     "time steps in bounds": ({"time_step_limit": [0.1, 2.0]}, UnsupportedError, "bounded"),
     "nothing left": ({"key_multiplier": 0}, CheckpointError, "'key_multiplier' is 0"),
     "no number": ({"ssm_out_multiplier": "1"}, CheckpointError, "'ssm_out_multiplier' must be a number"),

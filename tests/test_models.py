@@ -601,6 +601,7 @@ CASES: dict[str, Any] = {
     }),
     "kimi linear, 3 of 5 and shared": KimiLinearConfig(**KIMI),
     "kimi linear, 3 of 8 in two of four groups, queries by another rank": KimiLinearConfig(**KIMI | {
+        "rms_norm_eps": 0.03,  # but not of the norms of what is kept
         "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "q_lora_rank": 16,
         "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "linear_num_heads": 5,
         "mlp_layer_types": ["dense", "dense", "sparse"], "linear_conv_kernel_dim": 3,
@@ -1360,6 +1361,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     ),
     "no layers with attention": ("bamba", {"attn_layer_indices": None}, UnsupportedError, "no layer has attention"),
     "biases of states": ("granite 4 h", {"mamba_proj_bias": True}, UnsupportedError, "biases of its state spaces"),
+    "an activation of states": ("granite 4 h", {"hidden_act": "gelu"}, UnsupportedError, "a state space behind 'gelu'"),
     "bounded steps": ("granite 4 h", {"time_step_limit": [0.0, 0.1]}, UnsupportedError, "time steps of a state space"),
     "sublayers by a letter that none has": (
         "nemotron h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*-MX--*"}, CheckpointError,

@@ -25,6 +25,7 @@ _EXPERTS = ExpertKeys(
     shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
     norm_in_gguf=True, scoring="sigmoid", selection_bias=True,
 )  # fmt: skip
+LATENT_EPS = 1e-6
 LATENT_HF_NAMES = {
     "blocks.{i}.q_a.weight": "model.layers.{i}.self_attn.q_a_proj.weight",
     "blocks.{i}.q_a_norm.weight": "model.layers.{i}.self_attn.q_a_layernorm.weight",
@@ -73,6 +74,7 @@ def latent_dims(read: ConfigReader) -> LatentSpec:
         key_dim=read.integer("qk_nope_head_dim"),
         rotary_dim=read.integer("qk_rope_head_dim"),
         value_dim=read.integer("v_head_dim"),
+        eps=latent_eps(read.number("rms_norm_eps", LATENT_EPS)),
     )
 
 
@@ -107,6 +109,12 @@ def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
             raise UnsupportedError(f"experts chosen by {other!r} are not supported", ANOTHER)
 
 
+def latent_eps(others: float) -> float | None:
+    """Of norms of what is kept, and of what queries are made of: it is their own, whatever a config says, in transformers and in
+    the code that these models were published with. llama.cpp's have that of the others."""
+    return None if math.isclose(others, LATENT_EPS, rel_tol=1e-3) else LATENT_EPS
+
+
 def latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """What its files call yarn_log_multiplier is a tenth of mscale_all_dim, and its mscale is as large: angles don't grow.
     Queries of Mistral Large 3 do."""
@@ -122,6 +130,7 @@ def latent_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], s
         rotary_dim=rope.dim,
         value_dim=read.integer(key(f"attention.value_length{kind}")),
         by_head=by_head,
+        eps=latent_eps(spec.norm.eps),
     )
     growth = 1.0
     if rope.scaling == "yarn" and (share := 10 * read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False)):

@@ -17,7 +17,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, Folding, GGUFField, Sections
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
-    check_limits,
+    check_kind,
     checked_mamba,
     mamba_from_gguf,
     mamba_gguf_keys,
@@ -84,7 +84,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     for name in _BIASES:
         if read.flag(name, False):
             raise UnsupportedError(f"a Falcon-H1 with biases ({name})", ANOTHER)
-    check_limits(read)
+    check_kind(read)
     mamba = _mamba(read)
     if mamba.normed and read.flag("mamba_norm_before_gate", True):
         raise UnsupportedError("a Falcon-H1 whose state spaces have a norm before their gate", ANOTHER)

@@ -18,7 +18,7 @@ from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
-    check_limits,
+    check_kind,
     checked_mamba,
     mamba_from_gguf,
     mamba_gguf_keys,
@@ -66,7 +66,7 @@ def _with_states(spec: ModelSpec, read: ConfigReader, is_mamba: list[bool]) -> M
         heads, groups = read.integer("mamba_n_heads"), read.integer("mamba_n_groups")
         if read.flag("mamba_proj_bias", False):
             raise UnsupportedError(f"a {spec.architecture} with biases of its state spaces' projections", ANOTHER)
-        check_limits(read)
+        check_kind(read)
         inner = read.integer("mamba_expand") * spec.hidden_size
         size = inner // heads if read.values.get("mamba_d_head") == "auto" else read.integer("mamba_d_head", inner // heads)
         mamba = DeltaSpec(

@@ -39,8 +39,11 @@ def mamba_hf_names(place: str) -> dict[str, str]:
     }
 
 
-def check_limits(read: ConfigReader) -> None:
-    """UnsupportedError for time steps that stay within bounds. What they begin with in training is no bound."""
+def check_kind(read: ConfigReader, activation: str = "hidden_act") -> None:
+    """UnsupportedError for another activation, which configs call so, and time steps that stay within bounds. What these begin
+    with in training is no bound."""
+    if (said := read.text(activation, "silu")) not in ("silu", "swish"):
+        raise UnsupportedError(f"a state space behind {said[:40]!r}", "known: silu")
     if (limit := read.values.get("time_step_limit")) not in _NO_LIMITS:
         raise UnsupportedError(f"time steps of a state space that are bounded by {str(limit)[:80]}", ANOTHER)
 

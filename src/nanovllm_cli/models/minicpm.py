@@ -1,5 +1,5 @@
 """MiniCPM 1 and 2 (Hu et al. 2024): Llama, with factors for embeddings, what joins the residual stream, and logits. MiniCPM 3:
-the same with latent attention, whose rotary pairs lie apart and whose norms add less to squares than others."""
+the same with latent attention, whose rotary pairs lie apart."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
+from nanovllm_cli.mixer_spec import LatentSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.deepseek import LATENT_GGUF_NAMES, LATENT_HF_NAMES, latent_from_hf, with_latents
+from nanovllm_cli.models.deepseek import LATENT_GGUF_NAMES, LATENT_HF_NAMES, latent_eps, latent_from_hf, with_latents
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 
 _EMBEDDING, _DEPTH, _BASE = 12.0, 1.4, 256.0
@@ -47,9 +47,6 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     }  # fmt: skip
 
 
-_LATENT_EPS = 1e-6
-
-
 def _latent_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     found = {**config, "rope_interleave": False}
@@ -58,15 +55,10 @@ def _latent_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _with_eps(layer: int, attention: AttentionSpec) -> AttentionSpec:
-    assert attention.latent is not None
-    return replace(attention, latent=replace(attention.latent, eps=_LATENT_EPS))
-
-
 def _third_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     depth, base = (read.number(name, whole) for name, whole in (("scale_depth", spec.num_layers**0.5),
                                                                 ("dim_model_base", spec.hidden_size)))  # fmt: skip
-    spec = latent_from_hf(spec, read).each_attention(_with_eps)
+    spec = latent_from_hf(spec, read)
     return _scaled(spec, read.number("scale_emb"), depth / spec.num_layers**0.5, spec.hidden_size / base)
 
 
@@ -80,8 +72,9 @@ def _third_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], s
         key_dim=read.integer(key("attention.key_length"), least=rope.dim + 1) - rope.dim,
         rotary_dim=rope.dim,
         value_dim=read.integer(key("attention.value_length"), spec.hidden_size // heads),
+        eps=latent_eps(spec.norm.eps),
     )
-    spec = with_latents(spec, latent, rope, 1.0, heads, read.where).each_attention(_with_eps)
+    spec = with_latents(spec, latent, rope, 1.0, heads, read.where)
     return _scaled(spec, _EMBEDDING, _DEPTH / spec.num_layers**0.5, spec.hidden_size / _BASE)
 
 

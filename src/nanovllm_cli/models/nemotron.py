@@ -15,7 +15,7 @@ from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, usual_keys
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
-    check_limits,
+    check_kind,
     checked_mamba,
     mamba_from_gguf,
     mamba_gguf_keys,
@@ -69,9 +69,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise CheckpointError(f"{read.where}: {name!r} must say of {spec.num_layers} layers what they are: {known}", BROKEN)
     if read.flag("use_bias", False) or read.flag("mamba_proj_bias", False):
         raise UnsupportedError("a Nemotron with biases of its state spaces' projections", ANOTHER)
-    if (act := read.text("mamba_hidden_act", "silu")) != "silu":
-        raise UnsupportedError(f"a state space behind {act[:40]!r}", "known: silu")
-    check_limits(read)
+    check_kind(read, "mamba_hidden_act")
     heads, size = read.integer("mamba_num_heads"), read.integer("mamba_head_dim")
     mamba = DeltaSpec(
         read.integer("n_groups"), read.integer("ssm_state_size"), heads, size, read.integer("conv_kernel"), mamba=True,

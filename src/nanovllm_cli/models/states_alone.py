@@ -17,7 +17,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
-    check_limits,
+    check_kind,
     checked_mamba,
     mamba_from_gguf,
     mamba_gguf_keys,
@@ -56,9 +56,7 @@ def _alone(spec: ModelSpec, state: StateSpec) -> ModelSpec:
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.flag("use_bias", False):
         raise UnsupportedError("a Mamba with biases of its projections", ANOTHER)
-    if (act := read.text("hidden_act", "silu")) != "silu":
-        raise UnsupportedError(f"a state space behind {act[:40]!r}", "known: silu")
-    check_limits(read)
+    check_kind(read)
     heads, size = read.integer("num_heads"), read.integer("state_head_dim", 64)
     mamba = DeltaSpec(
         read.integer("n_groups"), read.integer("state_size"), heads, size, read.integer("conv_kernel"), mamba=True,
