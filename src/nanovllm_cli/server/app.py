@@ -117,8 +117,8 @@ async def _tell(request: Request, failure: Exception) -> Response:
 
 
 def _meant(request: Request) -> str | None:
-    """The path that this one is but for slashes too many, or for what a base URL has in front (/v1 twice, another server's prefix,
-    an endpoint): clients' usual mistakes."""
+    """The path that this one is but for slashes too many, or for what a base URL has in front (/v1 twice, another server's
+    prefix, an endpoint): clients' usual mistakes."""
     paths = {route.path for route in request.app.state.routes}
     names = [name for name in request.scope["path"].split("/") if name][-_MOST_NAMES:]
     behind = ["/" + "/".join(names[start:]) for start in range(len(names))]
