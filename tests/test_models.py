@@ -321,6 +321,7 @@ CASES: dict[str, Any] = {
     ),
     "granite 4, all attention": GraniteMoeHybridConfig(**GRANITE_4, **GRANITE, position_embedding_type="rope"),
     "granite 4, no positions": GraniteMoeHybridConfig(**GRANITE_4, **GRANITE),
+    "granite 4, another activation": GraniteMoeHybridConfig(**GRANITE_4, **GRANITE, hidden_act="gelu"),
     "ernie 4.5, biases": Ernie4_5Config(**SMALL | {"tie_word_embeddings": False}, use_bias=True),
     "ernie 4.5": Ernie4_5Config(**SMALL),
     "seed-oss": SeedOssConfig(**SMALL),

@@ -93,7 +93,13 @@ def _bamba_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _with_shared(spec: ModelSpec, size: int) -> ModelSpec:
     """The MLP that all tokens have, alone or beside experts."""
-    return spec.each_mlp(lambda mlp: replace(mlp, shared=MLPSpec(size)) if isinstance(mlp, MoESpec) else MLPSpec(size))
+
+    def shared(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        if isinstance(mlp, MoESpec):
+            return replace(mlp, shared=replace(mlp.expert, intermediate_size=size))
+        return replace(mlp, intermediate_size=size)
+
+    return spec.each_mlp(shared)
 
 
 def _hybrid(spec: ModelSpec, mamba: DeltaSpec, is_mamba: list[bool], read: ConfigReader) -> ModelSpec:
