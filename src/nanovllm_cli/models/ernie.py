@@ -20,11 +20,16 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks)).with_attention(qkv_bias=bias, out_bias=bias)
 
 
+_NORM_MIN = 1e-12  # so little that it is nothing
+
+
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.values.get("moe_layer_end_index") not in (None, -1, spec.num_layers - 1):
         raise UnsupportedError("an ERNIE whose last layers have no experts is not supported", ANOTHER)
     if read.flag("use_bias", False):
         raise UnsupportedError("an ERNIE with biases of experts is not supported", ANOTHER)
+    if (least := read.number("moe_norm_min", _NORM_MIN, positive=False)) > _NORM_MIN:
+        raise UnsupportedError(f"an ERNIE whose weights of experts are divided by {least:g} at least", f"known: {_NORM_MIN:g}")
     return spec
 
 
