@@ -25,7 +25,7 @@ from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.models.tower import Stages, Tower, next_stage, tower_shapes
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import Image, ImageTokens, PlacedImage, TokenIds, TowerSpec, VisionSpec
-from test_vision import MODELS, an_image, opened, prompt_with
+from test_vision import SHORT, an_image, opened, prompt_with
 
 TOWER = TowerSpec(
     patch_size=4, merge=2, hidden_size=32, num_layers=3, num_heads=2, intermediate_size=40, out_size=48, activation="gelu_tanh",
@@ -137,7 +137,7 @@ def test_a_layer_dearer_than_a_step_is_computed_all_the_same(model: Model, budge
     assert model.sight.num_computed == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHORT)
 def test_random_requests_give_what_each_gives_alone(name: str, tmp_path: Path) -> None:
     """With little memory, so that they are preempted, requests that leave, the same images again, and any price."""
     model, rng = Model(name, tmp_path), random.Random(5)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, VisionSpec
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, VisionSpec
 
 RATE = 16_000
 """Samples a second of all that is heard here."""
@@ -264,8 +264,9 @@ class Senses(NamedTuple):
         return self.by(sent).num_tokens(sent)
 
     def layers_of(self, image: Image | Sound) -> int:
-        """Of the tower that is for it."""
-        return self.by(image).tower.num_layers
+        """Of the tower that is for it, or what else it is computed in."""
+        tower = self.by(image).tower
+        return tower.num_stages if isinstance(tower, TowerSpec) else tower.num_layers
 
     def layer_work(self, image: Image | Sound) -> int:
         """Multiplications of one of them."""

@@ -34,6 +34,8 @@ class SizeRule:
     largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
     tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
              where most_tiles is 1 (Idefics3)
+    pages    least_tiles to most_tiles of them, of an image with a side that is longer than one, chosen as those of "canvas"; all
+             of it: its own shape, with the longer side longest_side, in the middle of a grey square (DeepSeek-OCR 2)
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
@@ -46,7 +48,7 @@ class SizeRule:
     most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
     """
 
-    kind: Literal["area", "longest", "square", "middle", "mosaic", "largest", "tiles", "grid", "canvas", "slices"]
+    kind: Literal["area", "longest", "square", "middle", "mosaic", "pages", "largest", "tiles", "grid", "canvas", "slices"]
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -82,6 +84,9 @@ class SizeRule:
         elif self.kind == "tiles":  # one of those that there is room for shows all of the image
             tiles = max(0, most // (self.tile // cell) ** 2 - 1)
             size = replace(size, longest_side=min(self.longest_side, max(1, math.isqrt(tiles)) * self.tile))
+        elif self.kind == "pages":
+            left = most - (self.longest_side // cell) ** 2 - 1
+            size = replace(size, most_tiles=min(self.most_tiles, max(0, left // (self.tile // cell) ** 2)))
         elif self.kind == "canvas":
             tiles = max(1, most // (self.tile // cell) ** 2 - 1)
             dense = None if self.dense is None else self.dense._replace(tiles=min(self.dense.tiles, tiles))

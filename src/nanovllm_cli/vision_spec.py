@@ -12,76 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.canvas_spec import Canvas, Lying, Markers, are_canvases
-from nanovllm_cli.mosaic import Mosaic
+from nanovllm_cli.pictures import Clip as Clip
+from nanovllm_cli.pictures import Image as Image
+from nanovllm_cli.pictures import Picture as Picture
+from nanovllm_cli.pictures import Sound as Sound
+from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
-
-
-class Image(NamedTuple):
-    """As a tower takes it, of a size that its `SizeRule` gives: RGB, a byte a colour, line by line. mosaic: of squares one below
-    the other, which are one image to the tower. digest: of all that."""
-
-    height: int
-    width: int
-    pixels: bytes
-    digest: bytes
-    mosaic: Mosaic | None = None
-
-    @classmethod
-    def of(cls, height: int, width: int, pixels: bytes, mosaic: Mosaic | None = None) -> Image:
-        """With its digest."""
-        sides = b"".join(each.to_bytes(4, "big") for each in (height, width, *(mosaic or ())))
-        return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest(), mosaic)
-
-    @property
-    def num_squares(self) -> int:
-        """That are computed apart from each other."""
-        return 1 if self.mosaic is None else self.mosaic.num_squares
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.pixels)
-
-
-@dataclass(frozen=True, slots=True)
-class Sound:
-    """A piece of a sound, as a tower takes it (`hearing_spec.py`), which stands where images do: `frames` of a spectrogram behind
-    each other, float32 of `bins` bands each, of which the first `heard` count. digest: of all that."""
-
-    frames: int
-    heard: int
-    bins: int
-    values: bytes
-    digest: bytes
-
-    @classmethod
-    def of(cls, values: bytes, frames: int, heard: int, bins: int) -> Sound:
-        """With its digest."""
-        sizes = b"sound" + b"".join(each.to_bytes(4, "big") for each in (frames, heard, bins))
-        return cls(frames, heard, bins, values, hashlib.blake2b(sizes + values, digest_size=16).digest())
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.values)
-
-
-class Clip(NamedTuple):
-    """A sound as somebody sent it, in the pieces that a tower reads, which follow each other."""
-
-    images: tuple[Sound, ...]
-    seconds: float
-
-
-class Picture(NamedTuple):
-    """An image as somebody sent it, in the images that a tower reads: `rows` lines of `columns` pieces, where it is divided, and
-    all of it in one, in the order of their tokens."""
-
-    images: tuple[Image, ...]
-    rows: int = 0
-    columns: int = 0
-
-    @property
-    def num_pixels(self) -> int:
-        return sum(image.height * image.width for image in self.images)
 
 
 class PlacedImage(NamedTuple):
@@ -235,20 +171,20 @@ class TowerSpec:
     bias, reads and gives. shrinks: a layer behind which the patches of a square of 2 x 2 see each other alone, by attention,
     and are joined to one, by a norm and two layers with a GELU (tanh), 4 * intermediate_size rows between them, beside their
     mean (MiniCPM-V 4.6); None: none. scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021).
-    projector: "merger" (Qwen: norm, join a cell, two
-    layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows between the layers), "pooled" (Gemma 3: a
-    cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU),
-    "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3:
-    join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them, or gated by
-    a SiLU where projector_gated), "gated"
-    (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU,
-    projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each
-    line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite
-    Docling: layer norm, join a cell by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer
-    norm), "queried" (Granite 4 Vision: see `tower_queries.py`; `queries` are made in windows of query_side cells on a side,
-    projector_size rows wide); projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is
-    taken off and a scale multiplied with. out_scale: of rows, but for those of `deep`. deep: layers, in order, whose rows,
-    merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    projector: "merger" (Qwen: norm, join a cell, two layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size
+    rows between the layers), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a
+    cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm
+    without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a
+    GELU, projector_size rows between them, or gated by a SiLU where projector_gated), "gated" (GLM-4V: join a cell by a
+    matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide), "lined"
+    (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the same for
+    all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite Docling: layer norm, join a cell
+    by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer norm), "queried" (Granite 4 Vision:
+    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide);
+    projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
+    multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, in whose rows learned ones look
+    for what is read instead of its own (see `SamSpec`). deep: layers, in order, whose rows, merged by mergers of their own,
+    are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
     patch_size: int
@@ -296,6 +232,12 @@ class TowerSpec:
     deep: tuple[int, ...] = ()
     query_side: int = 0
     queries: tuple[Query, ...] = ()
+    sam: SamSpec | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """That an image is computed in."""
+        return self.num_layers + (0 if self.sam is None else self.sam.num_layers)
 
     @property
     def deep_behind(self) -> tuple[int, ...]:
@@ -330,8 +272,13 @@ class TowerSpec:
         return self.patch_size * self.merge
 
     def layer_work(self, image: Image | Sound) -> int:
-        """Multiplications of one layer, on average."""
+        """Multiplications of one stage, on average."""
         assert isinstance(image, Image)
+        if self.sam is not None:
+            rows = 2 * image.height * image.width // self.cell**2
+            behind = rows * self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size + 2 * rows)
+            before = self.sam.work(image.height * image.width // self.patch_size**2)
+            return (before + behind * self.num_layers) // self.num_stages
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
         num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
@@ -372,9 +319,9 @@ class VisionSpec:
         """Of an image, however small."""
         rule = self.size
         is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows == "always")
-        side = rule.longest_side if rule.kind == "square" else rule.tile if is_tile else 0
+        side = rule.longest_side if rule.kind in ("square", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
-        return side * (side + self._ends) + 2 * self._framed + (rule.kind == "mosaic")
+        return side * (side + self._ends) + 2 * self._framed + (rule.kind in ("mosaic", "pages"))
 
     def num_tokens(self, picture: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
@@ -391,6 +338,8 @@ class VisionSpec:
                 return False
             height, width, pixels, _, mosaic = placed.image
             if mosaic is None and self.size.kind == "mosaic":
+                return False
+            if self.size.kind == "pages" and (height != width or height not in (self.size.tile, self.size.longest_side)):
                 return False
             if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
                 return False
@@ -418,6 +367,8 @@ class VisionSpec:
         if image.mosaic is not None:
             return PlacedImage(image, start, 1, image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares))
         cell, framed = self.tower.cell, self._framed
+        if self.tower.sam is not None:
+            return PlacedImage(image, start, 1, self.tower.sam.num_rows(image.height * image.width // cell**2))
         return PlacedImage(
             image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,
             self.whole, self.whole_in_windows, framed, ordinal if framed else 0,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Pixels
 
 MAX_PIXELS = 1 << 26  # 8192 x 8192; each takes up to 24 bytes while it is decoded
+_GREY = 127, 127, 127  # what a page lies on
 _RLE = 1, 2  # compressions of a BMP
 
 
@@ -78,7 +79,7 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     first = picture if sizes.first is None else resized(picture, sizes.first)
     if sizes.pieces is None:
         asked = size_of(picture, rule) if rule.grows == "letters" else sizes.whole
-        return Picture((_image(resized(first, asked), rule),))
+        return Picture((_image(_filled_up(resized(first, asked), rule), rule),))
     large = resized(first, sizes.pieces)
     rows, columns = sizes.grid or (sizes.pieces[0] // tile, sizes.pieces[1] // tile)
     tall, wide = sizes.pieces[0] // rows, sizes.pieces[1] // columns
@@ -87,7 +88,7 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     if rule.grows == "letters":
         cut = [sized(picture, each, rule, (rows, columns), divmod(i, columns)) for i, each in enumerate(cut)]
     pieces = [_image(each, rule) for each in cut]
-    whole = _image(resized(first if sizes.first is None else large, sizes.whole), rule)
+    whole = _image(_filled_up(resized(first if sizes.first is None else large, sizes.whole), rule), rule)
     return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
 
 
@@ -96,6 +97,18 @@ def _image(made: Pixels, rule: SizeRule) -> Image:
     height, width = (side // rule.multiple * rule.multiple for side in (made.height, made.width))
     made = made if (height, width) == (made.height, made.width) else made.crop((0, 0, width, height))
     return Image.of(height, width, made.tobytes())
+
+
+def _filled_up(made: Pixels, rule: SizeRule) -> Pixels:
+    """In the middle of a square, where a rule says so."""
+    from PIL import Image as pillow
+
+    if rule.kind != "pages":
+        return made
+    side = rule.longest_side
+    square = pillow.new("RGB", (side, side), _GREY)
+    square.paste(made, ((side - made.width) // 2, (side - made.height) // 2))
+    return square
 
 
 def _mosaic(whole: Pixels, inner: Pixels | None, sizes: Sizes, rule: SizeRule, own: Sides) -> Image:

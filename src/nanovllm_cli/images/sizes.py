@@ -37,6 +37,8 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             return _around_middle(rule, height, width)
         case "mosaic":
             return _in_mosaic(rule, height, width)
+        case "pages":
+            return _as_pages(rule, height, width)
         case "tiles":
             return _in_tiles(rule, height, width)
         case "grid":
@@ -61,6 +63,8 @@ def most_rows(spec: VisionSpec) -> int:
     elif rule.kind == "mosaic":  # of which all squares are computed, also where not all of their rows are shown
         area, line = rule.tile**2, rule.tile * rule.multiple
         pixels = max((1 + rows * columns) * area + rows * line for rows, columns in (*rule.grids, (1, 0)))
+    elif rule.kind == "pages":
+        pixels = rule.longest_side**2 + rule.multiple**2
     elif rule.kind == "square":
         pixels = rule.longest_side**2
     elif rule.kind == "slices":  # its sides are rounded
@@ -97,7 +101,7 @@ def most_tokens(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind in ("grid", "canvas") and rule.all_tiles >= max(2, rule.least_tiles):
+    elif rule.kind in ("grid", "canvas", "pages") and rule.all_tiles >= max(2, rule.least_tiles):
         pieces = rule.all_tiles
     elif rule.kind == "slices":
         return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
@@ -150,6 +154,16 @@ def _around_middle(rule: SizeRule, height: int, width: int) -> Sizes:
     tile = rule.tile
     first = (tile, int(tile * width / height)) if height <= width else (int(tile * height / width), tile)
     return Sizes((tile, tile), None, first)
+
+
+def _as_pages(rule: SizeRule, height: int, width: int) -> Sizes:
+    """whole: of what lies in a square of the longest side."""
+    scale = rule.longest_side / max(height, width)
+    whole = max(1, round(height * scale)), max(1, round(width * scale))
+    if max(height, width) <= rule.tile or rule.most_tiles < rule.least_tiles:
+        return Sizes(whole)
+    rows, columns = _grid(rule, rule.least_tiles, height, width)
+    return Sizes(whole, (rows * rule.tile, columns * rule.tile))
 
 
 def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:

@@ -12,8 +12,15 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, RopeSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import BY_SIGMOID, BY_SOFTMAX, SHARED_NAMES, ExpertKeys, only_behind_the_first
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.experts import (
+    BY_SIGMOID,
+    BY_SOFTMAX,
+    SHARED_NAMES,
+    ExpertKeys,
+    layers_without_experts,
+    only_behind_the_first,
+)
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, no_file
 from nanovllm_cli.models.names import MTP_HF_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
@@ -98,13 +105,16 @@ def with_latents(
 
 
 def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return latent_from_hf(_chosen(spec, read), read)
+
+
+def _chosen(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """What it says of groups counts where it says so."""
     match read.text("topk_method", "greedy"):
         case "greedy":
-            plain = spec.each_mlp(lambda mlp: replace(mlp, groups=1, groups_taken=1) if isinstance(mlp, MoESpec) else mlp)
-            return latent_from_hf(plain, read)
+            return spec.each_mlp(lambda mlp: replace(mlp, groups=1, groups_taken=1) if isinstance(mlp, MoESpec) else mlp)
         case "group_limited_greedy":
-            return latent_from_hf(spec, read)
+            return spec
         case other:
             raise UnsupportedError(f"experts chosen by {other!r} are not supported", ANOTHER)
 
@@ -175,6 +185,19 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     return DEEPSEEK3 if chosen_by == BY_SIGMOID else DEEPSEEK2
 
 
+def _ocr_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the first folders say of latent attention is that there is none; heads are as wide as follows from their number."""
+    first = config.get("first_k_dense_replace", 0)
+    less = {key: value for key, value in config.items() if key not in ("head_dim", "first_k_dense_replace")}
+    return {**less, "mlp_only_layers": layers_without_experts(config, first if type(first) is int else 0)}
+
+
+def _ocr_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.flag("use_mla", False):
+        raise UnsupportedError(f"{read.where}: latent attention of a DeepSeek-OCR is not supported", ANOTHER)
+    return _chosen(spec, read)
+
+
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
@@ -189,6 +212,16 @@ DEEPSEEK2 = Family(
     hf=_v2_from_hf,
     **_OF_ALL,
 )
+DEEPSEEK_OCR = Family(
+    "deepseek_ocr",
+    experts=replace(_EXPERTS, scoring="softmax", selection_bias=False),
+    defaults={"norm_topk_prob": False, "n_shared_experts": 2, "rms_norm_eps": 1e-6},
+    hf_names=SHARED_NAMES,
+    config=_ocr_config,
+    hf=_ocr_from_hf,
+    gguf_like=no_file("DeepSeek-OCR"),
+)
+"""V2's experts behind attention that is any other's."""
 DEEPSEEK3 = Family(
     "deepseek3",
     experts=_EXPERTS,

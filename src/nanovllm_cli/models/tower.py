@@ -23,6 +23,7 @@ from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Stages, TowerRows, n
 from nanovllm_cli.models.tower_mosaic import laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import Querying, query_shapes
+from nanovllm_cli.models.tower_sam import SamTower, sam_shapes
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
@@ -252,10 +253,22 @@ class Tower(Querying):
         return x.view(-1, self.spec.joins * x.shape[-1])
 
 
+def tower_of(
+    spec: TowerSpec,
+    tensors: Mapping[str, torch.Tensor],
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+) -> Tower | SamTower:
+    """See these."""
+    return (Tower if spec.sam is None else SamTower)(spec, tensors, mean, std)
+
+
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
     layers.{i}.up: gate and up, where it is gated; bounds: of each of these, the least and the most that it reads and that it
     gives. What joins a cell reads its patches behind each other, line by line."""
+    if spec.sam is not None:
+        return sam_shapes(spec)
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
 

@@ -36,6 +36,7 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_cohere import AYA_NAMES, COMMAND_A_NAMES, aya_vision, command_a_vision
+from nanovllm_cli.models.towers_deepseek import DEEPSEEK_OCR2_NAMES, deepseek_ocr2, deepseek_ocr2_code
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
@@ -202,6 +203,8 @@ _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
     "Cohere2VisionForConditionalGeneration": TowerFamily(command_a_vision, COMMAND_A_NAMES),
+    "DeepseekOCR2ForCausalLM": TowerFamily(deepseek_ocr2_code, DEEPSEEK_OCR2_NAMES),
+    "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),

@@ -283,6 +283,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "llava-onevision": {size: f"llava-hf/llava-onevision-qwen2-{size}-ov-hf" for size in ("0.5b", "7b", "72b")},
     "lightonocr": {"1b": "lightonai/LightOnOCR-1B-1025"},
     "paddleocr-vl": {"0.9b": "PaddlePaddle/PaddleOCR-VL"},
+    "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
     "deepseek-v2-lite": {"16b": "deepseek-ai/DeepSeek-V2-Lite-Chat"},
     "youtu": {"2b": "tencent/Youtu-LLM-2B"},
     "glm4.5-air": {"106b": "zai-org/GLM-4.5-Air"},

@@ -28,7 +28,8 @@ _LAYER, _BLOCK = re.compile(r"(?:model\.(?:language_model\.)?)?layers\.(\d{1,6})
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
-_SEES = "visual.", "mlp_AR.", "vit."  # where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL and HunYuan-VL
+_SEES = "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator"
+"""Where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL, HunYuan-VL and DeepSeek-OCR 2."""
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

@@ -16,7 +16,8 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.tower import Tower, tower_dtype, tower_shapes
+from nanovllm_cli.models.tower import Tower, tower_dtype, tower_of, tower_shapes
+from nanovllm_cli.models.tower_sam import SamTower, sam_stored
 from nanovllm_cli.models.towers import TowerFamily, tower_family
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -28,11 +29,11 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
-    "merger", "layerwise_projectors", "spatial_projectors",
+    "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
-_ROOT = re.compile(rf"(?:model\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=image_newline$))")
+_ROOT = re.compile(rf"(?:model\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=(?:image_newline|view_seperator)$))")
 _UNREAD = re.compile(
     r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
     r"|vision_model\.connector\.fine\..*"
@@ -74,7 +75,9 @@ def tower_parts(checkpoint: Checkpoint, spec: VisionSpec) -> dict[str, list[str]
     return _compared(checkpoint, spec.tower, open_reader(checkpoint))
 
 
-def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tower:
+def load_tower(
+    checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tower | SamTower:
     """The tower with its weights, to compute in `dtype`. CheckpointError names missing, extra and misshapen tensors, and those
     with NaN."""
     reader = open_reader(checkpoint)
@@ -84,7 +87,7 @@ def load_tower(checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, dev
         is_bound = ours.endswith(".bounds")
         whole = bounds_of(checkpoint, theirs) if is_bound else torch.cat([read_whole(reader, name) for name in theirs])
         tensors[ours] = arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
-    return Tower(spec.tower, tensors, spec.mean, spec.std)
+    return tower_of(spec.tower, tensors, spec.mean, spec.std)
 
 
 def settings_of(folder: Path, processor: str) -> ConfigReader:
@@ -141,8 +144,10 @@ def compared(
         names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
         count = len(names[ours])
         each_rows = [rows // count] * count
-        if ours.endswith(".qkv.weight") and count == 3:  # queries are as wide as what they are made of
-            each_rows = [others[0], (rows - others[0]) // 2, (rows - others[0]) // 2]
+        module, _, kind = ours.rpartition(".")
+        if module.endswith(".qkv") and kind in ("weight", "bias") and count == 3:  # queries are as wide as what they are made of
+            width = shapes[f"{module}.weight"][1]
+            each_rows = [width, (rows - width) // 2, (rows - width) // 2]
         wanted |= {name: (own, *others) for name, own in zip(names[ours], each_rows, strict=True)}
     match_tensors(path, wanted, {own: (name, reader.shape(name) or (1,)) for own, name in there.items()}, extra)
     return {ours: [there[each] for each in own] for ours, own in names.items()}
@@ -169,6 +174,8 @@ def match_tensors(
 def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[int, ...]]:
     """Of what folders have for each of ours, or GGUF files, whose patches all have kernels: all that lies behind each other in it
     taken together."""
+    if spec.sam is not None:
+        return sam_stored(spec)
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
@@ -195,6 +202,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
 
 def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
+    if spec.sam is not None and ours == "positions.weight":
+        return stored.flatten(0, 2)
     if ours == "patch.weight":
         if spec.taps:
             stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)

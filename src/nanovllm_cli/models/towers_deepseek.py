@@ -1,0 +1,150 @@
+"""How DeepSeek-OCR 2 sees: its config -> VisionSpec, and what its folders call a tower's tensors. See `towers.py`. SAM, and
+behind it a Qwen2 whose queries look at what that makes (`SamSpec`); a page is cut into squares, and all of it is behind them.
+
+Configs are of two kinds, as transformers has them ("DeepseekOcr2ForConditionalGeneration"), and as the model was published first,
+with code of its own ("DeepseekOCR2ForCausalLM"), which is not run; tensors have the same names in both.
+"""
+
+from __future__ import annotations
+
+import math
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.family import ANOTHER
+from nanovllm_cli.models.tower_configs import (
+    HALVES,
+    MAX_PIXELS,
+    activation_of,
+    check_only,
+    colours_of,
+    depth_of,
+    heads_of,
+    layers_of,
+    resample_of,
+    side_of,
+    text_width,
+    theta_of,
+    weights_and_biases,
+)
+from nanovllm_cli.models.towers_tiled import MOST_TILES
+from nanovllm_cli.sam_spec import SamSpec
+from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
+
+_TOKENS = ImageTokens("<image>", "<image>", line="\n")
+_MERGE = 4  # neither config says it: two convolutions that halve
+_FIXED = {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+          "rope_theta": 1e6}  # fmt: skip
+"""Of what is behind SAM, where folders have code of their own."""
+
+
+def deepseek_ocr2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """Of config.json, and of the image processor's settings. Pages are cut whatever "crop_to_patches" says, as transformers'
+    processor does."""
+    vision = config.section("vision_config")
+    sam, behind = vision.section("sam_config"), vision.section("encoder_config")
+    check_only(sam, hidden_act="gelu", qkv_bias=True, use_abs_pos=True, use_rel_pos=True, num_channels=3)
+    if behind.flag("use_sliding_window", False):
+        raise UnsupportedError(f"{behind.where}: windows of what looks at images are not supported", ANOTHER)
+    patch, side, hidden = side_of(sam, "patch_size", 16), side_of(sam, "image_size", 1024), behind.integer("hidden_size", 4096)
+    heads = heads_of(behind, "num_attention_heads", hidden, 32, parts=2)
+    key_heads = behind.integer("num_key_value_heads", heads)
+    if heads % key_heads:
+        raise CheckpointError(f"{behind.where}: {heads} heads can't share {key_heads} of keys", BROKEN)
+    tower = TowerSpec(
+        patch_size=patch,
+        merge=_MERGE,
+        hidden_size=hidden,
+        num_layers=depth_of(behind, "num_hidden_layers", 32),
+        num_heads=heads,
+        key_heads=key_heads,
+        intermediate_size=behind.integer("intermediate_size", 22016),
+        out_size=text_width(config),
+        activation=activation_of(behind, "silu"),
+        norm="rms",
+        eps=behind.number("rms_norm_eps", 1e-6),
+        projector="joined",
+        projector_eps=0.0,
+        gated=True,
+        theta=theta_of(behind),
+        sam=_sam(sam, hidden, (side // patch) ** 2),
+    )
+    return VisionSpec(tower, _rule(tower, images, side), _TOKENS, *colours_of(images, HALVES))
+
+
+def deepseek_ocr2_code(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """The same of a folder with code of its own, whose settings of images are in that code."""
+    vision = config.section("vision_config")
+    width = vision.section("width")
+    said = width.section("sam_vit_b")
+    keys = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    sam = {theirs: said.values[ours] for ours, theirs in keys.items() if said.has(ours)}
+    sam |= {key: said.values[key] for key in ("global_attn_indexes",) if said.has(key)}
+    behind = {**_FIXED, "hidden_size": width.section("qwen2-0-5b").integer("dim", 896)}
+    values = {**config.values, "vision_config": {"sam_config": sam, "encoder_config": behind}}
+    return deepseek_ocr2(ConfigReader(values, config.where), ConfigReader({}, images.where))
+
+
+def _sam(sam: ConfigReader, out: int, positions: int) -> SamSpec:
+    hidden, depth = sam.integer("hidden_size", 768), depth_of(sam, "num_hidden_layers", 12)
+    middle = sam.values.get("downsample_channels") or [512, out]
+    if not isinstance(middle, list) or len(middle) != 2 or middle[1] != out or type(middle[0]) is not int or middle[0] < 1:
+        raise CheckpointError(f"{sam.where}: 'downsample_channels' must be two numbers, the second of them {out}", BROKEN)
+    inner = sam.integer("mlp_dim", math.floor(hidden * sam.number("mlp_ratio", 4.0)))
+    return SamSpec(
+        hidden, depth, heads_of(sam, "num_attention_heads", hidden, 12, parts=1), inner, sam.number("layer_norm_eps", 1e-6),
+        sam.integer("window_size", 14), layers_of(sam, "global_attn_indexes", (2, 5, 8, 11), depth), positions,
+        sam.integer("output_channels", 256), middle[0],
+    )  # fmt: skip
+
+
+def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
+    """Squares have as many cells as there are queries."""
+    assert tower.sam is not None
+    small, large = (math.isqrt(count) * tower.cell for count in tower.sam.queries)
+    size = images.section("size")
+    tile, made = images.integer("tile_size", small), {size.integer(key, large) for key in ("height", "width")}
+    if (tile, side, made) != (small, large, {large}):
+        told = f"the tower reads squares of {small} and {large} pixels, not of {tile} and {sorted({side, *made})}"
+        raise CheckpointError(f"{images.where}: {told}", BROKEN)
+    if (grey := images.values.get("background_color", [127, 127, 127])) != [127, 127, 127]:
+        raise UnsupportedError(f"{images.where}: background_color {str(grey)[:40]} is not supported", "known: [127, 127, 127]")
+    least, most = images.integer("min_patches", 2), images.integer("max_patches", 6)
+    if not least <= most <= MOST_TILES or most * tile**2 > MAX_PIXELS:
+        raise CheckpointError(f"{images.where}: {least} to {most} pieces of {tile} x {tile} pixels are not believed", BROKEN)
+    return SizeRule("pages", tower.cell, longest_side=large, resample=resample_of(images, 3), tile=tile, least_tiles=least,
+                    most_tiles=most)  # fmt: skip
+
+
+_SAM, _BEHIND = "sam_model.blocks.{i}", "qwen2_model.model.model.layers.{i}"
+DEEPSEEK_OCR2_NAMES = weights_and_biases({
+    "patch": "sam_model.patch_embed.proj",
+    "sam.{i}.attention_norm": f"{_SAM}.norm1",
+    "sam.{i}.qkv": f"{_SAM}.attn.qkv",
+    "sam.{i}.out": f"{_SAM}.attn.proj",
+    "sam.{i}.mlp_norm": f"{_SAM}.norm2",
+    "sam.{i}.up": f"{_SAM}.mlp.lin1",
+    "sam.{i}.down": f"{_SAM}.mlp.lin2",
+    "neck.first": "sam_model.neck.0",
+    "neck.first_norm": "sam_model.neck.1",
+    "neck.second": "sam_model.neck.2",
+    "neck.second_norm": "sam_model.neck.3",
+    "shrink.first": "sam_model.net_2",
+    "shrink.second": "sam_model.net_3",
+    "layers.{i}.attention_norm": f"{_BEHIND}.input_layernorm",
+    "layers.{i}.qkv": tuple(f"{_BEHIND}.self_attn.{part}_proj" for part in "qkv"),
+    "layers.{i}.out": f"{_BEHIND}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": f"{_BEHIND}.post_attention_layernorm",
+    "layers.{i}.up": (f"{_BEHIND}.mlp.gate_proj", f"{_BEHIND}.mlp.up_proj"),
+    "layers.{i}.down": f"{_BEHIND}.mlp.down_proj",
+    "post_norm": "qwen2_model.model.model.norm",
+    "projector.out": "projector.layers",
+}) | {
+    "positions.weight": ("sam_model.pos_embed",),
+    "sam.{i}.by_line": (f"{_SAM}.attn.rel_pos_h",),
+    "sam.{i}.by_column": (f"{_SAM}.attn.rel_pos_w",),
+    "queries.small": ("qwen2_model.query_768.weight",),
+    "queries.large": ("qwen2_model.query_1024.weight",),
+    "separator.weight": ("view_seperator",),
+}  # fmt: skip

@@ -1,0 +1,77 @@
+"""What a tower takes, an image or a piece of a sound, and what somebody sent, which is one of these or several. Plain values."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm_cli.mosaic import Mosaic
+
+
+class Image(NamedTuple):
+    """As a tower takes it, of a size that its `SizeRule` gives: RGB, a byte a colour, line by line. mosaic: of squares one below
+    the other, which are one image to the tower. digest: of all that."""
+
+    height: int
+    width: int
+    pixels: bytes
+    digest: bytes
+    mosaic: Mosaic | None = None
+
+    @classmethod
+    def of(cls, height: int, width: int, pixels: bytes, mosaic: Mosaic | None = None) -> Image:
+        """With its digest."""
+        sides = b"".join(each.to_bytes(4, "big") for each in (height, width, *(mosaic or ())))
+        return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest(), mosaic)
+
+    @property
+    def num_squares(self) -> int:
+        """That are computed apart from each other."""
+        return 1 if self.mosaic is None else self.mosaic.num_squares
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pixels)
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A piece of a sound, as a tower takes it (`hearing_spec.py`), which stands where images do: `frames` of a spectrogram behind
+    each other, float32 of `bins` bands each, of which the first `heard` count. digest: of all that."""
+
+    frames: int
+    heard: int
+    bins: int
+    values: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, values: bytes, frames: int, heard: int, bins: int) -> Sound:
+        """With its digest."""
+        sizes = b"sound" + b"".join(each.to_bytes(4, "big") for each in (frames, heard, bins))
+        return cls(frames, heard, bins, values, hashlib.blake2b(sizes + values, digest_size=16).digest())
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.values)
+
+
+class Clip(NamedTuple):
+    """A sound as somebody sent it, in the pieces that a tower reads, which follow each other."""
+
+    images: tuple[Sound, ...]
+    seconds: float
+
+
+class Picture(NamedTuple):
+    """An image as somebody sent it, in the images that a tower reads: `rows` lines of `columns` pieces, where it is divided, and
+    all of it in one, in the order of their tokens."""
+
+    images: tuple[Image, ...]
+    rows: int = 0
+    columns: int = 0
+
+    @property
+    def num_pixels(self) -> int:
+        return sum(image.height * image.width for image in self.images)

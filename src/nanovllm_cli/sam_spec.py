@@ -1,0 +1,42 @@
+"""A tower in front of a tower, as plain values: what makes of an image the rows that queries look at (DeepSeek-OCR 2)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SamSpec(NamedTuple):
+    """SAM's encoder (Kirillov et al. 2023): a vision transformer in the windows of whose layers, squares of `window` patches, but
+    for `full`, patches see each other, also those beyond the image; scores get what a query makes of how many lines and columns
+    lie between. Behind it two convolutions to `neck` dimensions, each with a norm, and two that halve lines and columns, to
+    `middle` and to those of the next tower. positions: a square of so many learned rows.
+
+    queries: behind a small and a large image's rows, there are so many learned ones, each of which sees all of the image and the
+    queries before it; what becomes of these is read. Behind a large image's is a row that is always the same.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    eps: float
+    window: int
+    full: tuple[int, ...]
+    positions: int
+    neck: int
+    middle: int
+    queries: tuple[int, int] = (144, 256)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def num_rows(self, cells: int) -> int:
+        """Of an image of so many cells."""
+        return cells + (cells == self.queries[1])
+
+    def work(self, patches: int) -> int:
+        """Multiplications of all layers."""
+        matrices = 4 * self.hidden_size + 2 * self.intermediate_size
+        seen = len(self.full) * patches + (self.num_layers - len(self.full)) * min(patches, self.window**2)
+        return patches * self.hidden_size * (self.num_layers * matrices + 2 * seen)
