@@ -28,6 +28,7 @@ OTHER_NAMES = {
 OUR_OWN = {  # by architecture: what transformers has no key for, or another default, which no published config leaves out
     "AfmoeForCausalLM": {"route_norm"},
     "BloomForCausalLM": {"attention_bias", "mlp_bias", "hidden_act", "max_position_embeddings"},  # nothing bounds the last
+    "DeepseekOcr2ForConditionalGeneration": {"norm_topk_prob"},
     "Dots1ForCausalLM": {"n_shared_experts"},
     "FalconForCausalLM": {"hidden_act"},  # by another name of the same
     "GemmaForCausalLM": {"hidden_act"},  # as its configs have it, who meant tanh's
@@ -97,7 +98,8 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
 
 
 NO_SPEC = {  # whose defaults alone are no model, or of no model that is published
-    "BambaForCausalLM", "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration",
+    "BambaForCausalLM", "DeepseekOcr2ForConditionalGeneration", "DeepseekV2ForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
     "GraniteMoeHybridForCausalLM", "LightOnOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
 }  # fmt: skip
 OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default
@@ -119,8 +121,9 @@ TOWER_TYPES = MODEL_TYPES | {
     "Qwen2AudioForConditionalGeneration": "qwen2_audio", "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "VoxtralForConditionalGeneration": "voxtral", "LightOnOCRForConditionalGeneration": "lighton_ocr",
 }  # fmt: skip
-FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do not go together
+FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do not go together
     "AyaVision": ("vision_config", {"num_attention_heads": 16, "image_size": 364}),
+    "DeepseekOcr2": ("vision_config", {"encoder_config": {"hidden_size": 896, "num_attention_heads": 14}}),
     "Exaone4_5": ("text_config", {"hidden_size": 3584}),
     "Qwen3ASR": ("text_config", {"hidden_size": 3584}),
     "GlmOcr": ("text_config", {"hidden_size": 1536}),
@@ -133,7 +136,7 @@ FITTING: dict[str, tuple[str, dict[str, int]]] = {  # parts of defaults that do 
 
 
 OTHER_TOWERS = {
-    "InternVLChatModel",  # transformers lacks it
+    "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
 }  # fmt: skip
