@@ -29,11 +29,12 @@ from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.vision_spec import Image
-from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.convert_mmproj import tower_file
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
+from test_mmproj import check_it_sees_as_its_folder_does, with_merges
 from test_vision import MODELS, an_image, logprobs_of, prompt_with
 
 TEXT: dict[str, Any] = {
@@ -148,8 +149,31 @@ def test_a_chat_about_a_page_is_transformers_and_steps_change_no_bit(tmp_path: P
     alone = [logprobs_of(run(engine_for(worker), [request])[0]) for request in requests]
     for most in 23, 512:
         assert [logprobs_of(each) for each in run(engine_for(worker, max_num_batched_tokens=most), requests)] == alone
-    with open_checkpoint(folder) as checkpoint, pytest.raises(UnsupportedError, match="DeepSeek-OCR"):
-        convert.plan(checkpoint, "gguf", "f32")
+    with open_checkpoint(folder) as checkpoint, pytest.raises(UnsupportedError, match="patches of 1"):
+        tower_file(checkpoint, "f32", "m")  # of which llama.cpp asks no file
+
+
+def test_converted_it_sees_as_its_folder_does(tmp_path: Path) -> None:
+    """llama.cpp reads the same file, and makes the same of it, where it stretches no positions."""
+    values = MODELS["deepseek-ocr2"].to_dict()
+    sam = values["vision_config"]["sam_config"]
+    sam |= {"patch_size": 16, "image_size": 1024, "num_hidden_layers": 3, "global_attn_indexes": [2]}
+    values["vision_config"]["encoder_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    model = random_model(type(MODELS["deepseek-ocr2"]).from_dict(values), auto=AutoModelForImageTextToText)
+    check_it_sees_as_its_folder_does(with_merges(save(model, tmp_path / "folder"), WORDS[:1]), tmp_path / "m-F32.gguf")
+
+
+@pytest.mark.parametrize(("rope", "heads", "words"), [
+    ({"rope_theta": 5e4}, 6, "positions with another base"), ({"rope_theta": 1e4}, 3, "shared heads of keys"),
+])  # fmt: skip
+def test_what_no_file_can_say_of_its_texts(rope: dict[str, Any], heads: int, words: str) -> None:
+    own = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": heads}
+    config = OCR2 | {"text_config": OCR2["text_config"] | own | {"rope_parameters": rope | {"rope_type": "default"}}}
+    spec = spec_from_hf(config, hf_family(config))
+    keys = hf_family(config).gguf_keys
+    assert keys is not None
+    with pytest.raises(UnsupportedError, match=words):
+        keys(spec)
 
 
 def test_images_of_other_sizes_are_refused() -> None:

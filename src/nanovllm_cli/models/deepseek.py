@@ -20,7 +20,7 @@ from nanovllm_cli.models.experts import (
     layers_without_experts,
     only_behind_the_first,
 )
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, no_file
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import MTP_HF_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
@@ -198,6 +198,23 @@ def _ocr_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _chosen(spec, read)
 
 
+def _ocr_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """llama.cpp has as many heads of keys as of queries there, which turn as a whole and are not stretched."""
+    mixture, attention, where = spec.mixture, spec.attention, "GGUF cannot say this of a DeepSeek-OCR"
+    if mixture is None or attention.num_kv_heads != attention.num_heads or mixture.groups != 1:
+        raise UnsupportedError(f"{where}: no experts, groups of them, or shared heads of keys", "keep the model as a folder")
+    rope = attention.rope
+    if rope is None or rope.scaling != "none" or rope.theta != 1e4 or rope.dim != attention.head_dim:
+        raise UnsupportedError(f"{where}: positions with another base, or stretched", "keep the model as a folder")
+    return {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_gating_func": BY_SOFTMAX}
+
+
+def _ocr_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the size of what is turned, which converters took from where there is none."""
+    key = "deepseek2-ocr.rope.dimension_count"
+    return {name: value for name, value in metadata.items() if name != key or value}
+
+
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
@@ -219,7 +236,9 @@ DEEPSEEK_OCR = Family(
     hf_names=SHARED_NAMES,
     config=_ocr_config,
     hf=_ocr_from_hf,
-    gguf_like=no_file("DeepSeek-OCR"),
+    gguf_name="deepseek2-ocr",
+    gguf_keys=_ocr_keys,
+    metadata=_ocr_metadata,
 )
 """V2's experts behind attention that is any other's."""
 DEEPSEEK3 = Family(

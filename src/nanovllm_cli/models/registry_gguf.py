@@ -14,7 +14,7 @@ from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE, family_of_cohere2moe
-from nanovllm_cli.models.deepseek import DEEPSEEK2, family_of_gguf
+from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK_OCR, family_of_gguf
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
@@ -80,6 +80,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "cohere2moe": COHERE2_MOE,
     "command-r": COHERE,
     "deepseek2": DEEPSEEK2,
+    "deepseek2-ocr": DEEPSEEK_OCR,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,

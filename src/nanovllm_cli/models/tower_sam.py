@@ -192,14 +192,15 @@ def sam_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def sam_stored(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
-    """The same as folders have it."""
+def sam_stored(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[int, ...]]:
+    """The same as folders have it, or GGUF files."""
     sam = spec.sam
     assert sam is not None
     side = math.isqrt(sam.positions)
     return sam_shapes(spec) | {
         "patch.weight": (sam.hidden_size, 3, spec.patch_size, spec.patch_size),
         "positions.weight": (1, side, side, sam.hidden_size),
+        "separator.weight": (1, spec.out_size) if of_file else (spec.out_size,),
     }
 
 

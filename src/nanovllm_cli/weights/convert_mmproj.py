@@ -31,6 +31,7 @@ from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_w
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
 
+_DISTANCES = ".attn.pos_h.weight", ".attn.pos_w.weight"
 _OF_ANY_SIZE = 256
 """What llama.cpp's converter says is the side of images where it means nothing."""
 
@@ -61,7 +62,8 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        if info.name in _CONVOLVED or len(info.shape) == 4:  # an Idefics3's in full, as llama.cpp's converter has it
+        is_kernel = info.name in _CONVOLVED or len(info.shape) == 4 or info.name.endswith(_DISTANCES)
+        if is_kernel:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
         size = gguf_bytes(info.shape, after)
         steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
@@ -115,7 +117,8 @@ class _TowerView(CheckpointView):
         self._reader = open_reader(source)
         self._spec = spec
         self._parts = parts
-        self._kernel: tuple[int, ...] = spec.hidden_size, 3, spec.patch_size, spec.patch_size
+        width = spec.hidden_size if spec.sam is None else spec.sam.hidden_size
+        self._kernel: tuple[int, ...] = width, 3, spec.patch_size, spec.patch_size
         there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
         self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
                      for place, theirs in enumerate(names)}  # fmt: skip
@@ -125,14 +128,18 @@ class _TowerView(CheckpointView):
         return list(self._own)
 
     def info(self, name: str) -> TensorInfo:
-        ours, _, count = self._own[name]
+        ours, place, count = self._own[name]
         if ours.endswith(".bounds"):
             return TensorInfo(name, (1,), "F32", 4)
         infos = [self._inner.info(each) for each in self._parts[ours]]
+        if len(infos) == count:  # which need not be as large as each other
+            infos, count = [infos[place]], 1
         rows, *others = infos[0].shape
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
         if self._spec.projector == "lined" and ours == "positions.weight":
             shape = self._spec.positions, self._spec.hidden_size
+        if ours == "separator.weight":
+            shape = 1, *shape
         kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
         return TensorInfo(name, shape, kind, sum(info.num_bytes for info in infos) // count)
 
@@ -147,7 +154,12 @@ class _TowerView(CheckpointView):
     def _arranged(self, ours: str, place: int, count: int) -> torch.Tensor:
         if ours.endswith(".bounds"):
             return bounds_of(self._inner, [self._parts[ours][place]])
-        whole = torch.cat([read_whole(self._reader, each) for each in self._parts[ours]])
+        theirs = self._parts[ours]
+        if len(theirs) == count > 1:
+            theirs, place, count = [theirs[place]], 0, 1
+        whole = torch.cat([read_whole(self._reader, each) for each in theirs])
+        if ours == "separator.weight":
+            return whole[None]
         if ours == "patch.weight":
             kernel = whole[:, :, place] if self._spec.frames else arranged(ours, whole, self._spec)
             return kernel.reshape(self._kernel).contiguous()
@@ -200,7 +212,7 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         "clip.vision.image_std": std, "clip.vision.attention.layer_norm_epsilon": eps,
     }  # fmt: skip
     if tower.activation != "quick_gelu":
-        keys["clip.use_silu" if tower.activation == "silu" else "clip.use_gelu"] = True
+        keys["clip.use_silu" if tower.activation == "silu" and tower.sam is None else "clip.use_gelu"] = True
     is_scale = tower.projector in ("pooled", "joined", "scaled")
     if label != "pixtral" or not is_scale:
         keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
@@ -210,6 +222,12 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         keys["clip.vision.preproc_image_size"] = size.longest_side
     if size.kind == "canvas":
         keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
+    if size.kind == "pages":
+        keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
+    if (sam := tower.sam) is not None:
+        keys |= {"clip.vision.sam.block_count": sam.num_layers, "clip.vision.sam.embedding_length": sam.hidden_size,
+                 "clip.vision.sam.head_count": sam.num_heads, "clip.vision.window_size": sam.window,
+                 "clip.vision.attention.head_count_kv": tower.key_heads}  # fmt: skip
     if tower.shrinks is not None:
         keys["clip.vision.wa_layer_indexes"] = [tower.shrinks]
     if tower.key_heads:

@@ -20,7 +20,8 @@ from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_projector_of, hears, hears_too
-from nanovllm_cli.models.tower import Tower, tower_dtype
+from nanovllm_cli.models.tower import Tower, tower_dtype, tower_of
+from nanovllm_cli.models.tower_sam import SamTower
 from nanovllm_cli.models.towers_gguf import names_in_gguf, projector_of, vision_from_gguf
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
@@ -28,7 +29,7 @@ from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_names import pairs_to_halves
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.hearing_gguf import compared_ear, read_ear
-from nanovllm_cli.weights.vision import arranged, bounds_of, match_tensors, read_whole, stored_shapes
+from nanovllm_cli.weights.vision import arranged, bounds_of, match_tensors, read_whole, rows_of_parts, stored_shapes
 from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
@@ -62,14 +63,16 @@ def check_mmproj(file: Checkpoint, senses: Senses) -> None:
         _compared(file, senses.vision.tower)
 
 
-def load_mmproj(file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tower:
+def load_mmproj(
+    file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tower | SamTower:
     """As `vision.load_tower`."""
     reader, tensors = GGUFReader(file), {}
     for ours, theirs in _compared(file, spec.tower).items():
         is_bound = ours.endswith(".bounds")
         parts = [bounds_of(file, theirs)] if is_bound else [read_whole(reader, name) for name in theirs]
         tensors[ours] = _ours(ours, parts, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
-    return Tower(spec.tower, tensors, spec.mean, spec.std)
+    return tower_of(spec.tower, tensors, spec.mean, spec.std)
 
 
 def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> Senses:
@@ -158,10 +161,12 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     if spec.lead:
         shapes |= {name: _of_a_batch(shapes[name]) for name in _BATCHES & shapes.keys()}
     wanted: dict[str, tuple[int, ...]] = {}
-    for ours, (rows, *others) in stored_shapes(_of_one_frame(spec), of_file=True).items():
-        count = 1 if ours == "patch.weight" else len(names[ours])
-        wanted |= dict.fromkeys(names[ours], (rows // count, *others))
-    match_tensors(file.path, wanted, {name: (name, shape) for name, shape in shapes.items() if not _UNREAD.fullmatch(name)})
+    stored = stored_shapes(_of_one_frame(spec), of_file=True)
+    for ours, (rows, *others) in stored.items():
+        each = [rows] * len(names[ours]) if ours == "patch.weight" else rows_of_parts(ours, len(names[ours]), stored)
+        wanted |= {name: (own, *others) for name, own in zip(names[ours], each, strict=True)}
+    there = {name: (name, shape) for name, shape in shapes.items() if name in wanted or not _UNREAD.fullmatch(name)}
+    match_tensors(file.path, wanted, there)
     return names
 
 

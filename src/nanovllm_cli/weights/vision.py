@@ -138,19 +138,23 @@ def compared(
             there[plain[name]] = name
     names: dict[str, list[str]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    for ours, (rows, *others) in shapes.items():
+    for ours, (_, *others) in shapes.items():
         layer = _LAYER.search(ours)
         pattern = patterns[_LAYER.sub("{i}", ours)]
         names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
-        count = len(names[ours])
-        each_rows = [rows // count] * count
-        module, _, kind = ours.rpartition(".")
-        if module.endswith(".qkv") and kind in ("weight", "bias") and count == 3:  # queries are as wide as what they are made of
-            width = shapes[f"{module}.weight"][1]
-            each_rows = [width, (rows - width) // 2, (rows - width) // 2]
+        each_rows = rows_of_parts(ours, len(names[ours]), shapes)
         wanted |= {name: (own, *others) for name, own in zip(names[ours], each_rows, strict=True)}
     match_tensors(path, wanted, {own: (name, reader.shape(name) or (1,)) for own, name in there.items()}, extra)
     return {ours: [there[each] for each in own] for ours, own in names.items()}
+
+
+def rows_of_parts(ours: str, count: int, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Of each of so many tensors that lie behind each other in ours."""
+    rows, (module, _, kind) = shapes[ours][0], ours.rpartition(".")
+    if module.endswith(".qkv") and kind in ("weight", "bias") and count == 3:  # queries are as wide as what they are made of
+        width = shapes[f"{module}.weight"][1]
+        return [width, (rows - width) // 2, (rows - width) // 2]
+    return [rows // count] * count
 
 
 def match_tensors(
@@ -175,7 +179,7 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     """Of what folders have for each of ours, or GGUF files, whose patches all have kernels: all that lies behind each other in it
     taken together."""
     if spec.sam is not None:
-        return sam_stored(spec)
+        return sam_stored(spec, of_file=of_file)
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
@@ -204,6 +208,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
     if spec.sam is not None and ours == "positions.weight":
         return stored.flatten(0, 2)
+    if ours == "separator.weight":
+        return stored.flatten()
     if ours == "patch.weight":
         if spec.taps:
             stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
