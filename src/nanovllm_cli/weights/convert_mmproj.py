@@ -155,8 +155,8 @@ class _TowerView(CheckpointView):
         if ours.endswith(".bounds"):
             return bounds_of(self._inner, [self._parts[ours][place]])
         theirs = self._parts[ours]
-        if len(theirs) == count > 1:
-            theirs, place, count = [theirs[place]], 0, 1
+        is_apart = len(theirs) == count > 1
+        theirs = [theirs[place]] if is_apart else theirs
         whole = torch.cat([read_whole(self._reader, each) for each in theirs])
         if ours == "separator.weight":
             return whole[None]
@@ -165,7 +165,7 @@ class _TowerView(CheckpointView):
             return kernel.reshape(self._kernel).contiguous()
         if self._spec.projector == "lined" and ours == "positions.weight":
             return arranged(ours, whole, self._spec)
-        part = whole.chunk(count)[place]
+        part = whole if is_apart else whole.chunk(count)[place]
         if ours.endswith(".qkv.weight") and self._spec.dealt and place < 2:
             return halves_to_pairs(part, self._spec.head_dim, self._spec.head_dim)
         return part.to(torch.float32) + 1 if self._is_gain(ours) else part
