@@ -50,6 +50,7 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "MptForCausalLM": {"hidden_act", "max_position_embeddings"},  # the last by another name of the same
     "NemotronForCausalLM": {"layer_norm_eps"},  # by another name of the same
     "OPTForCausalLM": {"mlp_bias"},
+    "PaliGemmaForConditionalGeneration": {"hidden_act"},  # as a Gemma's
     "Qwen3_5MoeForCausalLM": {"intermediate_size"},
     "Qwen3_5MoeForConditionalGeneration": {"intermediate_size"},
     "SolarOpenForCausalLM": {"intermediate_size"},

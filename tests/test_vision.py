@@ -38,6 +38,7 @@ from transformers import (
     MiniCPMV4_7Config,
     Mistral3Config,
     PaddleOCRVLConfig,
+    PaliGemmaConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -185,6 +186,15 @@ MODELS: dict[str, Any] = {
         image_grid_pinpoints=[[18, 36], [36, 36]], vision_aspect_ratio="anyres_max_1",
         vision_config=TOWER | {"image_size": 18, "patch_size": 4, "model_type": "siglip_vision_model"},
     ),
+    "paligemma": PaliGemmaConfig(
+        text_config=CASES["gemma"].to_dict() | {"vocab_size": 513}, image_token_index=512, projection_dim=48,
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "siglip_vision_model"},
+    ),
+    "paligemma2": PaliGemmaConfig(
+        text_config=CASES["gemma2, caps, window in every other layer"].to_dict() | {"vocab_size": 513, "sliding_window": 25},
+        image_token_index=512, projection_dim=48,
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "siglip_vision_model"},
+    ),
     "deepseek-ocr2": DeepseekOcr2Config(
         text_config=SMALL | {
             "vocab_size": 513, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 34,
@@ -220,8 +230,8 @@ MODELS: dict[str, Any] = {
         vision_config=TOWER | {"num_key_value_heads": 1, "num_hidden_layers": 3, "patch_size": 4},
     ),
 }  # fmt: skip
-SHORT = [name for name in MODELS if name != "deepseek-ocr2"]
-"""Without that whose images have hundreds of tokens, however small it is."""
+SHORT = [name for name in MODELS if name not in ("deepseek-ocr2", "paligemma", "paligemma2")]
+"""Without that whose images have hundreds of tokens, however small it is, and those that read nothing but an image and a text."""
 Part = int | Image | Picture
 QWENS = [name for name in MODELS if name.startswith("qwen")]
 
@@ -262,6 +272,8 @@ def prompt_with(vision: VisionSpec, parts: list[Part], token: int) -> TokenIds:
         images.append(vision.placed(part, len(ids), len(images)))
         line = [token] * images[-1].columns + ([501] if images[-1].ends_lines else [])
         ids += line * images[-1].rows + [token] * 2 * images[-1].framed
+    if vision.prefix:
+        images[-1] = images[-1]._replace(behind=len(ids) - images[-1].end)
     return TokenIds(ids, images if vision.markers is None else on_canvases(ids, images, pictures, vision.markers))
 
 
@@ -286,6 +298,9 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids, "pixel_values": squares, "image_sizes": sizes}
     if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision") or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
+    if model.config.model_type == "paligemma":
+        is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]
+        return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_answer}
     if model.config.model_type == "gemma3":
         return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_image}
     if model.config.model_type in ("mistral3", "lighton_ocr", "llava"):

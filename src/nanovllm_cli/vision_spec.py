@@ -29,6 +29,7 @@ class PlacedImage(NamedTuple):
     whole: its tokens see all of it, those behind them, too, so that one step has them all; in_windows: only in layers with a
     window. framed: in front of its lines is a token more that stands for it, and one behind them; and as rotary positions each
     but those two has its own, its column, its row, and that of the image among all, `ordinal`, from 0 on (XD-RoPE, HunYuan).
+    behind: so many tokens behind those that stand for it belong to what is whole (PaliGemma's prompt).
     canvas: with a grid that it shares with others; `start` is then a token in front of its lines, which is read as any other, as
     are those behind.
     """
@@ -44,11 +45,12 @@ class PlacedImage(NamedTuple):
     framed: bool = False
     ordinal: int = 0
     canvas: Canvas | None = None
+    behind: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand for it, with those beside them that have positions of its grid."""
-        beside = 0 if self.canvas is None else 1 + self.canvas.num_behind
+        """Tokens that stand for it, with those beside them that have positions of its grid, and those that belong to it."""
+        beside = self.behind if self.canvas is None else self.behind + 1 + self.canvas.num_behind
         return self.rows * (self.columns + self.ends_lines) + 2 * self.framed + beside
 
     @property
@@ -296,7 +298,8 @@ class TowerSpec:
 class VisionSpec:
     """All that a model needs to see. mean, std: of the three colours, from 0 to 1, which are taken off and divided by. has_grid:
     see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them; whole_in_windows: only in
-    layers with a window. markers: of pieces that share a canvas; see `PlacedImage`."""
+    layers with a window. markers: of pieces that share a canvas; see `PlacedImage`. prefix: a prompt is an image and a text
+    behind it, so many tokens at most, all of which see each other; 0: it is anything."""
 
     tower: TowerSpec
     size: SizeRule
@@ -307,6 +310,7 @@ class VisionSpec:
     whole: bool = False
     whole_in_windows: bool = False
     markers: Markers | None = None
+    prefix: int = 0
 
     def limited(self, most: int) -> VisionSpec:
         """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed."""
@@ -343,7 +347,10 @@ class VisionSpec:
                 return False
             if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
                 return False
+            if self.prefix and (placed.start or ordinal or not 0 <= placed.behind <= num_tokens or placed.end > self.prefix):
+                return False
             plain = placed if self.markers is None else placed._replace(canvas=None)
+            plain = plain._replace(behind=0) if self.prefix else plain
             if plain != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
                 return False
             if height % self.tower.cell or width % self.tower.cell or placed.start < end:

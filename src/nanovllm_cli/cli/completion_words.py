@@ -19,7 +19,9 @@ FORMATS = (
     "int2", "nf4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
 )  # fmt: skip
 MIXES = ("q2_k_m", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m")
-TEMPLATES = ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "plain", "vicuna", "zephyr")
+TEMPLATES = (
+    "alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "paligemma", "phi3", "plain", "vicuna", "zephyr",
+)  # fmt: skip
 CACHE_TYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 

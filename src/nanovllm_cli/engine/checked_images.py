@@ -40,6 +40,14 @@ def checked_images(
         if images:
             raise UnsupportedError("this model reads no images, and hears nothing")
         return ()
+    vision = seeing.senses.vision
+    if vision is not None and vision.prefix:
+        if len(images) != 1:
+            told = f"this model reads one image with a text behind it, not {len(images)}"
+            raise UsageError(told, "send an image with the text")
+        if images[0].end > vision.prefix:
+            told = f"the image and its text are {images[0].end} tokens, of which this model sees {vision.prefix} at a time"
+            raise UsageError(told, "make the text shorter")
     if not seeing.senses.fits(images, len(prompt)):
         if seeing.senses.vision is None:
             raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")

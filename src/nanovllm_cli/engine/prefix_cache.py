@@ -14,6 +14,7 @@ from array import array
 from typing import NamedTuple
 
 from nanovllm_cli.engine.sequence import Salt, Sequence
+from nanovllm_cli.vision_spec import PlacedImage
 
 DIGEST_BYTES = 16
 ROOT_UID = 0
@@ -104,8 +105,7 @@ class PrefixCache:
         start = index * self._block_size
         tokens = array("q", sequence.token_ids[start : start + self._block_size]).tobytes()
         images = sequence.request.images_within(start, start + self._block_size)
-        places = [array("q", [each.start, *(each.canvas or ())]).tobytes() for each in images]
-        return tokens + b"".join([each.image.digest + place for each, place in zip(images, places, strict=True)])
+        return tokens + b"".join([each.image.digest + _seen_with(each, sequence.token_ids) for each in images])
 
     def _root(self, salt: Salt) -> bytes:
         text, lora = salt
@@ -114,3 +114,8 @@ class PrefixCache:
 
     def _hash(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=self._key).digest()
+
+
+def _seen_with(image: PlacedImage, token_ids: list[int]) -> bytes:
+    """Where it begins, or lies on a canvas, and what else its tokens see."""
+    return array("q", [image.start, *(image.canvas or ()), *token_ids[image.end - image.behind : image.end]]).tobytes()

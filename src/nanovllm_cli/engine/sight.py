@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -192,6 +192,9 @@ def eyes_of(place: Place, model: ModelSpec, most_tokens: int) -> Organ | None:
     if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
         raise UnsupportedError(f"images of {most} tokens that see each other in layers with windows of {min(windows)}")
 
+    if spec.prefix:
+        spec = replace(spec, prefix=min([spec.prefix, *windows]))
+
     def load() -> AnyTower:
         if mmproj is None:
             with open_checkpoint(checkpoint.path) as again:
@@ -235,7 +238,7 @@ def _num_bytes(made: TowerRows) -> int:
 
 def _rows_of(placed: PlacedImage, share: Scheduled) -> tuple[np.ndarray, np.ndarray]:
     """Places among the share's tokens of those that stand for a part of the image, and which row of the tower's that is."""
-    first, behind = max(placed.start, share.start), min(placed.end, share.start + len(share.token_ids))
+    first, behind = max(placed.start, share.start), min(placed.end - placed.behind, share.start + len(share.token_ids))
     begin = placed.start + (placed.canvas is not None)
     line, column = np.divmod(np.arange(first, behind) - begin, placed.columns + placed.ends_lines)
     is_part = (column < placed.columns) & (line >= 0)

@@ -6,8 +6,9 @@ have a window, and how the 27B models scale their scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
@@ -114,6 +115,11 @@ def _gemma3_in_gguf(spec: ModelSpec) -> Family:
     return GEMMA_EMBEDDING if spec.reads_both_ways else GEMMA3
 
 
+def _prompt_apart(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That a prompt sees all of itself is a matter of its image (towers_paligemma.py); answers see what is before them."""
+    return {key: value for key, value in config.items() if key != "use_bidirectional_attention"}
+
+
 GEMMA = Family(
     "gemma",
     tied_by_default=True,
@@ -122,6 +128,11 @@ GEMMA = Family(
     gguf=_from_gguf,
     gguf_activation="gelu_tanh",
 )
+PALI_GEMMA = replace(GEMMA, config=_prompt_apart, gguf_like=no_file("PaliGemma"), defaults={
+    **GEMMA.defaults, "vocab_size": 257152, "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+})  # fmt: skip
+"""As a PaliGemma's config leaves it out."""
 GEMMA2 = Family(
     "gemma2",
     has_window=True,
@@ -138,6 +149,7 @@ GEMMA2 = Family(
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(2),
 )  # fmt: skip
+PALI_GEMMA2 = replace(GEMMA2, config=_prompt_apart, gguf_like=no_file("PaliGemma 2"))
 VAULT_GEMMA = replace(
     GEMMA2,
     name="vaultgemma",

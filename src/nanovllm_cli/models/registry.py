@@ -46,7 +46,7 @@ from nanovllm_cli.models.families import (
 )
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.flint import FLINT
-from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
+from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3, PALI_GEMMA, PALI_GEMMA2, VAULT_GEMMA
 from nanovllm_cli.models.gemma3n import GEMMA3N
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN
@@ -234,6 +234,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
+    "PaliGemmaForConditionalGeneration": PALI_GEMMA,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
     "PhiMoEForCausalLM": PHIMOE,
@@ -315,6 +316,7 @@ TEXTS_OF: dict[str, dict[str, Family]] = {
     "LlavaForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
     "LlavaNextForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
     "LlavaOnevisionForConditionalGeneration": {"qwen2": QWEN2},
+    "PaliGemmaForConditionalGeneration": {"gemma": PALI_GEMMA, "gemma2": PALI_GEMMA2},
     "MiniCPMV4_6ForConditionalGeneration": {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE},
 }
 """And of all that see and whose texts are of several families, or of one that must be it."""

@@ -347,7 +347,7 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         return shapes
     if spec.projector == "joined":
         if not spec.projector_size:
-            matrix("projector.out", spec.out_size, joined, bias=False)
+            matrix("projector.out", spec.out_size, joined, spec.projector_bias)
             return shapes
         if spec.projector_eps:
             norm("projector.norm", joined, kind="layer")

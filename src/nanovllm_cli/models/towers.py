@@ -46,6 +46,7 @@ from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
+from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
 from nanovllm_cli.models.towers_qwen import (
     QWEN2_5_NAMES,
     QWEN2_NAMES,
@@ -230,6 +231,7 @@ TOWERS: dict[str, TowerFamily] = {
     "MiniCPMV4_6ForConditionalGeneration": TowerFamily(minicpm, MINICPM_NAMES),
     "MiniCPMV4_7ForConditionalGeneration": TowerFamily(minicpm_4_7, MINICPM_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
+    "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,

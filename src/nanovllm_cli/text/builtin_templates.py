@@ -75,6 +75,12 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         r"{% else %}{{ 'ASSISTANT: ' + (message.content | trim) + eos_token + '\n' }}{% endif %}{% endfor %}"
         r"{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     ),
+    "paligemma": (
+        "{% if messages | length != 1 %}{{ raise_exception('this model answers one message, and no conversation') }}{% endif %}"
+        "{% set content = messages[0].content %}{% if content is string %}{{ bos_token + content }}{% else %}"
+        "{% for part in content %}{% if part.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{{ bos_token }}"
+        r"{% for part in content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\n' }}"
+    ),
     "plain": (
         r"{{ bos_token }}{% for message in messages %}{{ message.content }}"
         r"{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"

@@ -132,6 +132,8 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
         else:
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end
+    if placed and senses.vision is not None and senses.vision.prefix:  # all of the prompt belongs to its image
+        placed[-1] = placed[-1]._replace(behind=len(out) - placed[-1].end)
     if senses.vision is not None and senses.vision.markers is not None:
         placed = list(on_canvases(out, placed, [each for each in sent if isinstance(each, Picture)], senses.vision.markers))
     return TokenIds(out, placed)

@@ -283,6 +283,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "llava-onevision": {size: f"llava-hf/llava-onevision-qwen2-{size}-ov-hf" for size in ("0.5b", "7b", "72b")},
     "lightonocr": {"1b": "lightonai/LightOnOCR-1B-1025"},
     "paddleocr-vl": {"0.9b": "PaddlePaddle/PaddleOCR-VL"},
+    "paligemma": {"3b": "google/paligemma-3b-mix-224"},
+    "paligemma2": {size: f"google/paligemma2-{size}-mix-448" for size in ("3b", "10b", "28b")},
     "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
     "deepseek-v2-lite": {"16b": "deepseek-ai/DeepSeek-V2-Lite-Chat"},
     "youtu": {"2b": "tencent/Youtu-LLM-2B"},
