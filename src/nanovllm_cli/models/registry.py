@@ -301,7 +301,7 @@ TIED_UNLESS_TOLD = {
     "GraniteDoclingForConditionalGeneration", "HunYuanVLForConditionalGeneration", "InternVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",
     "LightOnOcrForConditionalGeneration", "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
-    "PaddleOCRVLForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
 }  # fmt: skip
 """Models of several parts that in transformers have no head beside the embedding where the config does not say it outside of its
 parts, whatever it says in the part for texts."""
