@@ -365,6 +365,8 @@ def parts_of(vision: VisionSpec) -> list[Part]:
     if vision.markers is not None:  # in lines of pieces, and whole
         cut = Picture(tuple(an_image(vision, *sides) for sides in [(2, 3), *[(3, 2)] * 4]), 2, 2)
         return [5, cut, 2, an_image(vision, 5, 2), 6]
+    if vision.prefix:
+        return [an_image(vision, 4, 4), 7]
     if vision.size.kind in ("square", "tiles", "canvas", "middle"):
         return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
     return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
