@@ -109,7 +109,7 @@ def test_half_precision_stays_near(name: str, dtype: torch.dtype, made: Callable
 def test_the_bytes_told_are_those_of_the_weights(
     name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm_cli.weights.vision.Tower", lambda spec, tensors, *others: tensors)
+    monkeypatch.setattr("nanovllm_cli.weights.vision.tower_of", lambda spec, tensors, *others: tensors)
     spec, tensors = open_tower(made(name).folder, torch.bfloat16)
     assert vision_bytes(spec, torch.bfloat16) == sum(each.nbytes for each in tensors.values())  # type: ignore[attr-defined]
 

@@ -349,7 +349,7 @@ def test_rows_are_those_of_transformers_where_an_mlp_is_computed_in_parts(
 
 
 def test_the_bytes_told_are_those_of_the_weights(made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm_cli.weights.vision.Tower", lambda spec, tensors, *others: tensors)
+    monkeypatch.setattr("nanovllm_cli.weights.vision.tower_of", lambda spec, tensors, *others: tensors)
     for name in MADE:
         spec, tensors = open_tower(made(name).folder, torch.bfloat16)
         assert vision_bytes(spec, torch.bfloat16) == sum(each.nbytes for each in tensors.values())  # type: ignore[attr-defined]
