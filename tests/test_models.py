@@ -1347,7 +1347,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "layers without experts at the end": (
         "ernie 4.5, 2 of 5 and shared", {"moe_layer_end_index": 1}, UnsupportedError, "last layers have no experts",
     ),
-    "a least sum of weights": ("ernie 4.5, 2 of 5 and shared", {"moe_norm_min": 0.1}, UnsupportedError, "divided by 0.1 at least"),
+    "a least sum": ("ernie 4.5, 2 of 5 and shared", {"moe_norm_min": 0.1}, UnsupportedError, "divided by 0.1 at least"),
     "biases of experts": ("ernie 4.5, 2 of 5 and shared", {"use_bias": True}, UnsupportedError, "biases of experts"),
     "state spaces alone": ("granite 4, no positions", {"layer_types": ["mamba"] * 3}, UnsupportedError, "no layer has attention"),
     "layers of no kind": ("granite 4, no positions", {"layer_types": [[], {}, 1]}, CheckpointError, "must be a list of 3 kinds"),
