@@ -110,9 +110,13 @@ def most_tokens(spec: VisionSpec) -> int:
 
 def _by_area(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     unit = rule.multiple
-    if rule.small and min(height, width) < unit:
-        grow, half = max(unit / height, unit / width), 0.5 if rule.small == "round" else 0.0
-        height, width = (max(unit, math.floor(side * grow + half)) for side in (height, width))
+    if rule.small == "floor" and min(height, width) < unit:
+        grow = max(unit / height, unit / width)
+        height, width = (max(unit, math.floor(side * grow)) for side in (height, width))
+    if rule.small == "round" and height < unit:
+        height, width = unit, round(width * unit / height)
+    if rule.small == "round" and width < unit:
+        height, width = round(height * unit / width), unit
     rows, columns = round(height / unit), round(width / unit)
     pixels = rows * columns * unit**2
     if pixels > rule.max_pixels:

@@ -179,6 +179,13 @@ def check_width(config: ConfigReader, tower: TowerSpec | EarSpec) -> None:
         )
 
 
+def check_same(images: ConfigReader, **made: int) -> None:
+    """CheckpointError where an image processor's settings say another number than the tower has."""
+    for key, number in made.items():
+        if (said := images.integer(key, number)) != number:
+            raise CheckpointError(f"{images.where}: {key!r} is {said}, and the tower's {number}", BROKEN)
+
+
 def of_any_area(
     config: ConfigReader,
     images: ConfigReader,
@@ -192,6 +199,7 @@ def of_any_area(
     """Of images whose pixels are counted, as Qwens have it. colours: mean and deviation; pixels: the fewest and the most, all of
     settings that say nothing. small: see `SizeRule`. frames: in which an image's pixels are counted."""
     check_width(config, tower)
+    check_same(images, patch_size=tower.patch_size, merge_size=tower.merge, temporal_patch_size=max(1, tower.frames))
     size = images.section("size")
     least, most = (
         images.integer(f"{bound}_pixels", size.integer(edge, size.integer(f"{bound}_pixels", usual)))

@@ -16,6 +16,7 @@ from nanovllm_cli.models.tower_configs import (
     MAX_SIDE,
     activation_of,
     check_only,
+    check_same,
     depth_of,
     heads_of,
     of_any_area,
@@ -59,10 +60,7 @@ def hunyuan(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         projector="lined",
         projector_eps=eps,
     )
-    made = {"patch_size": patch, "merge_size": tower.merge, "temporal_patch_size": 1, "spatial_patch_size": 1}
-    for key, own in made.items():
-        if (said := images.integer(key, own)) != own:
-            raise CheckpointError(f"{images.where}: {key!r} is {said}, and the tower's {own}", BROKEN)
+    check_same(images, spatial_patch_size=1)
     images = ConfigReader({key: value for key, value in images.values.items() if key != "resample"}, images.where)
     return replace(of_any_area(config, images, tower, _TOKENS, CLIP, (1 << 18, 1 << 22)), has_grid=False)
 

@@ -62,9 +62,6 @@ def lfm3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         projector_size=config.integer("projector_hidden_size", 4096),
         projector_bias=config.flag("projector_bias", True),
     )
-    for key, made in (("patch_size", tower.patch_size), ("merge_size", tower.merge), ("temporal_patch_size", tower.frames)):
-        if (said := images.integer(key, made)) != made:
-            raise CheckpointError(f"{images.where}: {key!r} is {said}, and the tower's {made}", BROKEN)
     return replace(of_any_area(config, images, tower, _TOKENS, CLIP, (56 * 56, 1280 * 28 * 28)), has_grid=False)
 
 

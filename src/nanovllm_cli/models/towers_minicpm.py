@@ -16,6 +16,7 @@ from nanovllm_cli.models.tower_configs import (
     MAX_SIDE,
     SIGLIP_NAMES,
     check_only,
+    check_same,
     colours_of,
     resample_of,
     siglip_shape,
@@ -64,8 +65,7 @@ def _minicpm(config: ConfigReader, images: ConfigReader, kind: str, mode: str) -
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
     if not patch <= side <= MAX_SIDE:
         raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels in patches of {patch} are not believed", BROKEN)
-    if (said_patch := images.integer("patch_size", patch)) != patch:
-        raise CheckpointError(f"{images.where}: 'patch_size' is {said_patch}, and the tower's {patch}", BROKEN)
+    check_same(images, patch_size=patch)
     tower = TowerSpec(
         patch_size=patch,
         merge=_MERGES[mode],
