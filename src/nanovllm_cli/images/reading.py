@@ -11,7 +11,6 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.images.letters import size_of, sized
 from nanovllm_cli.images.parts import too_many_parts
 from nanovllm_cli.images.sizes import MAX_ASPECT, Sides, Sizes, fitted
 from nanovllm_cli.images.source import IMAGE
@@ -63,6 +62,8 @@ def read_image(data: bytes, spec: VisionSpec, where: str) -> Picture:
 def _made(picture: Pixels, rule: SizeRule) -> Picture:
     from PIL.Image import Resampling
 
+    from nanovllm_cli.images import letters  # with numpy
+
     def resized(source: Pixels, sides: Sides) -> Pixels:
         height, width = sides
         return source.resize((width, height), Resampling[rule.resample.upper()])
@@ -78,7 +79,7 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
         return Picture((_mosaic(resized(picture, sizes.whole), inner, sizes, rule, (picture.height, picture.width)),))
     first = picture if sizes.first is None else resized(picture, sizes.first)
     if sizes.pieces is None:
-        asked = size_of(picture, rule) if rule.grows == "letters" else sizes.whole
+        asked = letters.size_of(picture, rule) if rule.grows == "letters" else sizes.whole
         return Picture((_image(_filled_up(resized(first, asked), rule), rule),))
     large = resized(first, sizes.pieces)
     rows, columns = sizes.grid or (sizes.pieces[0] // tile, sizes.pieces[1] // tile)
@@ -86,7 +87,7 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     corners = [(column * wide, row * tall) for row in range(rows) for column in range(columns)]
     cut = [large.crop((x, y, x + wide, y + tall)) for x, y in corners]
     if rule.grows == "letters":
-        cut = [sized(picture, each, rule, (rows, columns), divmod(i, columns)) for i, each in enumerate(cut)]
+        cut = [letters.sized(picture, each, rule, (rows, columns), divmod(i, columns)) for i, each in enumerate(cut)]
     pieces = [_image(each, rule) for each in cut]
     whole = _image(_filled_up(resized(first if sizes.first is None else large, sizes.whole), rule), rule)
     return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
