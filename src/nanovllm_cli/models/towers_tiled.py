@@ -15,6 +15,7 @@ from nanovllm_cli.models.tower_configs import (
     MAX_SIDE,
     SIGLIP_NAMES,
     check_only,
+    check_same,
     colours_of,
     resample_of,
     siglip_shape,
@@ -94,9 +95,7 @@ def lfm2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 
 def _grid(tower: TowerSpec, images: ConfigReader) -> SizeRule:
-    for key, made in (("encoder_patch_size", tower.patch_size), ("downsample_factor", tower.merge)):
-        if (said := images.integer(key, made)) != made:
-            raise CheckpointError(f"{images.where}: {key!r} is {said}, and the tower's {made}", BROKEN)
+    check_same(images, encoder_patch_size=tower.patch_size, downsample_factor=tower.merge)
     tile = images.integer("tile_size", 512)
     least, most = images.integer("min_tiles", 2), images.integer("max_tiles", 10)
     fewest, more = images.integer("min_image_tokens", 64) * tower.cell**2, images.integer("max_image_tokens", 256) * tower.cell**2
