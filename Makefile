@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/nanovllm run tiny "Once upon a time"
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: lint test kernels
 
