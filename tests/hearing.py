@@ -104,7 +104,5 @@ def hearing_model(
     config.audio_token_id = FIRST + 3
     save(random_model(config, seed, dtype, AutoModelForMultimodalLM), folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"feature_size": 9, "min_length": 800}))
-    write_byte_tokenizer(folder, tuple(words))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(words), eos_token=WORDS[1], chat_template=TEMPLATE)
     return folder

@@ -42,7 +42,5 @@ def perceiving_model(folder: Path) -> Path:
     parts = {"image_processor": images, "feature_extractor": Gemma4AudioFeatureExtractor(feature_size=34)}
     told = {name: json.loads(part.to_json_string()) for name, part in parts.items()}
     (folder / "processor_config.json").write_text(json.dumps(told))
-    write_byte_tokenizer(folder, WORDS)
-    named = {"bos_token": WORDS[0], "eos_token": WORDS[3], "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    write_byte_tokenizer(folder, WORDS, bos_token=WORDS[0], eos_token=WORDS[3], chat_template=TEMPLATE)
     return folder

@@ -42,9 +42,7 @@ def seeing_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32
     save(random_model(config, seed, dtype, AutoModelForImageTextToText), folder)
     sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": sizes, "patch_size": 4, "merge_size": 2}))
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[1], chat_template=TEMPLATE)
     return folder
 
 

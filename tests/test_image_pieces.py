@@ -264,9 +264,7 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     )  # fmt: skip
     model = random_model(config, auto=AutoModelForImageTextToText)
     save(model, folder)
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[0], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[0], chat_template=TEMPLATE)
     sizes = {"max_image_size": {"longest_edge": 32}, "size": {"longest_edge": 64}, "resample": 1}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     return model, folder

@@ -38,9 +38,10 @@ LETTERS = tuple(range(ord("a"), ord("z") + 1))
 
 
 def write_byte_tokenizer(
-    folder: Path, specials: tuple[str, ...] = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+    folder: Path, specials: tuple[str, ...] = ("<s>", "</s>", "<|user|>", "<|assistant|>"), **told: str
 ) -> None:
-    """A tokenizer.json in which the id of a byte is that byte (under GPT-2's names for bytes), and specials from 256 on."""
+    """A tokenizer.json in which the id of a byte is that byte (under GPT-2's names for bytes), and specials from 256 on. told: of
+    tokenizer_config.json."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     names = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -49,7 +50,7 @@ def write_byte_tokenizer(
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(specials))
     backend.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE} | told
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

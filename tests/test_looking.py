@@ -22,7 +22,8 @@ from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.sight import MOST_BEGUN, Sight
 from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.hearing_spec import Senses
-from nanovllm_cli.models.tower import Stages, Tower, next_stage, tower_shapes
+from nanovllm_cli.models.tower import Stages, Tower, tower_shapes
+from nanovllm_cli.models.tower_layers import next_stage
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import Image, ImageTokens, PlacedImage, TokenIds, TowerSpec, VisionSpec
 from test_vision import SHORT, an_image, opened, prompt_with
@@ -442,7 +443,7 @@ def test_a_layers_work_is_what_torch_counts(window: int, gated: bool) -> None:
     def counted(layers: int) -> int:
         tensors = {name: torch.randn(shape) * 0.1 for name, shape in tower_shapes(spec(layers)).items()}
         made = {name: each if "norm." in name else each.half() for name, each in tensors.items()}
-        tower = Tower(spec(layers), made, (0.5,) * 3, (0.5,) * 3)
+        tower = Tower(spec(layers), made, ((0.5,) * 3, (0.5,) * 3))
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             tower(image)
         return int(counter.get_total_flops())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +123,7 @@ def test_a_chat_about_a_page_is_transformers_and_steps_change_no_bit(tmp_path: P
     config.text_config.max_position_embeddings, config.image_token_id = 1024, 256
     model = random_model(config, auto=AutoModelForImageTextToText)
     folder = save(model, tmp_path / "folder")
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[1], chat_template=TEMPLATE)
     picture = pillow.fromarray(colours(40, 90, 3))
     url: dict[str, Any] = {"type": "image_url", "image_url": {"url": data_url(saved(picture, "PNG"))}}
     said = [{"role": "user", "content": [url, {"type": "text", "text": "Free OCR."}]}]

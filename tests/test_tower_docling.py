@@ -163,9 +163,7 @@ def docling(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     model = random_model(config, auto=AutoModelForImageTextToText)
     save(model, folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(SIZES))
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[0], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[0], chat_template=TEMPLATE)
     return model, folder
 
 

@@ -144,9 +144,7 @@ def test_a_chat_about_two_images_is_transformers(tmp_path: Path) -> None:
     model: Any = random_model(made, auto=AutoModelForImageTextToText)
     save(model, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(SIZES))
-    write_byte_tokenizer(tmp_path, tuple(WORDS))
-    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[0], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(tmp_path, tuple(WORDS), eos_token=WORDS[0], chat_template=TEMPLATE)
     with LLM(tmp_path, config=EngineConfig(threads=2, dtype="float32", max_num_batched_tokens=19)) as llm:
         prompt = llm.encode_chat(SAID)
         (output,) = llm.chat(SAID, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))

@@ -226,9 +226,7 @@ def hunyuan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     save(model, folder)
     sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4, "merge_size": 2, "resample": 1}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[0], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[0], chat_template=TEMPLATE)
     return hunyuan_as_published(model), folder
 
 

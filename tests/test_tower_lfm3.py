@@ -95,9 +95,7 @@ def lfm3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     save(model, folder)
     sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4, "merge_size": 2}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[1], chat_template=TEMPLATE)
     return model, folder
 
 

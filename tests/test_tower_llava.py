@@ -3,7 +3,6 @@ conversation, and what is refused. Answers to prompts: test_vision.py."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,9 +216,7 @@ def test_a_chat_about_two_images_is_transformers(tmp_path: Path) -> None:
     config.text_config.vocab_size, config.image_token_index = 256 + len(WORDS), 256
     model = random_model(config, auto=AutoModelForImageTextToText)
     folder = save(model, tmp_path)
-    write_byte_tokenizer(folder, tuple(WORDS))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"eos_token": WORDS[1], "chat_template": TEMPLATE}))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[1], chat_template=TEMPLATE)
     pictures = [pillow.fromarray(colours(30, 40, 3)), pillow.fromarray(colours(50, 9, 3))]
     urls = [data_url(saved(picture, "PNG")) for picture in pictures]
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]

@@ -307,21 +307,20 @@ TIED_UNLESS_TOLD = {
 parts, whatever it says in the part for texts."""
 TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
-TEXTS_OF_INTERNVL = {"gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
-"""The same inside of an InternVL, where they mean nothing else."""
+_MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
 TEXTS_OF: dict[str, dict[str, Family]] = {
     "AyaVisionForConditionalGeneration": {"cohere": COHERE, "cohere2": COHERE2},
     "Cohere2VisionForConditionalGeneration": {"cohere2": COHERE2},
-    "InternVLForConditionalGeneration": TEXTS_OF_INTERNVL,
+    "InternVLForConditionalGeneration": {
+        "gpt_oss": GPT_OSS, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE,
+    },
     "LlavaForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
     "LlavaNextForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
     "LlavaOnevisionForConditionalGeneration": {"qwen2": QWEN2},
     "PaliGemmaForConditionalGeneration": {"gemma": PALI_GEMMA, "gemma2": PALI_GEMMA2},
-    "MiniCPMV4_6ForConditionalGeneration": {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE},
-}
-"""And of all that see and whose texts are of several families, or of one that must be it."""
-MINICPM_VS = tuple(f"MiniCPM{each}ForConditionalGeneration" for each in ("Ocr", "V4_6", "V4_7"))
-TEXTS_OF_MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
+    **{f"MiniCPM{each}ForConditionalGeneration": _MINICPM_V for each in ("Ocr", "V4_6", "V4_7")},
+}  # fmt: skip
+"""Inside of those that see, whose texts are of several families, or of one that must be it."""
 OF_ANOTHER_CLASS = {"exaone": EXAONE, "sarvam_moe": SARVAM_MOE}
 """By "model_type", what transformers has another model's class for, and saves as such a one."""
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
@@ -342,10 +341,6 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         return hf_family(inner)
     if names[0] in TEXTS_OF and kind is not None:
         return look_up(str(kind), TEXTS_OF[names[0]])
-    if names[0] == "InternVLForConditionalGeneration":
-        return look_up(str(kind), TEXTS_OF_INTERNVL) if kind is not None else QWEN2
-    if names[0] in MINICPM_VS and kind is not None:
-        return look_up(str(kind), TEXTS_OF_MINICPM_V)
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
     return own or others.get(names[0]) or look_up(names[0], HF_ARCHITECTURES)
 

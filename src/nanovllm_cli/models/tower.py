@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
-from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Stages, TowerRows, next_stage
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import Querying, query_shapes
@@ -47,30 +47,15 @@ class _Grid(NamedTuple):
 
 
 class Tower(Querying):
-    """tensors: by our names (`tower_shapes`), on one device, norms and bounds in float32 and all others in one type. mean, std:
-    see `VisionSpec`."""
+    """tensors: by our names (`tower_shapes`), on one device, norms and bounds in float32 and all others in one type."""
 
     spec: TowerSpec
 
-    def __init__(
-        self,
-        spec: TowerSpec,
-        tensors: Mapping[str, torch.Tensor],
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
-    ) -> None:
-        super().__init__(spec, tensors, tower_shapes(spec), "patch")
-        self._mean, self._std = (torch.tensor(each, device=self._device).view(3, 1) for each in (mean, std))
-
-    def __call__(self, image: Image) -> TowerRows:
-        """The image's sides are multiples of the spec's `cell`."""
-        stages = self.stages(image)
-        while (made := next_stage(stages)) is None:
-            pass
-        return made
+    def __init__(self, spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> None:
+        super().__init__(spec, tensors, tower_shapes(spec), colours)
 
     def stages(self, image: Image) -> Stages:
-        """The same a layer at a time: as many steps as the spec has layers, the last of which returns the rows."""
+        """As many as the spec has layers. The image's sides are multiples of the spec's `cell`."""
         spec = self.spec
         grid = self._grid(image)
         x = self._patches(image, grid)
@@ -151,9 +136,7 @@ class Tower(Querying):
         lines, columns = grid.lines * merge, grid.columns * merge
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
         patches = pixels.view(lines, side, columns, side, 3).permute(0, 2, 4, 1, 3).reshape(lines, columns, -1)
-        values = self._by_cell(patches, grid.order).view(-1, 3, side * side).to(torch.float32) / 255
-        values = ((values - self._mean) / self._std).flatten(1).to(self._dtype)
-        x = self._linear("patch", values)
+        x = self._patch_rows(self._by_cell(patches, grid.order).view(-1, 3, side * side))
         if spec.pre_norm and not spec.norm_placed:
             x = self._norm("pre_norm", x)
         if not spec.positions:
@@ -253,14 +236,9 @@ class Tower(Querying):
         return x.view(-1, self.spec.joins * x.shape[-1])
 
 
-def tower_of(
-    spec: TowerSpec,
-    tensors: Mapping[str, torch.Tensor],
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float],
-) -> Tower | SamTower:
+def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> Tower | SamTower:
     """See these."""
-    return (Tower if spec.sam is None else SamTower)(spec, tensors, mean, std)
+    return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
 
 
 def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:

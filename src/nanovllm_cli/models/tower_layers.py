@@ -7,6 +7,7 @@ On a CPU the matrices and attention are the decoder's (`tower_products.py`, `tow
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Attend, HeadNorms
 from nanovllm_cli.models.tower_products import Product, activated, product
+from nanovllm_cli.vision_spec import Image, TowerSpec
 
 ROWS_TOGETHER = 8192
 """Of an MLP, whose inner rows are several times as wide: more of them at once only take memory."""
@@ -29,6 +31,8 @@ class TowerRows(NamedTuple):
 
 
 Stages = Generator[None, None, TowerRows]
+Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
+"""mean and std of an image's: see `VisionSpec`."""
 
 
 def next_stage(stages: Stages) -> TowerRows | None:
@@ -133,6 +137,32 @@ class Layers(Matrices):
     def _scaled(self, name: str, x: torch.Tensor) -> torch.Tensor:
         gain = self._tensors.get(f"{name}.weight")
         return x if gain is None else x * gain
+
+
+class Seeing(Layers, ABC):
+    """Of an image, a stage after another. tensors, shapes: see `Matrices`."""
+
+    def __init__(
+        self, spec: TowerSpec, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], colours: Colours
+    ) -> None:
+        super().__init__(spec, tensors, shapes, "patch")
+        self._mean, self._std = (torch.tensor(each, device=self._device).view(3, 1) for each in colours)
+
+    def __call__(self, image: Image) -> TowerRows:
+        """Of all stages."""
+        stages = self.stages(image)
+        while (made := next_stage(stages)) is None:
+            pass
+        return made
+
+    @abstractmethod
+    def stages(self, image: Image) -> Stages:
+        """A layer at a time, the last of which returns the rows."""
+
+    def _patch_rows(self, patches: torch.Tensor) -> torch.Tensor:
+        """[patches, 3, pixels] of bytes -> [patches, hidden_size]."""
+        values = (patches.to(torch.float32) / 255 - self._mean) / self._std
+        return self._linear("patch", values.flatten(1).to(self._dtype))
 
 
 def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Product], list[list[float]] | None]:

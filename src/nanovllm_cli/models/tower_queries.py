@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.models.tower_layers import Layers
+from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.vision_spec import TowerSpec
 
@@ -19,7 +19,7 @@ HEAD_DIM = 64
 _EPS = 1e-6  # of the norm in front, whatever a config says
 
 
-class Querying(Layers):
+class Querying(Seeing):
     """Of a tower."""
 
     spec: TowerSpec

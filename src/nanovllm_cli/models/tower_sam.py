@@ -14,36 +14,22 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import HeadNorms
-from nanovllm_cli.models.tower_layers import Layers, Stages, TowerRows, next_stage
+from nanovllm_cli.models.tower_layers import Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.vision_spec import Image, TowerSpec
 
 
-class SamTower(Layers):
-    """tensors: by our names (`sam_shapes`); mean, std: see `VisionSpec`."""
+class SamTower(Seeing):
+    """tensors: by our names (`sam_shapes`)."""
 
     spec: TowerSpec
 
-    def __init__(
-        self,
-        spec: TowerSpec,
-        tensors: Mapping[str, torch.Tensor],
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
-    ) -> None:
-        super().__init__(spec, tensors, sam_shapes(spec), "patch")
-        self._mean, self._std = (torch.tensor(each, device=self._device).view(3, 1) for each in (mean, std))
+    def __init__(self, spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> None:
+        super().__init__(spec, tensors, sam_shapes(spec), colours)
         assert spec.sam is not None
         self._sam = spec.sam
 
-    def __call__(self, image: Image) -> TowerRows:
-        """The image is a square, and has as many of the spec's cells as there are queries."""
-        stages = self.stages(image)
-        while (made := next_stage(stages)) is None:
-            pass
-        return made
-
     def stages(self, image: Image) -> Stages:
-        """The same a layer at a time."""
+        """SAM's first. The image is a square, and has as many of the spec's cells as there are queries."""
         x, side = self._patches(image), image.width // self.spec.patch_size
         for i in range(self._sam.num_layers):
             self._sam_layer(i, x, side)
@@ -67,8 +53,7 @@ class SamTower(Layers):
         patch = self.spec.patch_size
         side = image.width // patch
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
-        values = pixels.view(side, patch, side, patch, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, patch**2).to(torch.float32) / 255
-        x = self._linear("patch", ((values - self._mean) / self._std).flatten(1).to(self._dtype))
+        x = self._patch_rows(pixels.view(side, patch, side, patch, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, patch**2))
         table = self._tensors["positions.weight"]
         rows = math.isqrt(len(table))
         if rows != side:

@@ -72,7 +72,7 @@ def load_mmproj(
         is_bound = ours.endswith(".bounds")
         parts = [bounds_of(file, theirs)] if is_bound else [read_whole(reader, name) for name in theirs]
         tensors[ours] = _ours(ours, parts, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
-    return tower_of(spec.tower, tensors, spec.mean, spec.std)
+    return tower_of(spec.tower, tensors, (spec.mean, spec.std))
 
 
 def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> Senses:

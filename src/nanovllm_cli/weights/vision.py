@@ -87,7 +87,7 @@ def load_tower(
         is_bound = ours.endswith(".bounds")
         whole = bounds_of(checkpoint, theirs) if is_bound else torch.cat([read_whole(reader, name) for name in theirs])
         tensors[ours] = arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
-    return tower_of(spec.tower, tensors, spec.mean, spec.std)
+    return tower_of(spec.tower, tensors, (spec.mean, spec.std))
 
 
 def settings_of(folder: Path, processor: str) -> ConfigReader:
