@@ -26,6 +26,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
+from nanovllm_cli.images.source import data_url
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import Image, ImageTokens, TowerSpec, VisionSpec
 
@@ -174,6 +175,14 @@ def saved(picture: pillow.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
+
+
+def asked_about(pictures: list[pillow.Image], between: str = "and") -> list[dict[str, Any]]:
+    """A message with two of them, and a text behind each."""
+    urls = [data_url(saved(each, "PNG")) for each in pictures]
+    parts = [({"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text})
+             for url, text in zip(urls, (between, "differ?"), strict=True)]  # fmt: skip
+    return [{"role": "user", "content": [part for both in parts for part in both]}]
 
 
 def picture(height: int = 61, width: int = 97, mode: str = "RGB") -> pillow.Image:

@@ -28,7 +28,6 @@ from nanovllm_cli.engine.prefix_cache import PrefixCache
 from nanovllm_cli.engine.sequence import Request
 from nanovllm_cli.engine.sight import rotary_positions
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.text.image_tokens import on_canvases
 from nanovllm_cli.vision_spec import Image, Picture, PlacedImage, TokenIds
@@ -36,7 +35,7 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from seeing import FIRST
 from test_image_pieces import read
-from test_images import colours, saved
+from test_images import asked_about, colours
 from test_llm import write_byte_tokenizer
 from test_models import CASES
 from test_tower_minicpm import SIZES, TEMPLATE, V4_6, WORDS, processor_of
@@ -176,10 +175,7 @@ def minicpm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 PICTURES = [pillow.fromarray(colours(90, 70, 3)), pillow.fromarray(colours(24, 33, 3))]
-SAID = [{"role": "user", "content": [
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[0], "PNG"))}}, {"type": "text", "text": "\nand"},
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[1], "PNG"))}}, {"type": "text", "text": "differ?"},
-]}]  # fmt: skip
+SAID = asked_about(PICTURES, "\nand")
 
 
 def test_a_chat_about_two_images_is_transformers(minicpm: tuple[Any, Path]) -> None:

@@ -23,7 +23,6 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_tokens
-from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.size_spec import SizeRule
@@ -31,7 +30,7 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from seeing import FIRST
 from test_image_pieces import blank, read
-from test_images import colours, saved, seeing
+from test_images import asked_about, colours, saved, seeing
 from test_llm import write_byte_tokenizer
 from test_vision import TOWER
 
@@ -168,10 +167,7 @@ def docling(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 PICTURES = [pillow.fromarray(colours(50, 70, 3)), pillow.fromarray(colours(24, 33, 3))]
-SAID = [{"role": "user", "content": [
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[0], "PNG"))}}, {"type": "text", "text": "and"},
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[1], "PNG"))}}, {"type": "text", "text": "differ?"},
-]}]  # fmt: skip
+SAID = asked_about(PICTURES)
 
 
 def test_a_chat_about_two_images_is_transformers(docling: tuple[Any, Path]) -> None:

@@ -20,14 +20,13 @@ from engines import SMALL, random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.sizes import fitted, most_tokens
-from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.vision_spec import Query
 from seeing import FIRST
 from test_image_pieces import read
-from test_images import colours, saved
+from test_images import asked_about, colours
 from test_llm import write_byte_tokenizer
 from test_vision import MODELS, TOWER
 
@@ -127,10 +126,7 @@ TEMPLATE = (
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<|end_of_text|>"
 )
 PICTURES = [pillow.fromarray(colours(50, 70, 3)), pillow.fromarray(colours(11, 33, 3))]
-SAID = [{"role": "user", "content": [
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[0], "PNG"))}}, {"type": "text", "text": "and"},
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[1], "PNG"))}}, {"type": "text", "text": "differ?"},
-]}]  # fmt: skip
+SAID = asked_about(PICTURES)
 
 
 def test_a_chat_about_two_images_is_transformers(tmp_path: Path) -> None:

@@ -26,14 +26,13 @@ from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.sizes import fitted, most_tokens
-from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.vision_spec import Image
 from seeing import FIRST, hunyuan_as_published
 from test_image_pieces import read
-from test_images import colours, saved
+from test_images import asked_about, colours
 from test_llm import write_byte_tokenizer
 from test_mmproj import check_it_sees_as_its_folder_does, with_merges
 from test_vision import MODELS, TOWER, XDROPE, an_image, prompt_with
@@ -231,10 +230,7 @@ def hunyuan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 PICTURES = [pillow.fromarray(colours(50, 33, 3)), pillow.fromarray(colours(7, 91, 3))]
-SAID = [{"role": "user", "content": [
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[0], "PNG"))}}, {"type": "text", "text": "and"},
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[1], "PNG"))}}, {"type": "text", "text": "differ?"},
-]}]  # fmt: skip
+SAID = asked_about(PICTURES)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from engines import random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.images.source import data_url
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from seeing import FIRST, TEMPLATE, WORDS
 from test_image_pieces import read
-from test_images import colours, saved
+from test_images import asked_about, colours
 from test_llm import write_byte_tokenizer
 from test_models import CASES
 from test_vision import TOWER
@@ -100,10 +99,7 @@ def lfm3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 PICTURES = [pillow.fromarray(colours(50, 33, 3)), pillow.fromarray(colours(7, 91, 3))]
-SAID = [{"role": "user", "content": [
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[0], "PNG"))}}, {"type": "text", "text": "and"},
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[1], "PNG"))}}, {"type": "text", "text": "differ?"},
-]}]  # fmt: skip
+SAID = asked_about(PICTURES)
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(4096, [6 * 4, 1 * 11]), (9, [3 * 2, 1 * 10])])

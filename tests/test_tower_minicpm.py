@@ -25,14 +25,13 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
-from nanovllm_cli.images.source import data_url
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file
 from seeing import FIRST
 from test_image_pieces import blank, read
-from test_images import colours, saved, seeing
+from test_images import asked_about, colours, saved, seeing
 from test_llm import write_byte_tokenizer
 from test_mmproj import check_it_sees_as_its_folder_does, with_merges
 from test_models import CASES
@@ -214,10 +213,7 @@ def minicpm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 PICTURES = [pillow.fromarray(colours(50, 70, 3)), pillow.fromarray(colours(24, 33, 3))]
-SAID = [{"role": "user", "content": [
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[0], "PNG"))}}, {"type": "text", "text": "and"},
-    {"type": "image_url", "image_url": {"url": data_url(saved(PICTURES[1], "PNG"))}}, {"type": "text", "text": "differ?"},
-]}]  # fmt: skip
+SAID = asked_about(PICTURES)
 
 
 @pytest.mark.parametrize(("most", "slices", "tokens"), [(4096, 4, 4 + 4 * 4 + 4), (4 * 6, 3, 4 + 2 * 4 + 4), (4, 1, 4 + 4)])
