@@ -10,7 +10,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, GGUFField
-from nanovllm_cli.models.mamba import MAX_TAPS
+from nanovllm_cli.models.mamba import MAX_TAPS, check_kind
 
 MAX_STATE = 1024
 """Numbers of a channel's state; those that are published have 16."""
@@ -46,8 +46,7 @@ def scan_from_hf(read: ConfigReader, hidden: int, norms: NormKind, **keys: str) 
     """keys: what a family's configs call expand, size, rank, width, conv_bias and bias. A rank of "auto": width / 16."""
     if read.flag(keys["bias"], False):
         raise UnsupportedError(f"a Mamba with biases of its projections ({keys['bias']})", ANOTHER)
-    if (act := read.text("hidden_act", "silu")) != "silu":
-        raise UnsupportedError(f"a state space behind {act[:40]!r}", "known: silu")
+    check_kind(read)
     rank = -(-hidden // 16) if read.values.get(keys["rank"], "auto") == "auto" else read.integer(keys["rank"])
     return _checked(
         ScanSpec(
