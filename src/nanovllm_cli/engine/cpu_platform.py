@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -74,14 +74,14 @@ class CpuPlatform:
             self._thread = threading.get_ident()
 
     def compile(self, dtype: torch.dtype) -> None:
-        kept = cache_dtypes(self.config.cache_types, dtype)
-        self._warm_up(warm.is_compiled(dtype, kept), lambda: warm.warm_up(dtype, kept))
+        self._warm_up("all", dtype, *cache_dtypes(self.config.cache_types, dtype))
 
-    def _warm_up(self, is_compiled: bool, warm_up: Callable[[], None]) -> None:
+    def _warm_up(self, kind: str, *dtypes: torch.dtype) -> None:
+        is_compiled = warm.is_compiled(kind, *dtypes)
         if not is_compiled:
             self.progress.stage("compiling kernels for this processor (kept for later runs)", None, "tensors")
         with self.progress.starting():
-            warm_up()
+            warm.warm_up(kind, *dtypes)
         if not is_compiled:
             self.progress.done()
 
@@ -95,7 +95,7 @@ class CpuPlatform:
         storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
         if isinstance(storage, CpuInteger) and not self._has_integer:
             self._has_integer = True
-            self._warm_up(warm.integer_is_compiled(dtype), lambda: warm.warm_up_integer(dtype))
+            self._warm_up("integer", dtype)
         return storage
 
     def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
@@ -109,22 +109,22 @@ class CpuPlatform:
     ) -> WeightStorage:
         if not self._has_adapters:
             self._has_adapters = True
-            self._warm_up(warm.adapters_are_compiled(dtype), lambda: warm.warm_up_adapters(dtype))
+            self._warm_up("adapters", dtype)
         return CpuLowRank(weight, sides, dtype, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
-            self._warm_up(warm.experts_are_compiled(dtype), lambda: warm.warm_up_experts(dtype))
+            self._warm_up("experts", dtype)
         if any(isinstance(mixer, ConvSpec) for mixer in spec.mixers):
-            self._warm_up(warm.conv_is_compiled(dtype), lambda: warm.warm_up_conv(dtype))
+            self._warm_up("conv", dtype)
         states = [state for mixer in spec.mixers if (state := state_in(mixer)) is not None]
         if any(isinstance(state, ScanSpec) for state in states):
-            self._warm_up(warm.scan_is_compiled(dtype), lambda: warm.warm_up_scan(dtype))
+            self._warm_up("scan", dtype)
         if any(isinstance(state, DeltaSpec) for state in states):
-            self._warm_up(warm.delta_is_compiled(dtype), lambda: warm.warm_up_delta(dtype))
+            self._warm_up("delta", dtype)
         if any(attention.latent is not None for attention in spec.attentions):
             _check_that_keys_are_values(*self.config.cache_types)
-            self._warm_up(warm.latent_is_compiled(dtype), lambda: warm.warm_up_latent(dtype))
+            self._warm_up("latent", dtype)
         groups = {attention.queries_a_key for attention in spec.attentions}
         kept = cache_dtypes(self.config.cache_types, dtype)
         return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk)

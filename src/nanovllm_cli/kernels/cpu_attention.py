@@ -224,7 +224,8 @@ def paged_attention(arguments, thread, team):
                 take_scales(k_kind, keys[b], k_codes, k_scales[of_block])
                 keys[b] = readable(tag, k_kind, keys[b], k_codes, k_scratch + b * k_codes * size, k_ahead)
                 if unread >= 0:
-                    v_scales[of_block] = k_scales[of_block]
+                    for i in range(b * BLOCK, (b + 1) * BLOCK):  # numba compiles seconds of messages for an assignment of slices
+                        v_scales[i] = k_scales[i]
                     values[b] = v_scratch + b * v_codes * size
                     turn_block(tag, keys[b], unread, dim, values[b], padded)
                     continue

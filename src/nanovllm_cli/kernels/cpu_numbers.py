@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import (
@@ -28,6 +30,7 @@ from nanovllm_cli.kernels.simd import (
 # no `ninf`: masked scores are -inf, and a NaN must come out as one.
 FAST = {"contract", "nsz"}
 LOG2_E = np.float32(1.4426950408889634)
+_I32 = ir.IntType(32)
 EXP2 = tuple(map(np.float32, (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)))
 """2**f is near their sum, f to the power of 6 times the first, and so on: its Taylor series."""
 
@@ -77,30 +80,46 @@ def bits_of(typing: Any, number: Any) -> Any:
     return types.uint32(types.float32), code
 
 
-@by_type(inline="always")
-def load(array, i):
-    """array[i] as fp32."""
-    if array.dtype == types.uint16:
-        return lambda array, i: float_of(np.uint32(array[i]) << np.uint32(16))
-    return lambda array, i: array[i]
+@intrinsic
+def load(typing: Any, array: Any, i: Any) -> Any:
+    """array[i] as fp32, i not negative."""
+    _check_row(array)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        value = builder.load(_place(context, builder, array, i, args))
+        if array.dtype != types.uint16:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), ir.FloatType())
+
+    return types.float32(array, i), code
 
 
-@by_type(inline="always")
-def store(array, i, value):
-    """array[i] = fp32 value, rounded to nearest even where the array is bf16."""
-    if array.dtype == types.uint16:
+@intrinsic
+def store(typing: Any, array: Any, i: Any, value: Any) -> Any:
+    """array[i] = fp32 value, i not negative, rounded to nearest even where the array is bf16."""
+    _check_row(array)
 
-        def store_bf16(array, i, value):
-            bits = bits_of(value)
-            rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-            array[i] = np.uint16(np.uint32(bits + rounding) >> np.uint32(16))
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        value = args[2]
+        if array.dtype == types.uint16:
+            bits = builder.bitcast(value, _I32)
+            odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+            rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
+            value = builder.trunc(builder.lshr(rounded, _I32(16)), ir.IntType(16))
+        builder.store(value, _place(context, builder, array, i, args))
+        return context.get_dummy_value()
 
-        return store_bf16
+    return types.void(array, i, types.float32), code
 
-    def store_f32(array, i, value):
-        array[i] = value
 
-    return store_f32
+def _check_row(array: types.Array) -> None:
+    if array.ndim != 1 or array.layout != "C":
+        raise TypingError(f"not a row of adjacent numbers: {array}")
+
+
+def _place(context: Any, builder: ir.IRBuilder, array: types.Array, i: types.Integer, args: Any) -> ir.Value:
+    index = context.cast(builder, args[1], i, types.intp)
+    return builder.gep(make_array(array)(context, builder, args[0]).data, [index])
 
 
 @njit(inline="always")

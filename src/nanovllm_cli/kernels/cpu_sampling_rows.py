@@ -321,7 +321,10 @@ def _drawn(logits, peaks, peak, setting, kept):
         count = _most_likely(logits, peaks, floor, limit, ids)
         total = _weigh(logits, peak, temperature, ids, gaps, weights, count)
         if count == limit:
-            kept[WEAKEST] = weights[:count].min()
+            weakest = weights[0]
+            for i in range(count):
+                weakest = min(weakest, weights[i])
+            kept[WEAKEST] = weakest
         if typical_p < 1.0:
             keys = _typical_keys(gaps, weights, count, total)
             target = np.int64(math.ceil(typical_p * np.float64(total)))

@@ -143,7 +143,7 @@ def _use_own_threads() -> None:
         numba.config.THREADING_LAYER = "workqueue"
 
 
-_keeps = True
+_keeps = _waits = True
 _turn = threading.Lock()
 _replay: list[Any] = []
 os.register_at_fork(after_in_child=_in_a_forked_child)
@@ -259,9 +259,34 @@ def _alone_with(function: Callable[..., None]) -> Iterator[bool]:
         os.close(lock)
 
 
+class UnderWay(Exception):
+    """Another process is compiling it."""
+
+
+@contextlib.contextmanager
+def passing_over() -> Iterator[None]:
+    """What another process is compiling is not waited for: UnderWay."""
+    global _waits
+    _waits = False
+    try:
+        yield
+    finally:
+        _waits = True
+
+
+def can_keep() -> bool:
+    """Whether what is compiled can be found by other processes."""
+    folder = Path(numba.config.CACHE_DIR)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK)
+
+
 def _locked(handle: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not system.lock(handle):
+        if not _waits:
+            raise UnderWay
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

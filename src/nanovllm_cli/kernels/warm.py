@@ -1,21 +1,29 @@
-"""Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
-dtype and kind of KV cache, and apart from them those of integer weights, of adapters, of experts, of convolutions, of the delta
-rule, of Mamba's first rule and of latent attention.
+"""Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, and apart
+from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule and of
+latent attention.
 
-The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
-it is done, so that only the first says so.
+Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
+through all parts and passes over what another one has under way (`entry.passing_over`); this one does so too, and then waits
+for the rest. A marker in numba's cache folder tells later runs that it is done, so that only the first says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numba
 import numpy as np
 import torch
 
+from nanovllm_cli import system
+from nanovllm_cli.children import child_environment
 from nanovllm_cli.kernels import (
     adapters,
     conv,
@@ -36,58 +44,137 @@ from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 from nanovllm_cli.kernels.states import States
+from nanovllm_cli.processors import THREADS_VARIABLE, num_processors
 from nanovllm_cli.sampling_params import SamplingParams
 
+HELPER_BYTES = 1 << 30
+"""More memory than a process that compiles takes."""
+logger = logging.getLogger(__name__)
 
-def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
+
+def is_compiled(kind: str, *dtypes: torch.dtype) -> bool:
     """True if `warm_up` has been through for these, with these sources and versions, on this machine."""
-    return os.path.exists(_marker(dtype, *kept))
+    return _marker(kind, *dtypes).exists()
 
 
-def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
-    """Run each kernel once on next to nothing, as `Decoder` runs them, and once from a recording, in tables wide enough for
-    attention in parts. kept: see cpu.cache_shapes."""
-    ids = torch.zeros(1, dtype=torch.int64)
-    zeros, weight = torch.zeros(1, 64, dtype=dtype), dense.empty(64, 64, dtype)
-    weight.load_rows(0, zeros)
-    shapes = zip(cpu.cache_shapes(1, 1, 16, dtype, kept), kept, strict=True)
+def warm_up(kind: str, *dtypes: torch.dtype) -> None:
+    """Run each kernel of a kind (of PARTS) once on next to nothing. dtypes: that of activations; for "all" those of the keys and
+    values that are kept, too."""
+    parts = PARTS[kind]
+    with _helpers(kind, dtypes, 0 if is_compiled(kind, *dtypes) else _idle_processors(len(parts))) as helped:
+        if helped:
+            _go_through(kind, dtypes, 0)
+        for part in parts:
+            part(*dtypes)
+    if entry.keeps():
+        with contextlib.suppress(OSError):  # nothing can be kept: numba compiles again next time, and says nothing either
+            _marker(kind, *dtypes).touch()
+
+
+def _go_through(kind: str, dtypes: tuple[torch.dtype, ...], first: int) -> None:
+    """Compile what nobody else is compiling, beginning with part `first`."""
+    parts = PARTS[kind]
+    for part in parts[first:] + parts[:first]:
+        with contextlib.suppress(entry.UnderWay), entry.passing_over():
+            part(*dtypes)
+
+
+def help_with(told: str) -> None:
+    """What a helper is started for. told: see `_helpers`."""
+    kind, names, first = json.loads(told)
+    _go_through(kind, tuple(getattr(torch, name) for name in names), first)
+
+
+@contextlib.contextmanager
+def _helpers(kind: str, dtypes: tuple[torch.dtype, ...], count: int) -> Iterator[int]:
+    """Processes that compile meanwhile, and how many. What one fails at this process meets itself."""
+    code = f"import sys; from {__name__} import help_with; help_with(sys.argv[1])"
+    environment = child_environment() | {THREADS_VARIABLE: "1"}
+    helpers: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(1, count + 1):
+            told = json.dumps([kind, [_name(dtype) for dtype in dtypes], len(PARTS[kind]) * number // (count + 1)])
+            command, none = [sys.executable, "-c", code, told], subprocess.DEVNULL
+            helpers.append(subprocess.Popen(command, env=environment, stdin=none, stdout=none, stderr=none))
+        yield count
+    finally:
+        for helper in helpers:
+            helper.kill()  # it has nothing left to do, or nobody is there who wants it
+            helper.wait()
+
+
+def _idle_processors(most: int) -> int:
+    """Beside this process's own, up to one for each part but one, as far as memory goes."""
+    if not sys.executable or not entry.can_keep():
+        return 0
+    idle = int(num_processors() - max(1.0, os.getloadavg()[0]) + 0.5)
+    return max(0, min(most - 1, idle, system.available_bytes() // HELPER_BYTES))
+
+
+def _norms(dtype: torch.dtype, *_: torch.dtype) -> None:
+    x = torch.zeros(1, 64, dtype=dtype)
+
+    def step() -> None:
+        normed = norms.add_rms_norm(x, None, x[0], 1e-6, 0.0)
+        both = norms.join_and_norm(Normed(normed, x[0], 1e-6, 0.0), x, 1.0, x[0], 1e-6, 0.0)
+        cpu.scale(gates.gated_activation(add_onto(both, both), "silu"), 1.0)
+
+    _twice(step)
+
+
+def _matmuls(dtype: torch.dtype, *_: torch.dtype) -> None:
+    weight, ids = dense.empty(64, 64, dtype), torch.zeros(1, dtype=torch.int64)
+    weight.load_rows(0, torch.zeros(1, 64, dtype=dtype))
+
+    def step() -> None:
+        weight.matmul(weight.rows(ids), None, dtype)
+        cpu.scale(weight.matmul(weight.rows(ids), None, torch.float32), 1.0)
+
+    _twice(step)
+
+
+def _attention(dtype: torch.dtype, *kept: torch.dtype) -> None:
+    """In tables wide enough for attention in parts."""
+    k_dtype, v_dtype = kept
+    shapes = zip(cpu.cache_shapes(1, 1, 16, dtype, (k_dtype, v_dtype)), kept, strict=True)
     k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
-    angles = torch.zeros(1, 8)
+    qkv, angles, ids = torch.zeros(1, 48, dtype=dtype), torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
     run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
     tiles = torch.tensor([[0, 0, 1, 0, 1]])
 
-    def step() -> torch.Tensor:
-        x = norms.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
-        x = norms.join_and_norm(Normed(x, zeros[0], 1e-6, 0.0), weight.rows(ids), 1.0, zeros[0], 1e-6, 0.0)
-        qkv = weight.matmul(x, None, dtype)[:, :48].contiguous()
+    def step() -> None:
         q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
-        cpu.scale(gates.gated_activation(add_onto(x, x), "silu"), 1.0)
-        return cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
 
+    _twice(step)
+
+
+def _twice(step: Callable[[], None]) -> None:
+    """As `Decoder` runs it, and from a recording."""
     step()
     with cpu.Program(cpu.MemoryPool()) as program:
-        logits = step()
+        step()
     program.replay()
-    assert logits.isfinite().all()
-    _draw(cpu_sampling.as_rows(logits))
-    _mark(_marker(dtype, *kept))
 
 
-def integer_is_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_integer`."""
-    return os.path.exists(_marker("integer", dtype))
+def _draws(*_: torch.dtype) -> None:
+    logits = cpu_sampling.as_rows(torch.zeros(1, 64))
+    vocab_size, copies = logits.shape[1], np.empty_like(logits)
+    counter, key = np.zeros((4, 1), dtype=np.uint64), np.zeros((2, 1), dtype=np.uint64)
+    cpu_sampling_random.philox4x32(counter.ctypes.data, key.ctypes.data, 1)
+    cpu_sampling.edit_rows(cpu_sampling.row_addresses(logits, [0]), [[]], copies)
+    rows = cpu_sampling.row_addresses(copies, [0])
+    cpu_sampling.draw_tokens(rows, vocab_size, np.array([cpu_sampling.draw_settings(SamplingParams())]), [None], rows)
+    cpu_sampling.logprobs(rows, vocab_size, [0], [1])
 
 
-def warm_up_integer(dtype: torch.dtype) -> None:
-    """Run the kernels of integer weights once on next to nothing, with results of dtype and in float32, as logits are."""
+def _integer(dtype: torch.dtype) -> None:
     layout = RecordLayout(64, 32, 4, 32, F16)
     weight = integer.Packed(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8), None)
     x = integer.quantize(torch.zeros(1, 32, dtype=dtype), integer.Rounding(32, False, None))
     for out_dtype in (dtype, torch.float32):
         integer.matmul(x, weight, None, torch.zeros(1, 64, dtype=out_dtype))
     integer.rows(weight, torch.zeros(1, dtype=torch.int64), None, dtype)
-    _mark(_marker("integer", dtype))
 
 
 class _NormExpert:
@@ -109,14 +196,7 @@ class _NormExpert:
         return norms.add_rms_norm(x, None, x[0], 1e-6, 0.0)
 
 
-def experts_are_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_experts`."""
-    return os.path.exists(_marker("experts", dtype))
-
-
-def warm_up_experts(dtype: torch.dtype) -> None:
-    """Run the kernels beside the matmuls of experts once on next to nothing: of experts that are alike, now and from a recording,
-    and of others."""
+def _experts(dtype: torch.dtype) -> None:
     x, logits, scoring = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2), Scoring(bias=torch.zeros(2))
     mixture, others = (
         CpuMixture(cpu.MemoryPool(), [_NormExpert(alike), _NormExpert(alike)], 1, True, scoring) for alike in (True, False)
@@ -126,43 +206,22 @@ def warm_up_experts(dtype: torch.dtype) -> None:
     with cpu.Program(cpu.MemoryPool()) as program:
         add_onto(mixture(x, logits), x)
     program.replay()
-    _mark(_marker("experts", dtype))
 
 
-def adapters_are_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_adapters`."""
-    return os.path.exists(_marker("adapters", dtype))
-
-
-def warm_up_adapters(dtype: torch.dtype) -> None:
-    """Run the kernels of adapters beside a weight once on next to nothing, onto what is of dtype and, as a router's is, fp32."""
+def _adapters(dtype: torch.dtype) -> None:
     down, up = torch.zeros(16, 64, dtype=dtype), torch.zeros(64, 16, dtype=dtype)
     sides, x = adapters.Sides([adapters.Side(down, up, 0)], 64, dtype), torch.zeros(1, 64, dtype=dtype)
     for y in (torch.zeros(1, 64, dtype=dtype), torch.zeros(1, 64)):
         sides.onto(y, sides.ranks(x, None), None)
-    _mark(_marker("adapters", dtype))
 
 
-def conv_is_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_conv`."""
-    return os.path.exists(_marker("conv", dtype))
-
-
-def warm_up_conv(dtype: torch.dtype) -> None:
-    """Run the kernel of convolutions once on next to nothing."""
+def _conv(dtype: torch.dtype) -> None:
     x, one = torch.zeros(1, 48, dtype=dtype), torch.ones(1, dtype=torch.int32)
     taps, cache = torch.zeros(3, 16, dtype=dtype), torch.zeros(1, cpu.BLOCK, 16, dtype=dtype)
     conv.gated_conv(x, taps, None, cache, torch.tensor([0, 1], dtype=torch.int32), one, torch.zeros(1, 1, dtype=torch.int32))
-    _mark(_marker("conv", dtype))
 
 
-def delta_is_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_delta`."""
-    return os.path.exists(_marker("delta", dtype))
-
-
-def warm_up_delta(dtype: torch.dtype) -> None:
-    """Run the kernels of the delta rule and of gates once on next to nothing."""
+def _delta(dtype: torch.dtype) -> None:
     one, f32 = torch.ones(1, dtype=torch.int32), torch.float32
     stamps, rows, none = (torch.zeros(1, 2, 1, dtype=torch.int32) for _ in range(2)), *torch.zeros(2, 1, 2, 1, 12, dtype=dtype)
     state = States(torch.zeros(1, 2, 1, 4, 4), rows, none, torch.zeros(1, 2, 1, 2), *stamps)
@@ -173,16 +232,9 @@ def warm_up_delta(dtype: torch.dtype) -> None:
     )  # fmt: skip
     for gate in (torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 1, dtype=f32)):
         gates.sigmoid_gate(torch.zeros(1, 4, dtype=dtype), gate)
-    _mark(_marker("delta", dtype))
 
 
-def scan_is_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_scan`."""
-    return os.path.exists(_marker("scan", dtype))
-
-
-def warm_up_scan(dtype: torch.dtype) -> None:
-    """Run the kernels of Mamba's first rule once on next to nothing."""
+def _scan(dtype: torch.dtype) -> None:
     one, stamps = torch.ones(1, dtype=torch.int32), (torch.zeros(1, 2, 1, dtype=torch.int32) for _ in range(2))
     inputs, guesses = torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 2, 1, 8, dtype=dtype)
     state = States(torch.zeros(1, 2, 1, 2, 4), inputs, guesses, torch.zeros(1, 2, 1, 6), *stamps)
@@ -191,39 +243,25 @@ def warm_up_scan(dtype: torch.dtype) -> None:
     x = scan.causal_conv(projected, torch.zeros(2, 4, dtype=dtype), None, *step)
     scan.scan_parts(row, 2, None, 1e-6, dtype)
     scan.selective_scan(projected, x, row, row, torch.zeros(1, 2, 4), row[0], row[0], *step)
-    _mark(_marker("scan", dtype))
 
 
-def latent_is_compiled(dtype: torch.dtype) -> bool:
-    """The same for `warm_up_latent`."""
-    return os.path.exists(_marker("latent", dtype))
-
-
-def warm_up_latent(dtype: torch.dtype) -> None:
-    """Run the kernels of latent attention beside that of attention once on next to nothing."""
+def _latent(dtype: torch.dtype) -> None:
     x = torch.zeros(1, 16, dtype=dtype)
     latent.latent_rows(x, x, torch.zeros(12, dtype=dtype), 1e-6, 0.0, 1, 12)
     latent.CpuHeadMatrices(1, 4, 16, dtype).products(x, 0, 0)
-    _mark(_marker("latent", dtype))
 
 
-def _draw(logits: cpu_sampling.Logits) -> None:
-    """Every kernel of a draw, of whatever is in them."""
-    vocab_size, copies = logits.shape[1], np.empty_like(logits)
-    counter, key = np.zeros((4, 1), dtype=np.uint64), np.zeros((2, 1), dtype=np.uint64)
-    cpu_sampling_random.philox4x32(counter.ctypes.data, key.ctypes.data, 1)
-    cpu_sampling.edit_rows(cpu_sampling.row_addresses(logits, [0]), [[]], copies)
-    rows = cpu_sampling.row_addresses(copies, [0])
-    cpu_sampling.draw_tokens(rows, vocab_size, np.array([cpu_sampling.draw_settings(SamplingParams())]), [None], rows)
-    cpu_sampling.logprobs(rows, vocab_size, [0], [1])
+PARTS: dict[str, tuple[Callable[..., None], ...]] = {
+    "all": (_attention, _matmuls, _norms, _draws),
+    "integer": (_integer,), "experts": (_experts,), "adapters": (_adapters,), "conv": (_conv,), "delta": (_delta,),
+    "scan": (_scan,), "latent": (_latent,),
+}  # fmt: skip
+"""Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
 
 
-def _marker(*kinds: torch.dtype | str) -> Path:
-    return Path(numba.config.CACHE_DIR or ".") / "-".join(["compiled", *(str(kind).removeprefix("torch.") for kind in kinds)])
+def _marker(kind: str, *dtypes: torch.dtype) -> Path:
+    return Path(numba.config.CACHE_DIR or ".") / "-".join(["compiled", kind, *map(_name, dtypes)])
 
 
-def _mark(marker: Path) -> None:
-    if not entry.keeps():
-        return
-    with contextlib.suppress(OSError):  # a cache that can't be written: numba compiles again next time, and says nothing either
-        marker.touch()
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
