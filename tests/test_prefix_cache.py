@@ -8,6 +8,7 @@ import pytest
 
 from fake_model import GREEDY, drain, expected_tokens, make_engine
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.plan import Drawn, Plan, StepOutput
 from nanovllm_cli.engine.prefix_cache import PrefixCache
 from nanovllm_cli.errors import RequestError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -183,6 +184,23 @@ def test_errors_never_enter_and_take_out_what_they_touched() -> None:
     assert late.metrics.num_cached_tokens == 20
     assert late.outputs[0].finish_reason == "error"
     assert ask(engine, "b", PROMPT) == 0
+
+
+def test_what_a_request_makes_impossible_takes_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it found, as nothing was drawn that would prove it sound."""
+    engine, model = make_engine()
+    assert ask(engine, "a", PROMPT) == 0
+    with monkeypatch.context() as patched:
+        execute = model.execute
+
+        def refusing(plan: Plan) -> StepOutput:
+            drawn = [Drawn(each.seq_id, [], error="all are banned", unmeetable=True) for each in execute(plan).drawn]
+            return StepOutput(drawn, {})
+
+        patched.setattr(model, "execute", refusing)
+        engine.add("bad", [*PROMPT, *PROMPT], GREEDY)
+        assert drain(engine)["bad"].outputs[0].unmeetable
+    assert ask(engine, "b", [*PROMPT, *PROMPT]) == 20
 
 
 def test_rows_that_raised_never_enter() -> None:

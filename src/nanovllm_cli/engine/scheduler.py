@@ -189,9 +189,10 @@ class Scheduler:
             others = [_sound(by_id.get(each.seq_id), each) for each in sequence.pending]
             sequence.advance(self._strategy.num_valid(sequence, output.fed(share), first.token_ids), len(share.known))
             sequence.token_ids.extend(first.token_ids)
-            if first.error is None and all(each.error is None for each in others):
+            errors = [each for each in (first, *others) if each.error is not None]
+            if not errors:
                 self._blocks.register(sequence)
-            else:
+            elif not all(each.unmeetable for each in errors):  # what a request itself makes impossible tells nothing of its numbers
                 self._blocks.distrust(sequence)
             if others:
                 results.extend(self._fork(sequence, others))
