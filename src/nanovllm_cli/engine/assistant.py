@@ -14,11 +14,15 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import BorrowedCache, KVCache
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.drafting import Guesses
-from nanovllm_cli.engine.loaded_assistant import LoadedAssistant
+from nanovllm_cli.engine.drafting import Guesser, LoadedGuesser
+from nanovllm_cli.engine.loaded_model import LoadedModel
+from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.platform import KeptRows
-from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.models.assistant import Assistant
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import load_weights, read_assistant
 
 
 class _Last(NamedTuple):
@@ -28,36 +32,27 @@ class _Last(NamedTuple):
     row: torch.Tensor
 
 
-class AssistantDraft:
+class LoadedAssistant(LoadedGuesser):
+    """For `loaded`, whose embedding and cache it reads. UnsupportedError where it is made for another model; otherwise as
+    LoadedModel."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, loaded: LoadedModel, progress: LoadProgress) -> None:
+        super().__init__(checkpoint, config, loaded)
+        self.spec = self.own_spec = read_assistant(checkpoint, self._reader, loaded.spec)
+        check_weights_fit(self._num_bytes(), self.platform.available_bytes())
+        self.model = Assistant(self.spec, self._kit(), loaded.model)
+        load_weights(self.model, checkpoint, self._reader, progress)
+        self._count()
+
+
+class AssistantDraft(Guesser):
     """cache: the model's."""
 
     def __init__(self, loaded: LoadedAssistant, cache: KVCache, config: EngineConfig) -> None:
-        self.weight_bytes = loaded.weight_bytes
-        own = BorrowedCache(cache, loaded.spec.mixers)
-        self._runner = loaded.platform.make_runner(
-            loaded.model, own, Sampler(loaded.spec.vocab_size), loaded.recordable, keeps_rows=True
-        )
-        self._guesses = Guesses(config)
+        super().__init__(loaded, BorrowedCache(cache, loaded.spec.mixers), config, keeps_rows=True)
         self._last: dict[int, _Last] = {}
 
-    def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
-        """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
-        for seq_id in plan.finished:
-            self._last.pop(seq_id, None)
-        self._runner.run(Plan([], [], plan.finished, []))
-        wanted = [share for share in plan.scheduled if share.num_guesses]
-        able = {share.seq_id: share for share in wanted if self._knows(share)}
-        rows = {seq_id: self._last[seq_id].row for seq_id in able}
-        new = [NewSequence(seq_id, [], self._guesses.params, 0, ()) for seq_id in able]
-        drawn = self._draw(able, {seq_id: share.known[-1] for seq_id, share in able.items()}, 0, rows, new)
-        # Its own rows, behind the first guess.
-        guesses = self._guesses.of(wanted, drawn, lambda going, tokens, count: self._draw(going, tokens, count, self._own_rows()))
-        shares = [self._filled(share, guesses.get(share.seq_id, [])) for share in plan.scheduled]
-        return plan._replace(scheduled=shares), guesses
-
     def follow(self, kept: Sequence[KeptRows], output: StepOutput) -> None:
-        """What the model made of a step's tokens. kept: rows of its shares. output: what was drawn, which tells the guesses that
-        held."""
         num_drawn = {each.seq_id: len(each.token_ids) for each in output.drawn if each.error is None}
         for share, rows in kept:
             for seq_id in share.draws:
@@ -67,6 +62,20 @@ class AssistantDraft:
                     place = share.start + len(share.known) + held
                     row = len(rows) - 1 - share.num_guesses + held  # behind those of a prompt whose rows are all wanted
                     self._last[seq_id] = _Last(place, rows[row : row + 1].clone())
+
+    def _begin(self, plan: Plan) -> None:
+        for seq_id in plan.finished:
+            self._last.pop(seq_id, None)
+        self._runner.run(Plan([], [], plan.finished, []))
+
+    def _draw_first(self, scheduled: Sequence[Scheduled]) -> list[Drawn]:
+        able = {share.seq_id: share for share in scheduled if share.num_guesses and self._knows(share)}
+        rows = {seq_id: self._last[seq_id].row for seq_id in able}
+        return self._draw(able, {seq_id: share.known[-1] for seq_id, share in able.items()}, 0, rows, self._new(able))
+
+    def _draw_more(self, going: Mapping[int, Scheduled], tokens: Mapping[int, int], count: int) -> list[Drawn]:
+        """By its own rows."""
+        return self._draw(going, tokens, count, {share.seq_id: rows for share, rows in self._runner.hidden})
 
     def _knows(self, share: Scheduled) -> bool:
         last = self._last.get(share.seq_id)
@@ -82,16 +91,12 @@ class AssistantDraft:
             return []
         fed = [
             Scheduled(
-                seq_id, [tokens[seq_id]], share.start - 1, self._guesses.blocks(share, share.start), (seq_id,),
+                seq_id, [tokens[seq_id]], share.start - 1, self._blocks(share, share.start), (seq_id,),
                 prompt_len=share.start - num_drawn, every_row=True, keeps_hidden=True,
             )
             for seq_id, share in shares.items()
         ]  # fmt: skip
         return self._runner.run(Plan(fed, list(new), [], []), torch.cat([rows[seq_id] for seq_id in shares])).drawn
 
-    def _own_rows(self) -> dict[int, torch.Tensor]:
-        return {share.seq_id: rows for share, rows in self._runner.hidden}
-
     def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
-        share = share._replace(keeps_drawn=bool(share.draws))
-        return self._guesses.filled(share, guesses) if share.num_guesses else share
+        return super()._filled(share._replace(keeps_drawn=bool(share.draws)), guesses)

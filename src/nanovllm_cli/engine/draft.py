@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.drafting import Guesses
+from nanovllm_cli.engine.drafting import Guesser
 from nanovllm_cli.engine.loaded_model import LoadedModel
-from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled
-from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -39,30 +38,42 @@ class _Unfed(NamedTuple):
         return self.start + len(self.tokens)
 
 
-class Draft:
+class Draft(Guesser):
     """cache: of as many blocks as the large model's. vocab_size: the large model's, which may have fewer tokens."""
 
     def __init__(self, loaded: LoadedModel, cache: KVCache, config: EngineConfig, vocab_size: int) -> None:
-        self.weight_bytes = loaded.weight_bytes
-        sampler = Sampler(loaded.spec.vocab_size)
-        self._runner = loaded.platform.make_runner(loaded.model, cache, sampler, loaded.recordable)
+        super().__init__(loaded, cache, config, keeps_rows=False)
         self._max_position = loaded.spec.max_position
         self._vocab_size = min(vocab_size, loaded.spec.vocab_size)
-        self._block_size = config.block_size
-        self._guesses = Guesses(config)
         self._has_states = cache.states is not None
         self._unfed: dict[int, _Unfed] = {}
 
-    def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
-        """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
+    def _begin(self, plan: Plan) -> None:
         for seq_id in plan.finished:
             self._unfed.pop(seq_id, None)
         self._feed_before_copies(plan)
         self._runner.run(Plan([], [], plan.finished, plan.copies, plan.state_copies if self._has_states else []))
-        drawn = self._feed([share for share in plan.scheduled if _end(share) <= self._max_position])
-        guesses = self._guesses.of(plan.scheduled, drawn, self._draw_more)
-        scheduled = [self._filled(share, guesses[share.seq_id]) if share.num_guesses else share for share in plan.scheduled]
-        return plan._replace(scheduled=scheduled), guesses
+
+    def _draw_first(self, scheduled: Sequence[Scheduled]) -> list[Drawn]:
+        """Feeds what is known, and draws for those that want guesses. What nobody guesses behind waits for the end of its block,
+        as several tokens take little longer than one."""
+        shares = []
+        for share in scheduled:
+            if _end(share) > self._max_position:
+                continue
+            start, tokens = share.start, share.known
+            before = self._unfed.pop(share.seq_id, None)
+            if before is not None and before.end == start and len(tokens) == 1:
+                start, tokens = before.start, [*before.tokens, *tokens]
+            end = start + len(tokens)
+            if share.num_guesses:
+                shares.append(self._drawing(share, tokens, start, 0))
+            elif len(share.known) == 1 and share.start >= share.prompt_len and end % self._block_size:
+                self._unfed[share.seq_id] = _Unfed(start, tokens)
+            else:
+                shares.append(self._known(share, tokens, start))
+        new = self._new(seq_id for share in shares for seq_id in share.draws)
+        return self._known_drawn(self._runner.run(Plan(shares, new, [], [])).drawn) if shares else []
 
     def _draw_more(self, going: Mapping[int, Scheduled], tokens: Mapping[int, int], count: int) -> list[Drawn]:
         more = [self._drawing(share, [tokens[i]], share.start + count, count) for i, share in going.items()]
@@ -83,40 +94,14 @@ class Draft:
         if late:
             self._runner.run(Plan(late, [], [], []))
 
-    def _feed(self, scheduled: Sequence[Scheduled]) -> list[Drawn]:
-        """Feeds what is known, and draws for those that want guesses. What nobody guesses behind waits for the end of its block,
-        as several tokens take little longer than one."""
-        shares = []
-        for share in scheduled:
-            start, tokens = share.start, share.known
-            before = self._unfed.pop(share.seq_id, None)
-            if before is not None and before.end == start and len(tokens) == 1:
-                start, tokens = before.start, [*before.tokens, *tokens]
-            end = start + len(tokens)
-            if share.num_guesses:
-                shares.append(self._drawing(share, tokens, start, 0))
-            elif len(share.known) == 1 and share.start >= share.prompt_len and end % self._block_size:
-                self._unfed[share.seq_id] = _Unfed(start, tokens)
-            else:
-                shares.append(self._known(share, tokens, start))
-        new = [NewSequence(seq_id, [], self._guesses.params, 0, ()) for share in shares for seq_id in share.draws]
-        return self._known_drawn(self._runner.run(Plan(shares, new, [], [])).drawn) if shares else []
-
     def _known(self, share: Scheduled, tokens: list[int], start: int) -> Scheduled:
-        table = self._guesses.blocks(share, start + len(tokens))
-        known = [token if token < self._vocab_size else 0 for token in tokens]  # what stands for images may be beyond it
-        return Scheduled(share.seq_id, known, start, table, (), prompt_len=share.prompt_len, state=share.state)
-
-    def _drawing(self, share: Scheduled, tokens: list[int], start: int, num_drawn: int) -> Scheduled:
-        """num_drawn: since the sequence was new. Steps of a token or two are recorded."""
-        return self._known(share, tokens, start)._replace(
-            draws=(share.seq_id,), prompt_len=start + len(tokens) - num_drawn, every_row=len(tokens) <= 2, drafted=num_drawn > 0
-        )
+        """What stands for images may be beyond its vocabulary."""
+        return super()._known(share, [token if token < self._vocab_size else 0 for token in tokens], start)
 
     def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
         if guesses:
             self._unfed[share.seq_id] = _Unfed(_end(share) - share.num_guesses + len(guesses) - 1, guesses[-1:])  # if all hold
-        return self._guesses.filled(share, guesses)
+        return super()._filled(share, guesses)
 
 
 def assists(path: str) -> bool:

@@ -17,11 +17,17 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.drafting import Guesses
-from nanovllm_cli.engine.loaded_mtp import LoadedMTP
+from nanovllm_cli.engine.drafting import Guesser, LoadedGuesser
+from nanovllm_cli.engine.loaded_model import LoadedModel
+from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.platform import KeptRows
-from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.models.mtp import MTP, mtp_spec
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import head_name, load_mtp
+from nanovllm_cli.weights.tensor_names import mtp_names_of, of_that_layer
 
 MOST_UNFED = 16
 """Tokens of a sequence that nobody guesses behind: several at once take little longer than one."""
@@ -47,36 +53,41 @@ class _Fed(NamedTuple):
     rows: torch.Tensor
 
 
-class MTPDraft:
+class LoadedMTP(LoadedGuesser):
+    """The layer behind a model's own that predicts further tokens, of `loaded`'s checkpoint: it has that model's embedding and
+    head. UnsupportedError where the checkpoint has none, or one of a family whose is not known; otherwise as LoadedModel."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, loaded: LoadedModel, progress: LoadProgress) -> None:
+        table = mtp_names_of(checkpoint)
+        if table is None:
+            hint = "leave --mtp out; --speculate N and --draft-model NAME guess without one"
+            if loaded.spec.architecture.startswith("gemma4"):
+                hint = "Gemma 4's is a model of its own: --draft-model NAME-assistant, such as google/gemma-4-E2B-it-assistant"
+            raise UnsupportedError(f"{checkpoint.path} has no layer that predicts further tokens (MTP)", hint)
+        super().__init__(checkpoint, config, loaded, table)
+        self.spec = self.own_spec = mtp_spec(loaded.spec)
+        needed = self._num_bytes(of_that_layer(table, self._reader.names()))
+        needed += self._num_bytes([head_name(table, self.spec)]) * self.spec.vocab_size // loaded.spec.vocab_size
+        check_weights_fit(needed, self.platform.available_bytes())
+        self.model = MTP(self.spec, self._kit(), loaded.model)
+        load_mtp(self.model, checkpoint, self._reader, table, progress)
+        self._count()
+
+
+class MTPDraft(Guesser):
     """cache: of as many blocks as the model's."""
 
     def __init__(self, loaded: LoadedMTP, cache: KVCache, config: EngineConfig) -> None:
-        self.weight_bytes = loaded.weight_bytes
-        sampler = Sampler(loaded.spec.vocab_size)
-        self._runner = loaded.platform.make_runner(loaded.model, cache, sampler, loaded.recordable, keeps_rows=True)
+        super().__init__(loaded, cache, config, keeps_rows=True)
         self._nothing = loaded.model.no_rows(1)
-        self._block_size = config.block_size
-        self._guesses = Guesses(config)
         self._unfed: dict[int, _Unfed] = {}
         self._last: tuple[Sequence[KeptRows], StepOutput] | None = None
 
-    def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
-        """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
-        self.settle()
-        for seq_id in plan.finished:
-            self._unfed.pop(seq_id, None)
-        self._runner.run(Plan([], [], plan.finished, plan.copies))
-        wanted = [share for share in plan.scheduled if share.num_guesses]
-        guesses = self._guesses.of(wanted, self._feed_and_draw(wanted), self._draw_more)
-        return plan._replace(scheduled=[self._filled(share, guesses.get(share.seq_id, [])) for share in plan.scheduled]), guesses
-
     def follow(self, kept: Sequence[KeptRows], output: StepOutput) -> None:
-        """What the model made of a step's tokens. kept: rows of its shares. output: what was drawn, which tells the guesses that
-        held."""
         self._last = kept, output
 
     def settle(self) -> None:
-        """Feeds the layer what is left of the last step. To be called before anyone else touches a block."""
+        """Feeds the layer what is left of the last step."""
         if self._last is None:
             return
         (kept, output), self._last = self._last, None
@@ -94,25 +105,28 @@ class MTPDraft:
             else:
                 unfed = _Unfed(share.start, tokens, torch.cat([self._nothing, rows]))
             if unfed.tokens and (num_known > 1 or len(share.draws) != 1 or self._is_due(unfed)):
-                feeding.append(self._all_of(share, unfed))
+                feeding.append(_Fed(self._known(share, unfed.tokens, unfed.start), unfed.rows))
                 unfed = _Unfed(unfed.end, [], unfed.rows[-1:].clone())
             self._unfed.update(dict.fromkeys(share.draws or (share.seq_id,), unfed))
         if feeding:
             self._run(feeding)
 
-    def _feed_and_draw(self, scheduled: list[Scheduled]) -> list[Drawn]:
-        """What the layer draws behind what is known."""
-        if not scheduled:
-            return []
-        new = [NewSequence(seq_id, [], self._guesses.params, 0, ()) for share in scheduled for seq_id in share.draws]
+    def _begin(self, plan: Plan) -> None:
+        self.settle()
+        for seq_id in plan.finished:
+            self._unfed.pop(seq_id, None)
+        self._runner.run(Plan([], [], plan.finished, plan.copies))
+
+    def _draw_first(self, scheduled: Sequence[Scheduled]) -> list[Drawn]:
+        wanted = [share for share in scheduled if share.num_guesses]
         feeding = []
-        for share in scheduled:
+        for share in wanted:
             before = self._unfed.get(share.seq_id)
             if before is None or before.end != share.start:
                 before = _Unfed(share.start, [], self._nothing)
             feeding.append(_Fed(self._drawing(share, [*before.tokens, *share.known], before.start, 0), before.rows))
             self._unfed[share.seq_id] = _Unfed(share.start + len(share.known), [], self._nothing)  # until `follow`
-        return self._run(feeding, new)
+        return self._run(feeding, self._new(share.seq_id for share in wanted)) if wanted else []
 
     def _draw_more(self, going: Mapping[int, Scheduled], tokens: Mapping[int, int], count: int) -> list[Drawn]:
         """Behind guesses, of which the layer's own rows tell."""
@@ -130,19 +144,5 @@ class MTPDraft:
         size = self._block_size
         return unfed.start // size != unfed.end // size or len(unfed.tokens) >= MOST_UNFED
 
-    def _all_of(self, share: Scheduled, unfed: _Unfed) -> _Fed:
-        return _Fed(self._known(share, unfed.tokens, unfed.start), unfed.rows)
-
-    def _known(self, share: Scheduled, tokens: list[int], start: int) -> Scheduled:
-        table = self._guesses.blocks(share, start + len(tokens))
-        return Scheduled(share.seq_id, tokens, start, table, (), prompt_len=share.prompt_len)
-
-    def _drawing(self, share: Scheduled, tokens: list[int], start: int, num_drawn: int) -> Scheduled:
-        """num_drawn: since the sequence was new. Steps of a token or two are recorded."""
-        return self._known(share, tokens, start)._replace(
-            draws=(share.seq_id,), prompt_len=start + len(tokens) - num_drawn, every_row=len(tokens) <= 2, keeps_hidden=True
-        )
-
     def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
-        share = share._replace(keeps_hidden=share.pooling is None)
-        return self._guesses.filled(share, guesses) if share.num_guesses else share
+        return super()._filled(share._replace(keeps_hidden=share.pooling is None), guesses)

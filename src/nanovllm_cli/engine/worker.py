@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,16 @@ import torch
 from nanovllm_cli.attention.kv_cache import BlockMover, KVCache, parts_of
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
-from nanovllm_cli.engine.assistant import AssistantDraft
+from nanovllm_cli.engine.assistant import AssistantDraft, LoadedAssistant
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.draft import Draft, assists
+from nanovllm_cli.engine.drafting import Guesser, LoadedGuesser
 from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.interrupts import let_in
-from nanovllm_cli.engine.loaded_assistant import LoadedAssistant
 from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
-from nanovllm_cli.engine.loaded_mtp import LoadedMTP
 from nanovllm_cli.engine.memory import size_cache
-from nanovllm_cli.engine.mtp import MTPDraft
+from nanovllm_cli.engine.mtp import LoadedMTP, MTPDraft
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
@@ -66,71 +65,66 @@ class Worker(LoadedModel):
         platform: Platform | None = None,
     ) -> None:
         progress = progress or NullProgress()
-        self._ranks: Ranks | None = None
-        if config.tensor_parallel_size > 1:
-            if config.mtp:
-                raise UnsupportedError(
-                    "a layer that predicts further tokens (MTP) is not divided among processes",
-                    "leave --mtp or --tensor-parallel-size out",
-                )
-            if config.draft_model is not None and assists(config.draft_model):
-                raise UnsupportedError(
-                    "what an assistant reads of a model is not divided among processes",
-                    "leave --draft-model or --tensor-parallel-size out",
-                )
-            from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
+        self._ranks = ranks = _started_ranks(checkpoint, config, platform)
+        with ExitStack() as undone:
+            if ranks is not None:
+                undone.callback(ranks.close)
+                config = ranks.config
+            self._config = config
+            platform = platform or select_platform(config, progress)
+            super().__init__(checkpoint, config, platform, progress, None if ranks is None else ranks.group)
+            if ranks is not None:
+                ranks.wait()
+            guesser = self._loaded_guesser(checkpoint, progress)
+            self._make_caches([self] if guesser is None or isinstance(guesser, LoadedAssistant) else [self, guesser])
+            self._compiler: Compiler | None = None
+            if encode is not None and token_bytes is not None:
+                self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
+            sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
+            keeps_rows = isinstance(guesser, LoadedGuesser)
+            self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable, keeps_rows=keeps_rows)
+            if self.sight is not None:
+                self.runner.see = self.sight.rows
+            self._draft: Guesser | None = None
+            match guesser:
+                case LoadedMTP():
+                    self._draft = MTPDraft(guesser, self._caches[1], config)
+                case LoadedAssistant():
+                    self._draft = AssistantDraft(guesser, self._caches[0], config)
+                case LoadedModel():
+                    self._draft = Draft(guesser, self._caches[1], config, self.spec.vocab_size)
+            undone.pop_all()
 
-            assert platform is None, "only a CPU's processes compute together"
-            _check_that_cpu_computes(config)
-            self._ranks = Ranks(str(checkpoint.path), config)
-            config = self._ranks.config
-        try:
-            self._load(checkpoint, config, encode, token_bytes, control_ids, progress, platform)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+    def _loaded_guesser(self, checkpoint: Checkpoint, progress: LoadProgress) -> LoadedModel | None:
+        """What guesses for this model, where something does."""
+        config = self._config
+        if config.mtp:
+            return LoadedMTP(checkpoint, config, self, progress)
+        if config.draft_model is None:
+            return None
+        with open_checkpoint(config.draft_model) as draft:
+            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None)
+            if assists(config.draft_model):
+                return LoadedAssistant(draft, own, self, progress)
+            guesser = LoadedModel(draft, own, self.platform, progress, sees=False)
+        if not guesser.spec.has_head:
+            raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
+        if guesser.spec.has_states and not self.spec.has_states:
+            raise UnsupportedError(
+                f"a {guesser.spec.architecture} model can't draft for a {self.spec.architecture} model, which keeps no states",
+                "take one of the same architecture",
+            )
+        return guesser
 
-    def _load(
-        self,
-        checkpoint: Checkpoint,
-        config: EngineConfig,
-        encode: EncodeText | None,
-        token_bytes: TokenBytes | None,
-        control_ids: Collection[int],
-        progress: LoadProgress,
-        platform: Platform | None,
-    ) -> None:
-        self._config = config
-        platform = platform or select_platform(config, progress)
-        ranks = self._ranks
-        super().__init__(checkpoint, config, platform, progress, None if ranks is None else ranks.group)
-        if ranks is not None:
-            ranks.wait()
-        models: list[LoadedModel] = [self]
-        self._assistant: LoadedAssistant | None = None
-        if config.draft_model is not None:
-            with open_checkpoint(config.draft_model) as draft:
-                own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None)
-                if assists(config.draft_model):
-                    self._assistant = LoadedAssistant(draft, own, self, progress)
-                else:
-                    models.append(LoadedModel(draft, own, platform, progress, sees=False))
-            if not models[-1].spec.has_head:
-                raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
-        mtp = LoadedMTP(checkpoint, config, self, progress) if config.mtp else None
-        models += [] if mtp is None else [mtp]
+    def _make_caches(self, models: list[LoadedModel]) -> None:
+        """Of this model and of what guesses for it, of as many blocks; and those of the other processes."""
+        config, ranks = self._config, self._ranks
         self._others = Sizes(0, 0, 0, 0, 0) if ranks is None else ranks.sizes
         self._block_parts = [*(each.block_bytes for each in models), self._others.block_bytes]
         self.block_bytes = sum(self._block_parts)
-        if models[-1].spec.has_states and not self.spec.has_states:
-            raise UnsupportedError(
-                f"a {models[-1].spec.architecture} model can't draft for a {self.spec.architecture} model, which keeps no states",
-                "take one of the same architecture",
-            )
         self._state_parts = [*(each.state_bytes for each in models), self._others.state_bytes]
         self.state_bytes = sum(self._state_parts)
-        budget = platform.cache_budget(*(each.model for each in models))
+        budget = self.platform.cache_budget(*(each.model for each in models))
         if self.sight is not None:
             # half at least is for the cache: nobody may ever send an image
             budget = max(budget // 2, budget - self.sight.num_bytes * config.tensor_parallel_size)
@@ -140,21 +134,6 @@ class Worker(LoadedModel):
         self._caches = [KVCache(self.num_blocks, each.own_spec.mixers, each.model.backend, self.num_states) for each in models]
         if ranks is not None:
             ranks.make_caches(self.num_blocks, self.num_states)
-        self._compiler: Compiler | None = None
-        if encode is not None and token_bytes is not None:
-            self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
-        sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
-        keeps_rows = config.mtp or self._assistant is not None
-        self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable, keeps_rows=keeps_rows)
-        if self.sight is not None:
-            self.runner.see = self.sight.rows
-        self._draft: Draft | MTPDraft | AssistantDraft | None = None
-        if mtp is not None:
-            self._draft = MTPDraft(mtp, self._caches[1], config)
-        elif self._assistant is not None:
-            self._draft = AssistantDraft(self._assistant, self._caches[0], config)
-        elif config.draft_model is not None:
-            self._draft = Draft(models[1], self._caches[1], config, self.spec.vocab_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -208,8 +187,7 @@ class Worker(LoadedModel):
                 return self._run(plan)
             plan, guesses = self._draft.fill(plan)
             output = self._run(plan)._replace(guesses=guesses)
-            if not isinstance(self._draft, Draft):
-                self._draft.follow(self.runner.hidden, output)
+            self._draft.follow(self.runner.hidden, output)
             return output
 
     def _run(self, plan: Plan) -> StepOutput:
@@ -239,7 +217,7 @@ class Worker(LoadedModel):
     def _drafted_by(self) -> list[object]:
         """What tells one draft model from another; an assistant keeps nothing."""
         path, quant = self._config.draft_model, self._config.draft_quant
-        return [] if path is None or self._assistant is not None else [quant, file_stamps(Path(path)) or path]
+        return [] if path is None or isinstance(self._draft, AssistantDraft) else [quant, file_stamps(Path(path)) or path]
 
     @property
     def cache_kind(self) -> dict[str, object]:
@@ -261,7 +239,7 @@ class Worker(LoadedModel):
     def _enter_settled(self) -> None:
         """Whoever moves blocks is to find all in them that belongs there."""
         self.platform.enter()
-        if isinstance(self._draft, MTPDraft):
+        if self._draft is not None:
             with torch.inference_mode():
                 self._draft.settle()
 
@@ -338,6 +316,26 @@ class _Ahead:
             left = self._sight.look(plan.look)
             output = self._runner.submit(plan)
         return lambda: output()._replace(stages_left=left)
+
+
+def _started_ranks(checkpoint: Checkpoint, config: EngineConfig, platform: Platform | None) -> Ranks | None:
+    if config.tensor_parallel_size == 1:
+        return None
+    if config.mtp:
+        raise UnsupportedError(
+            "a layer that predicts further tokens (MTP) is not divided among processes",
+            "leave --mtp or --tensor-parallel-size out",
+        )
+    if config.draft_model is not None and assists(config.draft_model):
+        raise UnsupportedError(
+            "what an assistant reads of a model is not divided among processes",
+            "leave --draft-model or --tensor-parallel-size out",
+        )
+    from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
+
+    assert platform is None, "only a CPU's processes compute together"
+    _check_that_cpu_computes(config)
+    return Ranks(str(checkpoint.path), config)
 
 
 def _check_that_cpu_computes(config: EngineConfig) -> None:
