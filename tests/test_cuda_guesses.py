@@ -16,9 +16,8 @@ from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
 from nanovllm_cli.engine import decode_work, device_sampler
 from nanovllm_cli.engine.assistant import AssistantDraft
-from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.plan import Plan, Scheduled
-from nanovllm_cli.engine.strategy import MOST_ROWS, Drafted, Pace
+from nanovllm_cli.engine.strategy import MOST_ROWS, Drafted, Lookup, Pace
 from nanovllm_cli.sampling_params import SamplingParams
 from test_assistant import pair, sure_pair
 from test_cuda_engine import SHAPE, engine_on

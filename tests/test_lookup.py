@@ -18,11 +18,10 @@ from nanovllm_cli.config import MAX_GUESSES, EngineConfig
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine import cuda_runner, runner
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.lookup import MATCHED, Lookup, Past
 from nanovllm_cli.engine.plan import Drawn
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sequence import Request, Sequence
-from nanovllm_cli.engine.strategy import LONGEST_WAIT, MOST_ROWS
+from nanovllm_cli.engine.strategy import LONGEST_WAIT, MATCHED, MOST_ROWS, Lookup, Past
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams

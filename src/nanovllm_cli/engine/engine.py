@@ -31,13 +31,12 @@ from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.looking import Looking
-from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
 from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.stepper import Stepper
-from nanovllm_cli.engine.strategy import Drafted, Standard, Strategy
+from nanovllm_cli.engine.strategy import Drafted, Lookup, Standard, Strategy
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm_cli.config import EngineConfig
@@ -19,6 +19,8 @@ from nanovllm_cli.engine.sequence import Sequence
 
 FIRST_GUESSES = 2
 LONGEST_WAIT = 32
+MATCHED = 3
+"""Tokens that must have been there before, for what followed them to be guessed."""
 MOST_ROWS = 24
 """Of a step in all, guesses included. With so many a step is computing, not waiting for memory: one more costs its share."""
 
@@ -132,3 +134,38 @@ class Drafted(Guessing):
 
     def guesses(self, sequence: Sequence, most: int) -> list[int]:
         return [DRAFTED] * most
+
+
+class Lookup(Guessing):
+    """Prompt lookup decoding: what followed the same few tokens before is guessed to follow now. A guess costs little where a
+    step waits for memory, and saves a whole step where it holds: code that is edited, texts that are summed up or translated
+    back, JSON with the same keys again."""
+
+    def begin_sequence(self) -> Pace:
+        return Past()
+
+    def guesses(self, sequence: Sequence, most: int) -> list[int]:
+        count = 1 << most.bit_length() - 1  # of few sizes, so that steps are recorded
+        found: list[int] = sequence.past.find(sequence.token_ids, count)
+        return found
+
+
+@dataclass(slots=True)
+class Past(Pace):
+    """What is remembered of a sequence. places: from MATCHED tokens to where they were followed last."""
+
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_seen: int = MATCHED
+
+    def find(self, tokens: list[int], count: int) -> list[int]:
+        """What followed the last tokens when they came before, `count` of them; behind the end as if all came again."""
+        for end in range(self.num_seen, len(tokens)):
+            self.places[tuple(tokens[end - MATCHED : end])] = end
+        self.num_seen = max(self.num_seen, len(tokens))
+        place = self.places.get(tuple(tokens[-MATCHED:]))
+        if place is None:
+            return []
+        found = tokens[place : place + count]
+        while len(found) < count:
+            found += found[: count - len(found)]
+        return found
