@@ -42,6 +42,11 @@ class CpuStep(NamedTuple):
     chunks: Chunks | None = None
 
     @property
+    def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What layers that keep states go by."""
+        return self.query_starts, self.kv_lens, self.known_lens, self.states
+
+    @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that kernels read, in a fixed order."""
         yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens, self.known_lens, self.states)
@@ -202,16 +207,14 @@ class CpuAttention:
         step: CpuStep,
         by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
-        lengths = step.query_starts, step.kv_lens, step.known_lens
         return delta.gated_delta(
-            projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states, spec.most, by_channel
+            projected, gates, *weights, spec.tiled, States(*cache), *step.for_states, spec.most, by_channel
         )
 
     def mix_inputs(
         self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CpuStep
     ) -> torch.Tensor:
-        lengths = step.query_starts, step.kv_lens, step.known_lens
-        return scan.causal_conv(projected, weights.taps, weights.taps_bias, States(*cache), *lengths, step.states)
+        return scan.causal_conv(projected, weights.taps, weights.taps_bias, States(*cache), *step.for_states)
 
     def scan(
         self,
@@ -224,5 +227,4 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
-        of_layer, lengths = weights[2:], (step.query_starts, step.kv_lens, step.known_lens)
-        return scan.selective_scan(projected, x, rates, both, *of_layer, States(*cache), *lengths, step.states)
+        return scan.selective_scan(projected, x, rates, both, *weights[2:], States(*cache), *step.for_states)

@@ -84,6 +84,11 @@ class CudaStep(NamedTuple):
     prompts: list[int] | None = None
     whole: WholeRows | None = None
 
+    @property
+    def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What layers that keep states go by."""
+        return self.query_starts, self.kv_lens, self.known_lens, self.states
+
 
 class CudaBlocks:
     """A BlockMover."""
@@ -279,16 +284,14 @@ class CudaAttention:
         step: CudaStep,
         by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
-        lengths = step.query_starts, step.kv_lens, step.known_lens
         return gated_delta(
-            self.launcher, projected, gates, *weights, spec.tiled, States(*cache), *lengths, step.states, spec.most, by_channel
+            self.launcher, projected, gates, *weights, spec.tiled, States(*cache), *step.for_states, spec.most, by_channel
         )
 
     def mix_inputs(
         self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CudaStep
     ) -> torch.Tensor:
-        lengths = step.query_starts, step.kv_lens, step.known_lens
-        return causal_conv(self.launcher, projected, weights.taps, weights.taps_bias, States(*cache), *lengths, step.states)
+        return causal_conv(self.launcher, projected, weights.taps, weights.taps_bias, States(*cache), *step.for_states)
 
     def scan(
         self,
@@ -301,8 +304,7 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
     ) -> torch.Tensor:
-        of_layer, lengths = weights[2:], (step.query_starts, step.kv_lens, step.known_lens)
-        return selective_scan(self.launcher, projected, x, rates, both, *of_layer, States(*cache), *lengths, step.states)
+        return selective_scan(self.launcher, projected, x, rates, both, *weights[2:], States(*cache), *step.for_states)
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

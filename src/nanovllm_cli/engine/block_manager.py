@@ -91,9 +91,7 @@ class BlockManager:
         Returns how many tokens that saves.
         """
         index = sequence.num_computed // self.block_size
-        if self._prefixes is None or index >= self._num_reusable(sequence):
-            return 0
-        if not self._prefixes.may_know(sequence, index):
+        if not self.finds_more(sequence, index):
             return 0
         entries = self._match(sequence)[index:]
         for position, entry in enumerate(entries, start=index):

@@ -192,7 +192,7 @@ class Scheduler:
             errors = [each for each in (first, *others) if each.error is not None]
             if not errors:
                 self._blocks.register(sequence)
-            elif not all(each.unmeetable for each in errors):  # what a request itself makes impossible tells nothing of its numbers
+            elif not all(each.unmeetable for each in errors):  # which tells nothing of its numbers
                 self._blocks.distrust(sequence)
             if others:
                 results.extend(self._fork(sequence, others))
