@@ -19,15 +19,14 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
-from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.platform import KeptRows, See, sees_nothing
 from nanovllm_cli.engine.runner import (
     Draw,
+    beside_draws,
     draw_behind_guesses,
     draws_of,
     kept_rows,
-    pooled_of,
-    prompt_logprobs_of,
     rows_of,
 )
 from nanovllm_cli.engine.sampler import Sampler
@@ -145,7 +144,7 @@ class CudaRunner:
             self._seat(parts[0], num_drawn)  # its copies wait for the device, which has nothing to do yet
         self.sampler.start_masks(here)
         hidden = self._run(batch, owners)
-        prompt_logprobs, pooled = self._beside(hidden, owners)
+        output = beside_draws(self.model, self.sampler, hidden, owners)
         logits = self._logits(hidden, row_of, here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
         drawn: list[Drawn] = []
@@ -158,7 +157,7 @@ class CudaRunner:
             read = self._read(part)
         if logits is not None:
             drawn += self.sampler.sample(here, logits)
-        return lambda: StepOutput(drawn + read(), prompt_logprobs, pooled)
+        return lambda: output._replace(drawn=drawn + read())
 
     def _step_with_guesses(
         self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]
@@ -167,26 +166,15 @@ class CudaRunner:
         num_drawn = _num_drawn(scheduled)
         at_once = self._prepare_draws(draws, num_drawn)
         hidden = self._run(batch, owners)
-        prompt_logprobs, pooled = self._beside(hidden, owners)
+        output = beside_draws(self.model, self.sampler, hidden, owners)
         drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), num_drawn)
-        return lambda: StepOutput(drawn, prompt_logprobs, pooled)
+        return lambda: output._replace(drawn=drawn)
 
     def _run(self, batch: Batch, owners: list[tuple[Scheduled, int]]) -> Hidden:
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         if any(share.keeps_rows for share, _ in owners):
             self.hidden = kept_rows(self.model.normed(hidden), owners)
         return hidden
-
-    def _beside(
-        self, hidden: Hidden, owners: list[tuple[Scheduled, int]]
-    ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, list[float]]]:
-        """What a step is asked for beside draws: log-probabilities of prompts, and sums of hidden rows."""
-        prompt_logprobs = {
-            share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
-            for share, first in owners
-            if share.prompt_logprobs is not None
-        }
-        return prompt_logprobs, pooled_of(self.model, hidden, owners)
 
     def _prepare_draws(self, draws: list[Draw], num_drawn: dict[int, int]) -> list[int]:
         """Before the model runs. Those that draw from all their rows at once."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.engine.plan import Drawn, TokenLogprobs
+from nanovllm_cli.engine.sampler import failed_draw, nothing_drawn
 from nanovllm_cli.kernels.device import Device, Event
-from nanovllm_cli.kernels.sampling_table import FINE, MAX_LOGPROBS, NOT_FINITE, NOTHING_LEFT, SamplingBuffers
-
-_MESSAGES = {NOT_FINITE: "the model's logits are not finite: NaN or infinity"}
-_NOTHING_LEFT = "no token is left to draw: every one is banned"
+from nanovllm_cli.kernels.sampling_table import FINE, MAX_LOGPROBS, NOT_FINITE, SamplingBuffers
 
 
 class Readout:
@@ -42,7 +40,7 @@ class Readout:
     def drawn(self, row: int, seq_id: int, token_id: int, status: int, num_logprobs: int | None) -> Drawn:
         """What a row gave this sequence, which asked for so many log-probabilities."""
         if status != FINE:
-            return Drawn(seq_id, [], error=_MESSAGES.get(status, _NOTHING_LEFT), unmeetable=status == NOTHING_LEFT)
+            return failed_draw(seq_id, nothing_drawn(is_finite=status != NOT_FINITE))
         return Drawn(seq_id, [token_id], None if num_logprobs is None else [self._logprobs(row, token_id, num_logprobs)])
 
     def _logprobs(self, row: int, token_id: int, num: int) -> TokenLogprobs:

@@ -84,17 +84,11 @@ class Runner:
             found = self.model.run(inputs, self.cache)
         if keeps:
             self.hidden = kept_rows(self.model.normed(found), owners)
-        prompt_logprobs = {
-            share.seq_id: prompt_logprobs_of(self.model, self.sampler, found, first, share)
-            for share, first in owners
-            if share.prompt_logprobs is not None
-        }
-        pooled = pooled_of(self.model, found, owners)
+        output = beside_draws(self.model, self.sampler, found, owners)
         if not draws:
-            return StepOutput([], prompt_logprobs, pooled)
+            return output
         drawn_from, draws = rows_of(draws)
-        drawn = self._draw(draws, self.model.logits(take_rows(found, drawn_from)))
-        return StepOutput(drawn, prompt_logprobs, pooled)
+        return output._replace(drawn=self._draw(draws, self.model.logits(take_rows(found, drawn_from))))
 
     def _draw(self, draws: list[Draw], logits: torch.Tensor) -> list[Drawn]:
         def sample(going: list[Draw], depth: int) -> list[Drawn]:
@@ -156,9 +150,14 @@ def _joined(drawn: Drawn, more: Drawn) -> Drawn:
     return more._replace(token_ids=drawn.token_ids + more.token_ids, logprobs=logprobs)
 
 
-def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, list[float]]:
-    """What the shares that are embedded make of their hidden rows."""
-    return {seq_id: total.tolist() for seq_id, total in pooled_sums(model, hidden, owners)}
+def beside_draws(model: Decoder, sampler: Sampler, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> StepOutput:
+    """What a step is asked for beside draws: log-probabilities of prompts, and sums of hidden rows."""
+    prompt_logprobs = {
+        share.seq_id: _prompt_logprobs(model, sampler, hidden, first, share)
+        for share, first in owners
+        if share.prompt_logprobs is not None
+    }
+    return StepOutput([], prompt_logprobs, {seq_id: sums.tolist() for seq_id, sums in pooled_sums(model, hidden, owners)})
 
 
 def pooled_sums(
@@ -171,7 +170,7 @@ def pooled_sums(
             yield share.seq_id, rows.double().sum(0)
 
 
-def prompt_logprobs_of(
+def _prompt_logprobs(
     model: Decoder, sampler: Sampler, hidden: Hidden, first: int, share: Scheduled
 ) -> list[TokenLogprobs]:
     """Of the share's targets, whose rows of hidden begin at `first`."""

@@ -81,10 +81,6 @@ from nanovllm_cli.kernels.cpu_sampling_rows import (
 
 Mask = torch.Tensor | Words | None
 
-_NOT_FINITE = "the model's logits are not finite: NaN or infinity"
-_NOTHING_LEFT = "no token is left to draw: every one is banned"
-
-
 class Sampler:
     """Draws one token for each sequence it is asked for.
 
@@ -364,7 +360,7 @@ class _Draw:
     def found(self, token_id: int) -> None:
         self.token_id = token_id
         if token_id < 0 and self.error is None:
-            self.error = RequestError(_NOT_FINITE) if token_id == NOT_FINITE else UnmeetableError(_NOTHING_LEFT)
+            self.error = nothing_drawn(is_finite=token_id != NOT_FINITE)
 
     def taken(self) -> Drawn:
         """Moves the sequence on."""
@@ -379,6 +375,13 @@ class _Draw:
             return Drawn(self.seq_id, [], ends=True)
         guide = self.state.guide
         return Drawn(self.seq_id, [self.token_id], self.logprobs, ends=guide is not None and guide.is_complete)
+
+
+def nothing_drawn(*, is_finite: bool) -> NanovllmError:
+    """Why a row gave no token."""
+    if is_finite:
+        return UnmeetableError("no token is left to draw: every one is banned")
+    return RequestError("the model's logits are not finite: NaN or infinity")
 
 
 def failed_draw(seq_id: int, error: Exception) -> Drawn:
