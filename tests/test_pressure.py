@@ -1,4 +1,4 @@
-"""Two thousand random requests on a real (tiny, random) model, with a tenth of the KV memory they want at once."""
+"""Five hundred random requests on a real (tiny, random) model, with a tenth of the KV memory they want at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines import SMALL, engine_for, random_model, save, worker_for
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.sampling_params import SamplingParams
 
-NUM_REQUESTS = 2000
+NUM_REQUESTS = 500
 SHAPE = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 257}
 Request = tuple[list[int], SamplingParams]
 
