@@ -157,7 +157,12 @@ def beside_draws(model: Decoder, sampler: Sampler, hidden: Hidden, owners: list[
         for share, first in owners
         if share.prompt_logprobs is not None
     }
-    return StepOutput([], prompt_logprobs, {seq_id: sums.tolist() for seq_id, sums in pooled_sums(model, hidden, owners)})
+    return StepOutput([], prompt_logprobs, pooled_of(model, hidden, owners))
+
+
+def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, list[float]]:
+    """What the shares that are embedded make of their hidden rows."""
+    return {seq_id: total.tolist() for seq_id, total in pooled_sums(model, hidden, owners)}
 
 
 def pooled_sums(
