@@ -48,10 +48,22 @@ def planned(formats: list[str] | None = None, answers: int = 1, **settings: Any)
 def test_a_control_group_limits_what_is_free(
     files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    """Its own, and one that this lies in: a service's in its slice."""
+    root, inner = tmp_path / "root", tmp_path / "root/system.slice/it.service"
+    inner.mkdir(parents=True)
+    (own := tmp_path / "cgroup").write_text("1:name=systemd:/elsewhere\n0::/system.slice/it.service\n")
+    monkeypatch.setattr(memory, "GROUP", root)
+    monkeypatch.setattr(memory, "OWN_GROUP", own)
     before = memory.available_bytes()
+    for group in (root, inner.parent, inner):
+        for name, text in files.items():
+            (group / name).write_text(text)
+        assert memory.available_bytes() == (pytest.approx(before, rel=0.5) if expected is None else expected)
+        for name in files:
+            (group / name).unlink()
+    own.unlink()  # none is told: the root's
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (root / name).write_text(text)
     assert memory.available_bytes() == (pytest.approx(before, rel=0.5) if expected is None else expected)
 
 

@@ -16,27 +16,38 @@ MOST_EMPTY = 1 << 17
 to this, and those of one at least."""
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
-GROUP = Path("/sys/fs/cgroup")
+GROUP, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
     """Memory that can be taken without swapping: the system's figure, or less where a control group sets a limit."""
-    return min(system.available_bytes(), _group_available())
+    return min(system.available_bytes(), *map(_left_in, _groups()))
 
 
-def _group_available() -> int:
+def _groups() -> list[Path]:
+    """This process's control group and those that it lies in (version 2), of which any may set a limit. In a container its own
+    is the root."""
     try:
-        limit = (GROUP / "memory.max").read_text().strip()
-        used = int((GROUP / "memory.current").read_text())
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = GROUP / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    return [each for each in (own, *own.parents) if each.is_relative_to(GROUP)]
+
+
+def _left_in(group: Path) -> int:
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
     except (OSError, ValueError):
         return 1 << 62
-    return (1 << 62) if limit == "max" else max(0, int(limit) - max(0, used - _group_droppable()))
+    return (1 << 62) if limit == "max" else max(0, int(limit) - max(0, used - _droppable(group)))
 
 
-def _group_droppable() -> int:
+def _droppable(group: Path) -> int:
     """Of what a group uses: pages of files that were read, such as a model's, and are dropped where memory is short."""
     try:
-        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(stat["inactive_file"])
     except (OSError, ValueError, KeyError):
         return 0
