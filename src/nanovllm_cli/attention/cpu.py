@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,24 +78,17 @@ class CpuBlocks:
             side[index] = part
 
 
+@dataclass(eq=False)
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
     layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. max_guesses: see
     CacheLayout. chunk: what some layers see no further than, see `AttentionSpec`."""
 
-    def __init__(
-        self,
-        groups: set[int],
-        dtype: torch.dtype,
-        cache_dtypes: tuple[torch.dtype, torch.dtype],
-        max_guesses: int = 0,
-        chunk: int | None = None,
-    ) -> None:
-        self.groups = groups
-        self.max_guesses = max_guesses
-        self.dtype = dtype
-        self.cache_dtypes = cache_dtypes
-        self.chunk = chunk
+    groups: set[int]
+    dtype: torch.dtype
+    cache_dtypes: tuple[torch.dtype, torch.dtype]
+    max_guesses: int = 0
+    chunk: int | None = None
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):

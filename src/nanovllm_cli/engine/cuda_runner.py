@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -38,24 +38,18 @@ from nanovllm_cli.sampling_params import SamplingParams
 Read = Callable[[], list[Drawn]]
 
 
+@dataclass(eq=False)
 class CudaRunner:
     """sampler draws on the host, on_device there."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: KVCache,
-        sampler: Sampler,
-        on_device: DeviceSampler,
-        decode: DecodeStep,
-        block_size: int,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.sampler = sampler
-        self.on_device = on_device
-        self.decode = decode
-        self.block_size = block_size
+    model: Decoder
+    cache: KVCache
+    sampler: Sampler
+    on_device: DeviceSampler
+    decode: DecodeStep
+    block_size: int
+
+    def __post_init__(self) -> None:
         self._rows_before: dict[int, int] = {}
         self._last_read: Read = list
         self.see: See = sees_nothing

@@ -7,6 +7,7 @@ write its slot anew, where more sequences are alive than there are slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,18 +27,16 @@ from nanovllm_cli.sampling_params import SamplingParams
 GuideOf = Callable[[NewSequence], Guide | None]
 
 
+@dataclass(slots=True, eq=False)
 class _State:
     """A sequence that draws here. slot: None until it draws, and again when somebody else needed it. num_there: how many tokens
     it has drawn as its slot has it, those that nobody has read included."""
 
-    __slots__ = ("drawn", "guided", "new", "num_there", "slot")
-
-    def __init__(self, new: NewSequence, guided: Guided | None) -> None:
-        self.new = new
-        self.guided = guided
-        self.drawn: list[int] = []
-        self.slot: int | None = None
-        self.num_there = 0
+    new: NewSequence
+    guided: Guided | None
+    drawn: list[int] = field(default_factory=list)
+    slot: int | None = None
+    num_there: int = 0
 
     def keep(self, num_drawn: int) -> None:
         """Forgets what steps that were broken off drew."""

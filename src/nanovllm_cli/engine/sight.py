@@ -56,16 +56,16 @@ class AnyTower(Protocol):
     def stages(self) -> Callable[[Any], Stages]: ...
 
 
+@dataclass(slots=True, eq=False)
 class Organ:
     """What a model sees by, or hears by. load: gives the tower. num_bytes: what it takes at the most, with an image of the
     largest size in it."""
 
-    def __init__(self, sense: Sense, load: Callable[[], AnyTower], num_bytes: int) -> None:
-        self.sense = sense
-        self.num_bytes = num_bytes
-        self._load = load
-        self._tower: AnyTower | None = None
-        self._failure: NanovllmError | None = None
+    sense: Sense
+    load: Callable[[], AnyTower]
+    num_bytes: int
+    _tower: AnyTower | None = None
+    _failure: NanovllmError | None = None
 
     def tower(self) -> AnyTower:
         """Loaded, where it is not yet. A failure is told again without another try: files are large, and others wait."""
@@ -73,7 +73,7 @@ class Organ:
             raise self._failure
         if self._tower is None:
             try:
-                self._tower = self._load()
+                self._tower = self.load()
             except NanovllmError as failure:
                 self._failure = failure
                 raise

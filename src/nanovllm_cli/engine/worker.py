@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,26 +295,26 @@ class Worker(LoadedModel):
         del self.model, self.runner, self._caches, self._draft
 
 
+@dataclass(frozen=True, eq=False)
 class _Ahead:
     """See RunsAhead. The runner, in the surroundings that `Worker.execute` gives it; a proxy of it, as `Worker.close` lets go of
     the memory."""
 
-    def __init__(self, platform: Platform, runner: RunsAhead, sight: Sight | None) -> None:
-        self._platform = platform
-        self._runner = runner
-        self._sight = sight
+    platform: Platform
+    runner: RunsAhead
+    sight: Sight | None
 
     def draws_unseen(self, params: SamplingParams) -> bool:
-        return self._runner.draws_unseen(params)
+        return self.runner.draws_unseen(params)
 
     def submit(self, plan: Plan) -> Callable[[], StepOutput]:
-        self._platform.enter()
+        self.platform.enter()
         with torch.inference_mode():
             if plan.look is None:
-                return self._runner.submit(plan)
-            assert self._sight is not None
-            left = self._sight.look(plan.look)
-            output = self._runner.submit(plan)
+                return self.runner.submit(plan)
+            assert self.sight is not None
+            left = self.sight.look(plan.look)
+            output = self.runner.submit(plan)
         return lambda: output()._replace(stages_left=left)
 
 
