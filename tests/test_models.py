@@ -312,7 +312,7 @@ CASES: dict[str, Any] = {
     ),
     "gemma3, head dim 80, a cap on logits": Gemma3TextConfig(
         **SMALL | {"head_dim": 80, "final_logit_softcapping": 5.0, "layer_types": ["full_attention", *["sliding_attention"] * 2]},
-        sliding_window=30,
+        sliding_window=30, attn_logit_softcapping=0.5,  # which nothing reads
     ),
     "glm4": Glm4Config(**SMALL),
     "granite": GraniteConfig(**SMALL, **GRANITE),
@@ -423,10 +423,13 @@ CASES: dict[str, Any] = {
     "opt": OPTConfig(**OPT),
     "opt, gelu, no biases, norms without weights": OPTConfig(
         **OPT | {"num_hidden_layers": 2, "tie_word_embeddings": False}, activation_function="gelu", enable_bias=False,
-        layer_norm_elementwise_affine=False,
+        layer_norm_elementwise_affine=False, _remove_final_layer_norm=True,
     ),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=70),
-    "gpt-neo": GPTNeoConfig(**GPT_NEO, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=20),
+    "gpt-neo": GPTNeoConfig(
+        **GPT_NEO, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=20,
+        attention_layers=["local", "global", "local"],  # which counts
+    ),
     "gpt-j": GPTJConfig(**GPT2_SIZES | {"n_head": 2}, rotary_dim=10, n_inner=70),
     "gpt2, other scales": GPT2Config(
         **GPT2_SIZES | {"n_layer": 2}, scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=0.03,
@@ -459,7 +462,7 @@ CASES: dict[str, Any] = {
     "exaone 4, no window, tied": Exaone4Config(
         **SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}
     ),
-    "hunyuan": HunYuanDenseV1Config(**SMALL),
+    "hunyuan, yarn": HunYuanDenseV1Config(**SMALL, **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)),
     "hunyuan, another base": HunYuanDenseV1Config(
         **SMALL | {"tie_word_embeddings": True, "attention_bias": True}, **rope("dynamic", factor=1.0, alpha=50.0),
     ),
@@ -526,7 +529,7 @@ CASES: dict[str, Any] = {
     "llama4, 1 of 5 and shared in every second layer, chunks": Llama4TextConfig(
         **SMALL | {"num_hidden_layers": 4, "intermediate_size": 33}, intermediate_size_mlp=70, num_local_experts=5,
         interleave_moe_layer_step=2, attention_chunk_size=64, floor_scale=20, attn_scale=0.4,
-        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=ORIGINAL),
+        **rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL),
     ),
     "llama4, as published": Llama4TextConfig(
         **SMALL | {"num_hidden_layers": 4, "intermediate_size": 33}, intermediate_size_mlp=70, num_local_experts=5,
@@ -535,6 +538,7 @@ CASES: dict[str, Any] = {
     "llama4, 1 of 7 and shared, no norms": Llama4TextConfig(
         **SMALL | {"intermediate_size": 33, "tie_word_embeddings": True}, num_local_experts=7, use_qk_norm=False,
         no_rope_layers=[0, 1, 1], attn_temperature_tuning=False,
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=ORIGINAL),
     ),
     "mistral4, 3 of 5 and shared": Mistral4Config(
         **LATENT | LATENT_EXPERTS | {"num_hidden_layers": 2, "first_k_dense_replace": 0, "pad_token_id": 0},

@@ -54,9 +54,9 @@ def _sandwich_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if (activation := read.text("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise UnsupportedError(f"activation {activation[:80]!r} in a {spec.architecture} model", "known: gelu_pytorch_tanh")
     scale = read.number("query_pre_attn_scalar", 256) ** -0.5
-    caps = (_cap(read, key) for key in ("attn_logit_softcapping", "final_logit_softcapping"))
+    score_cap = None if spec.attention.qk_norm else _cap(read, "attn_logit_softcapping")  # a Gemma 3 says it, and has none
     spec = replace(spec, max_position=read.integer("max_position_embeddings"))  # whatever its ropes are stretched by
-    return _sandwich(_from_hf(spec, read), scale, *caps)
+    return _sandwich(_from_hf(spec, read), scale, score_cap, _cap(read, "final_logit_softcapping"))
 
 
 def _vault_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

@@ -42,8 +42,10 @@ def _names(parts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has_window(read: ConfigReader, layers: int) -> list[bool]:
-    """Of each layer. "attention_types" lists kinds of layers behind each other, and how often they come so."""
-    listed = read.values.get("attention_types")
+    """Of each layer, which "attention_layers" names. "attention_types" lists kinds of layers behind each other, and how often
+    they come so."""
+    named = read.values.get("attention_layers")
+    listed = read.values.get("attention_types") if named is None else [[named, 1]]
     listed = _EVERY_SECOND if listed is None else listed
     found: list[bool] = []
     for entry in listed if isinstance(listed, list) else [None]:

@@ -21,17 +21,13 @@ from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, SHARED_NAMES, Expe
 from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 from nanovllm_cli.models.names import MTP_HF_NAMES
-from nanovllm_cli.models.rotary import checked_rope, rope_section
-
-
-def _hunyuan(spec: ModelSpec) -> ModelSpec:
-    return spec.with_attention(qk_norm_of="turned head")
+from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     section, max_position = rope_section(read), read.integer("max_position_embeddings", 2048)
     if not section.values.get("alpha"):
-        return _hunyuan(spec)
+        return normed_when_turned(spec)
     alpha = section.number("alpha")
 
     def stretched(rope: RopeSpec) -> RopeSpec:
@@ -44,7 +40,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         return checked_rope(plain, spec.attention.head_dim, section)
 
     found = spec.each_rope(stretched)
-    return _hunyuan(found if found == spec else replace(found, max_position=max_position))
+    return normed_when_turned(found if found == spec else replace(found, max_position=max_position))
 
 
 def _stretched(rope: RopeSpec, alpha: float) -> float:
@@ -83,7 +79,7 @@ def _vl_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]
     alpha, head_dim = read.number(key("rope.scaling.alpha"), 0.0, positive=False), spec.attention.head_dim
     if alpha > 0:
         spec = spec.each_rope(lambda rope: checked_rope(replace(rope, theta=_stretched(rope, alpha)), head_dim, read))
-    return _hunyuan(spec)
+    return normed_when_turned(spec)
 
 
 _BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
@@ -155,7 +151,7 @@ HUNYUAN_DENSE = Family(
     hf_names={f"blocks.{{i}}.{part[0]}_norm.weight": f"model.layers.{{i}}.self_attn.{part}_layernorm.weight"
               for part in ("query", "key")},
     hf=_from_hf,
-    gguf=lambda spec, read, key: _hunyuan(spec),
+    gguf=lambda spec, read, key: normed_when_turned(spec),
 )  # fmt: skip
 HUNYUAN_VL = replace(
     HUNYUAN_DENSE,

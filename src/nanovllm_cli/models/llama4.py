@@ -14,6 +14,7 @@ from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.rotary import without_growth
 
 CHUNK, LEAST_CHUNK = 8192, 64
 """Of tokens; files don't say it. A multiple of the second, so that one begins with a block of the cache."""
@@ -55,7 +56,7 @@ def _in_layers(spec: ModelSpec, chunks: list[int | None], normed: bool, temperat
         own = replace(own, window=None, chunk=chunks[i])
         if own.rope is None:
             return replace(own, qk_norm=False, temperature=temperature)
-        return replace(own, qk_norm=normed, qk_gains=False)
+        return replace(own, qk_norm=normed, qk_gains=False, rope=without_growth(own.rope) if normed else own.rope)
 
     return spec.each_attention(layer)
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import SQUARED, Family, no_file
+from nanovllm_cli.models.rotary import normed_when_turned
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     norm = replace(spec.norm, gains=False)
     cap = read.number("final_logit_softcapping") if read.has("final_logit_softcapping") else None
     spec = replace(spec, norm=norm, entry=EntrySpec(norm), logit_softcap=cap)
-    spec = spec.with_attention(qk_norm_of="turned head", qk_gains=False)
-    return spec.each_rope(lambda rope: replace(rope, backwards=True))
+    return normed_when_turned(spec, qk_gains=False).each_rope(lambda rope: replace(rope, backwards=True))
 
 
 NANOCHAT = Family(

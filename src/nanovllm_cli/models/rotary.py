@@ -170,6 +170,16 @@ def with_sections(rope: RopeSpec, sections: Any, read: ConfigReader) -> RopeSpec
     return replace(rope, sections=tuple(counts)) if sum(counts) <= MAX_HEAD_DIM else rope
 
 
+def normed_when_turned(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """With norms of heads behind their rotation, and what changes."""
+    return spec.with_attention(qk_norm_of="turned head", **changes).each_rope(without_growth)
+
+
+def without_growth(rope: RopeSpec) -> RopeSpec:
+    """The same, whose heads grow by nothing: a norm behind their rotation undoes it."""
+    return replace(rope, attention_factor=1.0) if rope.scaling in ("yarn", "longrope") else rope
+
+
 def woven(spec: ModelSpec, sections: tuple[int, int, int]) -> ModelSpec:
     """With sections in turns; these where a config says none."""
     return spec.each_rope(lambda own: replace(own, sections=own.sections or sections, woven=True))
