@@ -6,7 +6,7 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -317,9 +317,11 @@ class ModelSpec:
                 return replace(mixer, attention=change(layer, mixer.attention))
             return change(layer, mixer) if isinstance(mixer, AttentionSpec) else mixer
 
-        mixers = (changed(i, mixer) for i, mixer in enumerate(self.mixers))
-        blocks = (replace(block, mixer=mixer) for block, mixer in zip(self.blocks, mixers, strict=True))
-        return replace(self, blocks=tuple(blocks))
+        return self.with_mixers(changed(i, mixer) for i, mixer in enumerate(self.mixers))
+
+    def with_mixers(self, mixers: Iterable[MixerSpec | None]) -> ModelSpec:
+        """The same with these, one for each layer."""
+        return replace(self, blocks=tuple(replace(block, mixer=own) for block, own in zip(self.blocks, mixers, strict=True)))
 
     def each_rope(self, change: Callable[[RopeSpec], RopeSpec]) -> ModelSpec:
         """The same with each RopeSpec as `change` has it."""
@@ -327,9 +329,11 @@ class ModelSpec:
 
     def each_mlp(self, change: Callable[[MLPSpec | MoESpec], MLPSpec | MoESpec]) -> ModelSpec:
         """The same with each layer's MLP or mixture as `change` has it."""
-        mlps = (None if block.mlp is None else change(block.mlp) for block in self.blocks)
-        blocks = (replace(block, mlp=mlp) for block, mlp in zip(self.blocks, mlps, strict=True))
-        return replace(self, blocks=tuple(blocks))
+        return replace(self, blocks=tuple(b if b.mlp is None else replace(b, mlp=change(b.mlp)) for b in self.blocks))
+
+    def with_mlps(self, kind: type[MLPSpec | MoESpec] = MLPSpec, **changes: Any) -> ModelSpec:
+        """The same with these values in every MLP that has no experts, or in every mixture."""
+        return self.each_mlp(lambda mlp: replace(mlp, **changes) if isinstance(mlp, kind) else mlp)
 
     @property
     def mixers(self) -> list[MixerSpec | None]:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids, with_shared
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import MTP_HF_NAMES
 
@@ -30,7 +30,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         if read.flag(key, usual) is not usual:
             raise UnsupportedError(f"{read.where}: a Ling whose {key!r} is {str(not usual).lower()}", ANOTHER)
     biased, of_heads = read.flag("moe_router_enable_expert_bias", True), read.flag("use_qk_norm", True)
-    spec = spec.each_mlp(lambda mlp: replace(mlp, selection_bias=biased) if isinstance(mlp, MoESpec) else mlp)
+    spec = spec.with_mlps(MoESpec, selection_bias=biased)
     return scored_by_sigmoids(spec, read, "score_function").with_attention(qk_norm=of_heads)
 
 
@@ -38,16 +38,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     """The length that its files have is of each of as many experts that every token takes, as llama.cpp counts them."""
     count = read.integer(key("expert_shared_count"), 1, least=0)
     length = key("expert_shared_feed_forward_length")
-    if count < 2 or not read.has(length):
-        return spec
-    size = count * read.integer(length)
-
-    def all_of_them(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        if isinstance(mlp, MLPSpec) or mlp.shared is None:
-            return mlp
-        return replace(mlp, shared=replace(mlp.shared, intermediate_size=size))
-
-    return spec.each_mlp(all_of_them)
+    return with_shared(spec, count * read.integer(length)) if count > 1 and read.has(length) else spec
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import DistanceSpec, EntrySpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import DistanceSpec, EntrySpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, no_file
 
@@ -111,21 +111,14 @@ def _jina_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _jina_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    def activated(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        return replace(mlp, activation="gelu") if isinstance(mlp, MLPSpec) else mlp
-
-    return _jina(spec.each_mlp(activated), read.integer("tokenizer.ggml.token_type_count", 1))
+    return _jina(spec.with_mlps(activation="gelu"), read.integer("tokenizer.ggml.token_type_count", 1))
 
 
 def _jina(spec: ModelSpec, segments: int) -> ModelSpec:
     """Positions by distance alone (Günther et al. 2023)."""
-
-    def with_bias(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        return replace(mlp, bias=False, down_bias=True) if isinstance(mlp, MLPSpec) else mlp
-
     if spec.max_position > _FARTHEST:
         raise UnsupportedError(f"a Jina BERT with a context of {spec.max_position} tokens", ANOTHER)
-    spec = encoder(spec.with_attention(rope=None).each_mlp(with_bias), EntrySpec(spec.norm, segments=segments))
+    spec = encoder(spec.with_attention(rope=None).with_mlps(bias=False, down_bias=True), EntrySpec(spec.norm, segments=segments))
     return replace(spec, distances=DistanceSpec(spec.max_position))
 
 

@@ -7,11 +7,10 @@ first such models had; a file of one with a squared ReLU says so by a key that o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 
@@ -21,10 +20,7 @@ _KNOWN: dict[str, _Activation] = {"relu2": "relu2_gated", "silu": "silu"}
 
 
 def _normed(spec: ModelSpec, activation: _Activation) -> ModelSpec:
-    def changed(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        return replace(mlp, normed=True, activation=activation) if isinstance(mlp, MLPSpec) else mlp
-
-    return spec.with_attention(found_norm=True).each_mlp(changed)
+    return spec.with_attention(found_norm=True).with_mlps(normed=True, activation=activation)
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

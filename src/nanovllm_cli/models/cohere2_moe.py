@@ -72,7 +72,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.has("rms_norm_eps"):
         spec = replace(spec, norm=NormSpec(read.number("rms_norm_eps")))
     if (mixture := spec.mixture) is not None and mixture.scoring == "softmax":  # of the best logits alone
-        spec = spec.each_mlp(lambda mlp: replace(mlp, norm_topk=True) if isinstance(mlp, MoESpec) else mlp)
+        spec = spec.with_mlps(MoESpec, norm_topk=True)
     always = read.integer("prefix_dense_sliding_window_pattern", 1) == 1
     turned = [always and isinstance(block.mlp, MLPSpec) for block in spec.blocks]
     return _cohere(spec, read.number("logit_scale"), turned, averaged=way == "average")

@@ -112,7 +112,7 @@ def _chosen(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """What it says of groups counts where it says so."""
     match read.text("topk_method", "greedy"):
         case "greedy":
-            return spec.each_mlp(lambda mlp: replace(mlp, groups=1, groups_taken=1) if isinstance(mlp, MoESpec) else mlp)
+            return spec.with_mlps(MoESpec, groups=1, groups_taken=1)
         case "group_limited_greedy":
             return spec
         case other:

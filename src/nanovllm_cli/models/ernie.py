@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
 from nanovllm_cli.models.families import section_keys
@@ -15,9 +15,7 @@ from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """ "use_bias" is of all projections."""
     bias = read.flag("use_bias", False)
-    mlps = (replace(block.mlp, bias=bias) for block in spec.blocks if isinstance(block.mlp, MLPSpec))
-    blocks = (replace(block, mlp=mlp) for block, mlp in zip(spec.blocks, mlps, strict=True))
-    return replace(spec, blocks=tuple(blocks)).with_attention(qkv_bias=bias, out_bias=bias)
+    return spec.with_mlps(bias=bias).with_attention(qkv_bias=bias, out_bias=bias)
 
 
 _NORM_MIN = 1e-12  # so little that it is nothing

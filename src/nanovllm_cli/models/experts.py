@@ -162,6 +162,15 @@ def only_behind_the_first(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec
 
 
+def with_shared(spec: ModelSpec, size: int) -> ModelSpec:
+    """The same with an expert of this size that every token takes."""
+
+    def shared(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        return replace(mlp, shared=replace(mlp.expert, intermediate_size=size)) if isinstance(mlp, MoESpec) else mlp
+
+    return spec.each_mlp(shared)
+
+
 def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_func") -> ModelSpec:
     """The same; UnsupportedError where its config names another function of the router's logits."""
     if (name := read.text(key, "sigmoid")) != "sigmoid":

@@ -97,8 +97,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _paired(spec: ModelSpec, mamba: DeltaSpec) -> ModelSpec:
-    mixers = (PairSpec(attention, mamba) for attention in spec.attentions)
-    return replace(spec, blocks=tuple(replace(block, mixer=mixer) for block, mixer in zip(spec.blocks, mixers, strict=True)))
+    return spec.with_mixers(PairSpec(attention, mamba) for attention in spec.attentions)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:

@@ -333,7 +333,7 @@ def _without_state_norms(spec: ModelSpec) -> ModelSpec:
         replace(mixer, state=replace(mixer.state, normed=False)) if isinstance(mixer, PairSpec) else mixer
         for mixer in spec.mixers
     )
-    return replace(spec, blocks=tuple(replace(block, mixer=mixer) for block, mixer in zip(spec.blocks, mixers, strict=True)))
+    return spec.with_mixers(mixers)
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys, with_shared
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, no_file
 
@@ -29,18 +29,9 @@ def turning_in_windows(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec.each_attention(lambda layer, own: own if own.window is not None else replace(own, rope=None))
 
 
-def with_shared(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """The same with an expert that every token takes, of a size of its own."""
-    size = read.integer("shared_expert_intermediate_size")
-
-    def shared(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        return replace(mlp, shared=replace(mlp.expert, intermediate_size=size)) if isinstance(mlp, MoESpec) else mlp
-
-    return spec.each_mlp(shared)
-
-
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return turning_in_windows(with_shared(spec, read), read).with_attention(sinks=True)
+    spec = with_shared(spec, read.integer("shared_expert_intermediate_size"))
+    return turning_in_windows(spec, read).with_attention(sinks=True)
 
 
 def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
@@ -23,10 +23,8 @@ SANDWICH_HF_NAMES = POST_HF_NAMES | {
 
 def _gemma(spec: ModelSpec, stored_offset: float) -> ModelSpec:
     """What all of them have."""
-    mlps = (replace(block.mlp, activation="gelu_tanh") for block in spec.blocks if isinstance(block.mlp, MLPSpec))
-    blocks = tuple(replace(block, mlp=mlp) for block, mlp in zip(spec.blocks, mlps, strict=True))
-    norm = NormSpec(spec.norm.eps, 1.0, stored_offset)
-    return replace(spec, blocks=blocks, norm=norm, embedding_scale=spec.hidden_size**0.5)
+    spec = replace(spec, norm=NormSpec(spec.norm.eps, 1.0, stored_offset), embedding_scale=spec.hidden_size**0.5)
+    return spec.with_mlps(activation="gelu_tanh")
 
 
 def _sandwich(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: float | None) -> ModelSpec:

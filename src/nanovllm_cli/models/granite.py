@@ -11,10 +11,10 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, RopeSpec
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import MATRICES, ExpertKeys
+from nanovllm_cli.models.experts import MATRICES, ExpertKeys, with_shared
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
@@ -55,8 +55,9 @@ def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if not isinstance(kinds, list) or len(kinds) != spec.num_layers or any(str(kind) not in _KINDS for kind in kinds):
         known = f"{spec.num_layers} kinds: {', '.join(_KINDS)}"
         raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {known}", BROKEN)
-    is_mamba = [_KINDS[kind] for kind in kinds]
-    spec = _with_states(_with_shared(spec, read.integer("shared_intermediate_size")), read, is_mamba)
+    is_mamba, shared = [_KINDS[kind] for kind in kinds], read.integer("shared_intermediate_size")
+    spec = with_shared(spec.with_mlps(intermediate_size=shared), shared)  # all tokens have it, alone or beside experts
+    spec = _with_states(spec, read, is_mamba)
     spec = _from_hf(spec, read)
     return spec if read.text("position_embedding_type", "") == "rope" else spec.with_attention(rope=None)
 
@@ -91,24 +92,12 @@ def _bamba_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _with_states(spec, read, [layer not in listed for layer in range(spec.num_layers)])
 
 
-def _with_shared(spec: ModelSpec, size: int) -> ModelSpec:
-    """The MLP that all tokens have, alone or beside experts."""
-
-    def shared(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        if isinstance(mlp, MoESpec):
-            return replace(mlp, shared=replace(mlp.expert, intermediate_size=size))
-        return replace(mlp, intermediate_size=size)
-
-    return spec.each_mlp(shared)
-
-
 def _hybrid(spec: ModelSpec, mamba: DeltaSpec, is_mamba: list[bool], read: ConfigReader) -> ModelSpec:
     if mamba.num_keys != 1:
         raise UnsupportedError(f"{read.where}: a state space of {mamba.num_keys} groups, each with a norm of its own", ANOTHER)
     if all(is_mamba):
         raise UnsupportedError(f"{read.where}: no layer has attention", ANOTHER)
-    blocks = (replace(block, mixer=mamba if own else block.mixer) for block, own in zip(spec.blocks, is_mamba, strict=True))
-    return replace(spec, blocks=tuple(blocks))
+    return spec.with_mixers(mamba if own else mixer for mixer, own in zip(spec.mixers, is_mamba, strict=True))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -129,19 +118,19 @@ def _hybrid_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
     is_mamba = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
     shared = key("expert_shared_feed_forward_length")
     if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
-        spec = _with_shared(spec, read.integer(shared))
+        spec = with_shared(spec, read.integer(shared))
     return _from_gguf(_hybrid(spec, mamba_from_gguf(read, key), is_mamba, read), read, key)
 
 
 def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """Granite 4's have an MLP beside the experts."""
     shared = key("expert_shared_feed_forward_length")
-    return _from_gguf(_with_shared(spec, read.integer(shared)) if read.has(shared) else spec, read, key)
+    return _from_gguf(with_shared(spec, read.integer(shared)) if read.has(shared) else spec, read, key)
 
 
 def _shared_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     shared = read.integer("shared_intermediate_size", 0, least=0)
-    return _from_hf(_with_shared(spec, shared) if shared else spec, read)
+    return _from_hf(with_shared(spec, shared) if shared else spec, read)
 
 
 def _windowed_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -164,7 +153,7 @@ def _windowed_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
     spec = _from_hf(spec.each_attention(own), read)
     shared = read.integer("shared_intermediate_size", 0, least=0)
-    return spec if spec.mixture is None or not shared else _with_shared(spec, shared)
+    return spec if spec.mixture is None or not shared else with_shared(spec, shared)
 
 
 def _is_a_number_a_layer(values: object, layers: int) -> bool:

@@ -55,15 +55,14 @@ def _hybrid(spec: ModelSpec, scan: ScanSpec, scans: list[bool], read: ConfigRead
     if all(scans):
         raise UnsupportedError(f"{read.where}: no layer has attention", ANOTHER)
     spec = spec.with_attention(rope=None)
-    blocks = (replace(block, mixer=scan if own else block.mixer) for block, own in zip(spec.blocks, scans, strict=True))
-    return replace(spec, blocks=tuple(blocks))
+    return spec.with_mixers(scan if own else mixer for mixer, own in zip(spec.mixers, scans, strict=True))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """A layer without key and value heads is a state space. llama.cpp leaves weights of a token's experts as they are."""
     heads = read.values.get(key("attention.head_count_kv"))
     scans = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
-    spec = spec.each_mlp(lambda mlp: replace(mlp, norm_topk=False) if isinstance(mlp, MoESpec) else mlp)
+    spec = spec.with_mlps(MoESpec, norm_topk=False)
     return _hybrid(spec, scan_from_gguf(read, key, "gains"), scans, read)
 
 

@@ -4,7 +4,6 @@ positions in the others, DeepSeek-V3's experts behind the first layer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -85,7 +84,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         raise CheckpointError(f"{read.where}: {key('attention.head_count_kv')!r} must be a list of layers' heads", BROKEN)
     is_linear = [heads[i] == 0 for i in range(spec.num_layers)]
     spec = latent_from_gguf(spec, read, key).with_attention(rope=None)
-    spec = spec.each_mlp(lambda mlp: replace(mlp, norm_topk=True) if isinstance(mlp, MoESpec) else mlp)
+    spec = spec.with_mlps(MoESpec, norm_topk=True)
     width = read.integer(key("ssm.conv_kernel"))
     delta = _delta(spec.attention.num_heads, read.integer(key("kda.head_dim")), width, read.where, log_decay=False)
     return with_delta(spec, delta, is_linear, read.where)

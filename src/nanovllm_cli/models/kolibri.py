@@ -5,14 +5,13 @@ that logits and a bias choose, which weigh by sigmoids, and one that every token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, with_shared
 from nanovllm_cli.models.family import Family, no_file
-from nanovllm_cli.models.flint import turning_in_windows, with_kinds, with_shared
+from nanovllm_cli.models.flint import turning_in_windows, with_kinds
 
 
 def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -23,9 +22,8 @@ def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    spec = with_shared(spec, read).in_order("sandwich")
-    spec = spec.each_mlp(lambda mlp: replace(mlp, ranks_logits=True) if isinstance(mlp, MoESpec) else mlp)
-    return turning_in_windows(spec, read)
+    spec = with_shared(spec, read.integer("shared_expert_intermediate_size")).in_order("sandwich")
+    return turning_in_windows(spec.with_mlps(MoESpec, ranks_logits=True), read)
 
 
 _LAYER = "model.layers.{i}"

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, layers_without_experts
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, layers_without_experts, with_shared
 from nanovllm_cli.models.families import FULL, QWEN3_MOE, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 
@@ -45,16 +45,12 @@ def _laguna(spec: ModelSpec, heads: Any, by_head: bool) -> ModelSpec:
 def _laguna_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.number("moe_router_logit_softcapping", 0.0, positive=False) or read.flag("moe_apply_router_weight_on_input", False):
         raise UnsupportedError(f"{read.where}: a cap of the router's logits, or weights of experts' inputs", ANOTHER)
-    size = read.integer("shared_expert_intermediate_size", 512)
-
-    def shared(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
-        return replace(mlp, shared=replace(mlp.expert, intermediate_size=size)) if isinstance(mlp, MoESpec) else mlp
-
+    spec = with_shared(spec, read.integer("shared_expert_intermediate_size", 512))
     gating = read.values.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise UnsupportedError(f"{read.where}: gates {str(gating)[:40]!r}", "known: per-head, per-element")
     heads = read.values.get("num_attention_heads_per_layer") or [read.integer("num_attention_heads")] * spec.num_layers
-    return _laguna(spec.each_mlp(shared), heads, gating != "per-element")
+    return _laguna(spec, heads, gating != "per-element")
 
 
 def _laguna_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:

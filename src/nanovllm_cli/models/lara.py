@@ -37,7 +37,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     def own(layer: int, attention: AttentionSpec) -> AttentionSpec:
         return replace(attention, window=window) if kinds[layer] == SLIDING else replace(attention, rope=None)
 
-    spec = spec.each_attention(own).each_mlp(lambda mlp: replace(mlp, shared_gate=False) if isinstance(mlp, MoESpec) else mlp)
+    spec = spec.each_attention(own).with_mlps(MoESpec, shared_gate=False)
     return with_delta(spec, delta_from_hf(read), [kind == LINEAR for kind in kinds], read.where)
 
 

@@ -48,8 +48,7 @@ _GGUF_NAMES = {
 
 def _with_convolutions(spec: ModelSpec, convolves: list[bool], width: int, bias: bool) -> ModelSpec:
     conv = ConvSpec(spec.hidden_size, width, bias)
-    blocks = (replace(block, mixer=conv if own else block.mixer) for block, own in zip(spec.blocks, convolves, strict=True))
-    return replace(spec, blocks=tuple(blocks))
+    return spec.with_mixers(conv if own else mixer for mixer, own in zip(spec.mixers, convolves, strict=True))
 
 
 def _width(read: ConfigReader, key: str) -> int:
@@ -119,13 +118,8 @@ def _dense_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _from_hf(spec.each_mlp(lambda mlp: MLPSpec(size)), read)
 
 
-def _with_mixtures(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """The same with these values in every MoESpec."""
-    return spec.each_mlp(lambda mlp: replace(mlp, **changes) if isinstance(mlp, MoESpec) else mlp)
-
-
 def _moe_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return _from_hf(_with_mixtures(spec, selection_bias=read.flag("use_expert_bias", True)), read)
+    return _from_hf(spec.with_mlps(MoESpec, selection_bias=read.flag("use_expert_bias", True)), read)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -137,7 +131,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """Its files say nothing of weights, which llama.cpp makes 1 together."""
-    return _with_mixtures(_from_gguf(spec, read, key), norm_topk=True)
+    return _from_gguf(spec, read, key).with_mlps(MoESpec, norm_topk=True)
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, usual_keys
 from nanovllm_cli.models.gemma import window_keys
@@ -49,12 +49,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     said = read.text(key("hidden_activation"), "gelu")
     if said not in _ACTIVATIONS:
         raise UnsupportedError(f"{read.where}: activation {said[:40]!r} is not supported", f"known: {', '.join(_ACTIVATIONS)}")
-
-    def activated(mlp: MLPSpec | MoESpec) -> MLPSpec:
-        assert isinstance(mlp, MLPSpec)
-        return replace(mlp, activation=_ACTIVATIONS[said])
-
-    return _encoder(spec.each_mlp(activated))
+    return _encoder(spec.with_mlps(activation=_ACTIVATIONS[said]))
 
 
 def _gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:

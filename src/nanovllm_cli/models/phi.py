@@ -62,7 +62,7 @@ _NEAR = 0.01
 
 def _with_experts(spec: ModelSpec, jitter: float, *, head_bias: bool) -> ModelSpec:
     spec = replace(spec.with_shifted_norms(), head_bias=head_bias)
-    return spec.each_mlp(lambda mlp: replace(mlp, nearness=2 * jitter) if isinstance(mlp, MoESpec) else mlp)
+    return spec.with_mlps(MoESpec, nearness=2 * jitter)
 
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

@@ -72,8 +72,7 @@ def with_delta(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], where: 
         raise CheckpointError(f"{where}: convolutions over {delta.width} tokens; at most {MAX_TAPS} are believed", BROKEN)
     if all(is_linear):
         raise CheckpointError(f"{where}: no layer has attention", BROKEN)
-    blocks = (replace(block, mixer=delta if own else block.mixer) for block, own in zip(spec.blocks, is_linear, strict=True))
-    return replace(spec, blocks=tuple(blocks))
+    return spec.with_mixers(delta if own else mixer for mixer, own in zip(spec.mixers, is_linear, strict=True))
 
 
 def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
@@ -211,5 +210,5 @@ QWEN2_MOE = replace(
               "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     hf_names=QWEN_NAMES | SHARED_NAMES,
     gguf_names={"blocks.{i}.shared.gate_row.weight": _GGUF_NAMES["blocks.{i}.shared.gate_row.weight"]},
-    gguf=lambda spec, read, key: spec.each_mlp(lambda mlp: replace(mlp, norm_topk=False) if isinstance(mlp, MoESpec) else mlp),
+    gguf=lambda spec, read, key: spec.with_mlps(MoESpec, norm_topk=False),
 )  # fmt: skip
