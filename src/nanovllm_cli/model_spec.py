@@ -301,10 +301,6 @@ class ModelSpec:
         """The same with all blocks in this order."""
         return replace(self, blocks=tuple(replace(block, order=order) for block in self.blocks))
 
-    def with_shifted_norms(self) -> ModelSpec:
-        """The same with layer norms that have a bias."""
-        return replace(self, norm=replace(self.norm, centered=True, shifted=True))
-
     def with_attention(self, **changes: Any) -> ModelSpec:
         """The same with these values in every AttentionSpec."""
         return self.each_attention(lambda layer, attention: replace(attention, **changes))

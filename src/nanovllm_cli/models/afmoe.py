@@ -25,7 +25,7 @@ def _made(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise UnsupportedError(f"{read.where}: gated attention with biases", ANOTHER)
     if not any(each.window for each in spec.attentions):
         raise UnsupportedError(f"{read.where}: an AFMoE without a window, and so without positions", ANOTHER)
-    spec = turned_in_windows(spec.in_order("sandwich")).with_attention(gated=True, gate_apart=True)
+    spec = turned_in_windows(spec)
     return replace(spec, embedding_scale=math.sqrt(spec.hidden_size))
 
 
@@ -45,6 +45,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 AFMOE = Family(
     "afmoe",
+    order="sandwich",
+    attention={"gated": True, "gate_apart": True},
     qk_norm=True,
     has_window=True,
     full_every=_EVERY,

@@ -20,7 +20,7 @@ _KNOWN: dict[str, _Activation] = {"relu2": "relu2_gated", "silu": "silu"}
 
 
 def _normed(spec: ModelSpec, activation: _Activation) -> ModelSpec:
-    return spec.with_attention(found_norm=True).with_mlps(normed=True, activation=activation)
+    return spec.with_mlps(normed=True, activation=activation)
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -44,6 +44,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 BITNET = Family(
     "bitnet",
+    attention={"found_norm": True},
     hf_names={
         "blocks.{i}.found_norm.weight": "model.layers.{i}.self_attn.attn_sub_norm.weight",
         "blocks.{i}.inner_norm.weight": "model.layers.{i}.mlp.ffn_sub_norm.weight",

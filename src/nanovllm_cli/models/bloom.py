@@ -42,7 +42,7 @@ FARTHEST = 1 << 20
 def _by_distance(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if spec.max_position > FARTHEST:
         raise UnsupportedError(f"{read.where}: a {spec.architecture} with a context of {spec.max_position} tokens", ANOTHER)
-    return replace(spec.with_attention(rope=None), distances=DistanceSpec(spec.max_position))
+    return replace(spec, distances=DistanceSpec(spec.max_position))
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -52,8 +52,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _bloom(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    spec = _by_distance(spec.with_shifted_norms(), read)
-    return replace(spec, entry=EntrySpec(spec.norm))
+    return replace(_by_distance(spec, read), entry=EntrySpec(spec.norm))
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -112,7 +111,9 @@ def _names(parts: Mapping[str, str], layers: str, last: str) -> dict[str, str]:
 
 BLOOM = Family(
     "bloom",
+    attention={"rope": None},
     layer_norm=True,
+    shifted=True,
     fused_qkv=True,
     qkv_by_head=True,
     ungated=LONE_TANH,
@@ -136,6 +137,7 @@ BLOOM = Family(
 )  # fmt: skip
 MPT = Family(
     "mpt",
+    attention={"rope": None},
     layer_norm=True,
     fused_qkv=True,
     qkv_bias=False,

@@ -19,7 +19,7 @@ _DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embedd
 def _cohere(spec: ModelSpec, logit_scale: float, has_norms: bool) -> ModelSpec:
     if has_norms:  # as Command R+ does, with gains of each head's own
         raise UnsupportedError("layer norms of heads of q and k are not supported", ANOTHER)
-    return replace(spec.in_order("parallel"), logit_scale=logit_scale)
+    return replace(spec, logit_scale=logit_scale)
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -52,6 +52,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 COHERE = Family(
     "cohere",
+    order="parallel",
     gguf_name="command-r",
     layer_norm=True,
     interleaved=True,

@@ -58,7 +58,7 @@ def _cohere(spec: ModelSpec, logit_scale: float, turned: list[bool], *, averaged
     def mixed(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
         return replace(mlp, averaged=averaged) if isinstance(mlp, MoESpec) and mlp.shared is not None else mlp
 
-    spec = replace(spec.in_order("parallel"), logit_scale=logit_scale).each_mlp(mixed)
+    spec = replace(spec, logit_scale=logit_scale).each_mlp(mixed)
     return spec.each_attention(lambda layer, a: a if a.window or turned[layer] else replace(a, rope=None))
 
 

@@ -64,6 +64,7 @@ EXAONE = Family(
 )  # fmt: skip
 EXAONE4 = Family(
     "exaone4",
+    order="post",
     qk_norm=True,
     qkv_bias=False,
     has_window=True,
@@ -71,8 +72,8 @@ EXAONE4 = Family(
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
     hf_names=POST_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
-    hf=lambda spec, read: _turned(spec.in_order("post"), read.has("sliding_window")),
-    gguf=lambda spec, read, key: _turned(spec.in_order("post"), _has_window(read, key)),
+    hf=lambda spec, read: _turned(spec, read.has("sliding_window")),
+    gguf=lambda spec, read, key: _turned(spec, _has_window(read, key)),
     gguf_keys=window_pattern,
 )
 
@@ -80,6 +81,7 @@ EXAONE_MOE = replace(
     EXAONE4,
     name="exaone_moe",
     gguf_name="exaone-moe",
+    order="pre",
     experts=ExpertKeys(
         ("num_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace", shared="num_shared_experts",
         scale="routed_scaling_factor", groups=("n_group", "topk_group"), scoring="sigmoid", selection_bias=True,
@@ -89,7 +91,6 @@ EXAONE_MOE = replace(
     hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.e_score_correction_bias"},
     gguf_names={},
     hf=lambda spec, read: _turned(scored_by_sigmoids(only_behind_the_first(spec, read), read), read.has("sliding_window")),
-    gguf=lambda spec, read, key: _turned(spec, _has_window(read, key)),
     gguf_keys=_keys_of_experts,
 )  # fmt: skip
 """K-EXAONE: norms of what attention and MLP read, as usual. What guesses further tokens is left aside."""

@@ -7,7 +7,7 @@ Not covered: the first ones by another name ("RWForCausalLM"), scores that say h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     norms = 2 if norms is None and is_new else 1 if norms is None else norms
     if norms not in (1, 2) or (norms == 2 and not is_new) or (is_new and not is_parallel):
         raise UnsupportedError(f"{read.where}: a Falcon with other norms than are published", ANOTHER)
-    return spec.with_shifted_norms().in_order("beside" if norms == 2 else "parallel" if is_parallel else "pre")
+    return spec if is_parallel else spec.in_order("pre")
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -85,13 +85,11 @@ def family_of_falcon_gguf(metadata: Mapping[str, Any], names: Collection[str]) -
     return FALCON_BESIDE if "blk.0.attn_norm_2.weight" in names else FALCON
 
 
-def _in_order(order: str) -> Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]:
-    return lambda spec, read, key: spec.with_shifted_norms().in_order(order)  # type: ignore[arg-type]
-
-
 FALCON = Family(
     "falcon",
+    order="parallel",
     layer_norm=True,
+    shifted=True,
     fused_qkv=True,
     qkv_by_head=True,
     ungated=LONE,
@@ -105,15 +103,14 @@ FALCON = Family(
         **{f"norm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")},
     },
     hf=_from_hf,
-    gguf=_in_order("parallel"),
     gguf_activation="lone_gelu",
     gguf_keys=_keys,
     gguf_like=_like,
 )  # fmt: skip
 FALCON_BESIDE = replace(
     FALCON,
+    order="beside",
     hf_names={**FALCON.hf_names, **_names(_NORMS_BESIDE, _LAYER)},
     gguf_names=_names({"attention_norm": "attn_norm_2", "mlp_norm": "attn_norm"}, "blk.{i}"),
-    gguf=_in_order("beside"),
 )
 """Falcon 40B: each half of a layer behind its own norm."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec, RopeSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, no_file
@@ -50,13 +50,11 @@ CWM = replace(
                                "original_max_position_embeddings": 8192}},
 )  # fmt: skip
 HELIUM = replace(
-    LLAMA, name="helium", interleaved=True, gguf_like=no_file("Helium"),
-    hf=lambda spec, read: spec.with_attention(out_bias=False),
+    LLAMA, name="helium", interleaved=True, gguf_like=no_file("Helium"), attention={"out_bias": False},
     defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128, "max_position_embeddings": 4096},
 )  # fmt: skip
 JAIS2 = Family(
-    "jais2", layer_norm=True, ungated=SQUARED, gguf_activation="relu2",
-    hf=lambda spec, read: spec.with_shifted_norms(), gguf=lambda spec, read, key: spec.with_shifted_norms(),
+    "jais2", layer_norm=True, shifted=True, ungated=SQUARED, gguf_activation="relu2",
     defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True,
               "max_position_embeddings": 8192},
 )  # fmt: skip
@@ -146,13 +144,13 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
         blocks=tuple(blocks),
-        norm=NormSpec(read.number("layer_norm_eps" if family.layer_norm else "rms_norm_eps", 1e-6), centered=family.layer_norm),
+        norm=family.norm(read.number("layer_norm_eps" if family.layer_norm else "rms_norm_eps", 1e-6)),
         max_position=stretched(ropes[FULL], max_position),
         tied_head=read.flag("tie_word_embeddings", family.tied_by_default),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
     both_ways = config.get("is_causal") is False or config.get("use_bidirectional_attention") in (True, "all")
-    return _both_ways(family.hf(spec, read), family, both_ways=both_ways)
+    return _both_ways(family.hf(family.shaped(spec), read), family, both_ways=both_ways)
 
 
 def _both_ways(spec: ModelSpec, family: Family, *, both_ways: bool) -> ModelSpec:
@@ -312,10 +310,11 @@ def spec_from_gguf(
         vocab_size=vocab_size,
         hidden_size=hidden,
         blocks=tuple(blocks),
-        norm=NormSpec(read.number(eps), centered=family.layer_norm),
+        norm=family.norm(read.number(eps)),
         max_position=max_position,
         tied_head="output.weight" not in names,
     )
+    spec = family.shaped(spec)
     if family.gguf_parallel and "blk.0.ffn_norm.weight" not in names:
         spec = spec.in_order("parallel")
     spec = family.gguf(spec, whole, key)

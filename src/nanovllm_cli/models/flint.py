@@ -31,7 +31,7 @@ def turning_in_windows(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     spec = with_shared(spec, read.integer("shared_expert_intermediate_size"))
-    return turning_in_windows(spec, read).with_attention(sinks=True)
+    return turning_in_windows(spec, read)
 
 
 def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,6 +42,7 @@ def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 FLINT = Family(
     "flint",
+    attention={"sinks": True},
     qk_norm=True,
     has_window=True,
     experts=ExpertKeys(

@@ -27,9 +27,9 @@ def _gemma(spec: ModelSpec, stored_offset: float) -> ModelSpec:
     return spec.with_mlps(activation="gelu_tanh")
 
 
-def _sandwich(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: float | None) -> ModelSpec:
+def _scaled(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: float | None) -> ModelSpec:
     """Gemma 2 and 3. scale: of scores; the caps: of scores and logits."""
-    return replace(spec.in_order("sandwich"), logit_softcap=logit_cap).with_attention(scale=scale, softcap=score_cap)
+    return replace(spec, logit_softcap=logit_cap).with_attention(scale=scale, softcap=score_cap)
 
 
 def _cap(read: ConfigReader, key: str) -> float | None:
@@ -54,11 +54,7 @@ def _sandwich_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     scale = read.number("query_pre_attn_scalar", 256) ** -0.5
     score_cap = None if spec.attention.qk_norm else _cap(read, "attn_logit_softcapping")  # a Gemma 3 says it, and has none
     spec = replace(spec, max_position=read.integer("max_position_embeddings"))  # whatever its ropes are stretched by
-    return _sandwich(_from_hf(spec, read), scale, score_cap, _cap(read, "final_logit_softcapping"))
-
-
-def _vault_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return _sandwich_from_hf(spec, read).in_order("pre")
+    return _scaled(_from_hf(spec, read), scale, score_cap, _cap(read, "final_logit_softcapping"))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -75,14 +71,14 @@ def _score_scale(spec: ModelSpec, largest: int) -> float:
 def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """Early files say nothing of windows and caps."""
     caps = read.number(key("attn_logit_softcapping"), 50.0), read.number(key("final_logit_softcapping"), 30.0)
-    spec = _sandwich(_gemma(spec, 1.0), _score_scale(spec, 46), *caps)
+    spec = _scaled(_gemma(spec, 1.0), _score_scale(spec, 46), *caps)
     if read.has(key("attention.sliding_window")):
         return spec
     return spec.each_attention(lambda layer, attention: replace(attention, window=None if layer % 2 else 4096))
 
 
 def _gemma3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    return _sandwich(_gemma(spec, 1.0), _score_scale(spec, 62), None, _cap(read, key("final_logit_softcapping")))
+    return _scaled(_gemma(spec, 1.0), _score_scale(spec, 62), None, _cap(read, key("final_logit_softcapping")))
 
 
 def window_keys(is_full: Callable[[int], bool]) -> Callable[[ModelSpec], dict[str, GGUFField]]:
@@ -133,6 +129,7 @@ PALI_GEMMA = replace(GEMMA, config=_prompt_apart, gguf_like=no_file("PaliGemma")
 """As a PaliGemma's config leaves it out."""
 GEMMA2 = Family(
     "gemma2",
+    order="sandwich",
     has_window=True,
     full_every=2,
     tied_by_default=True,
@@ -151,13 +148,14 @@ PALI_GEMMA2 = replace(GEMMA2, config=_prompt_apart, gguf_like=no_file("PaliGemma
 VAULT_GEMMA = replace(
     GEMMA2,
     name="vaultgemma",
-    hf=_vault_from_hf,
+    order="pre",
     hf_names={"blocks.{i}.mlp_norm.weight": SANDWICH_HF_NAMES["blocks.{i}.mlp_norm.weight"]},
     gguf_like=no_file("VaultGemma"),
 )
 """Without norms of what attention and MLP add."""
 GEMMA3 = Family(
     "gemma3",
+    order="sandwich",
     halves_window=True,
     gguf_like=_gemma3_in_gguf,
     qk_norm=True,

@@ -16,10 +16,6 @@ from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.models.names import MTP_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
-def _sandwich(spec: ModelSpec) -> ModelSpec:
-    return spec.in_order("sandwich").with_attention(out_bias=False)
-
-
 def _that_sees(spec: ModelSpec) -> ModelSpec:
     return spec.each_rope(lambda own: replace(own, sections=own.sections or (8, 12, 12)))
 
@@ -31,7 +27,7 @@ def family_of_glm4(metadata: Mapping[str, Any]) -> Family:
 
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return spec.with_attention(out_bias=False, qk_norm=read.flag("use_qk_norm", False))
+    return spec.with_attention(qk_norm=read.flag("use_qk_norm", False))
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -56,11 +52,13 @@ GLM = Family(
     fused_mlp=True,
     defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
               "num_key_value_heads": 2, "max_position_embeddings": 131072},
-    hf=lambda spec, read: spec.with_attention(out_bias=False),
+    attention={"out_bias": False},
     peft_names={f"blocks.{{i}}.{ours}.weight": f"{_FIRST_PLACE}.{theirs}.weight" for ours, theirs in _FIRST_PARTS.items()},
 )  # fmt: skip
 GLM4 = Family(
     "glm4",
+    order="sandwich",
+    attention={"out_bias": False},
     interleaved=True,
     interleaved_gguf=True,
     fused_mlp=True,
@@ -71,8 +69,6 @@ GLM4 = Family(
         "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_mlp_layernorm.weight",
     },
     gguf_names=SANDWICH_GGUF_NAMES,
-    hf=lambda spec, read: _sandwich(spec),
-    gguf=lambda spec, read, key: _sandwich(spec),
 )
 GLM4V = replace(
     GLM4,
@@ -82,7 +78,7 @@ GLM4V = replace(
     qkv_bias=True,
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "vocab_size": 151552, "hidden_size": 4096,
               "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32, "max_position_embeddings": 32768},
-    hf=lambda spec, read: _that_sees(_sandwich(spec)),
+    hf=lambda spec, read: _that_sees(spec),
     gguf_keys=section_keys,
 )  # fmt: skip
 """Of GLM-4.1V and 4.6V-Flash."""
@@ -95,6 +91,7 @@ GLM_OCR = replace(
 )  # fmt: skip
 GLM4_MOE = Family(
     "glm4_moe",
+    attention={"out_bias": False},
     gguf_name="glm4moe",
     experts=_EXPERTS,
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
@@ -121,7 +118,7 @@ SOLAR_OPEN = replace(
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
               "rope_theta": 1e6, "norm_topk_prob": True, "n_shared_experts": 1, "n_routed_experts": 128,
               "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "intermediate_size": 10240},
-    hf=lambda spec, read: scored_by_sigmoids(spec.with_attention(out_bias=False), read),
+    hf=scored_by_sigmoids,
     mtp_names={},
 )  # fmt: skip
 """To llama.cpp it is a GLM-4.5. No layer has an MLP of "intermediate_size"."""

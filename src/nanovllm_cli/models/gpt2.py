@@ -6,7 +6,7 @@ as usual."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,18 +51,15 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec if scale == spec.attention.score_scale else spec.with_attention(scale=scale)
 
 
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    return _gpt2(spec)
-
-
 def _gpt2(spec: ModelSpec) -> ModelSpec:
-    spec = spec.with_shifted_norms().with_attention(rope=None)
     return replace(spec, entry=EntrySpec(None, positions=spec.max_position))
 
 
 GPT2 = Family(
     "gpt2",
+    attention={"rope": None},
     layer_norm=True,
+    shifted=True,
     fused_qkv=True,
     turned_over=True,
     ungated=LONE_TANH,
@@ -85,7 +82,7 @@ GPT2 = Family(
     },
     gguf_names={"positions.weight": "position_embd.weight"},
     hf=_from_hf,
-    gguf=_from_gguf,
+    gguf=lambda spec, read, key: _gpt2(spec),
     gguf_activation="lone_gelu_tanh",
 )  # fmt: skip
 GPT_BIGCODE = replace(GPT2, name="gpt_bigcode", gguf_name="starcoder", turned_over=False, config=_one_key_head)

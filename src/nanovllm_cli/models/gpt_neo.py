@@ -61,7 +61,6 @@ def _has_window(read: ConfigReader, layers: int) -> list[bool]:
 
 def _neo_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     window, has_window = read.integer("window_size"), _has_window(read, spec.num_layers)
-    spec = spec.with_shifted_norms().with_attention(rope=None, out_bias=True, scale=1.0)
     spec = spec.each_attention(lambda layer, own: replace(own, window=window if has_window[layer] else None))
     return replace(spec, entry=EntrySpec(None, positions=spec.max_position))
 
@@ -69,12 +68,14 @@ def _neo_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _j_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     dim, head_dim = read.integer("rotary_dim"), spec.attention.head_dim
     spec = spec.each_rope(lambda rope: checked_rope(replace(rope, dim=dim), head_dim, read))
-    return replace(spec.with_shifted_norms().in_order("parallel"), head_bias=True)
+    return replace(spec, head_bias=True)
 
 
 GPT_NEO = Family(
     "gpt_neo",
+    attention={"rope": None, "out_bias": True, "scale": 1.0},
     layer_norm=True,
+    shifted=True,
     qkv_bias=False,
     ungated=LONE_TANH,
     tied_by_default=True,
@@ -89,7 +90,9 @@ GPT_NEO = Family(
 )  # fmt: skip
 GPT_J = Family(
     "gptj",
+    order="parallel",
     layer_norm=True,
+    shifted=True,
     qkv_bias=False,
     interleaved=True,
     ungated=LONE_TANH,

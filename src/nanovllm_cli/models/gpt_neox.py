@@ -31,7 +31,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 
 def _side_by_side(spec: ModelSpec, is_so: bool) -> ModelSpec:
-    return spec.with_shifted_norms().in_order("beside" if is_so else "pre")
+    return spec.in_order("beside" if is_so else "pre")
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -44,6 +44,7 @@ GPT_NEOX = Family(
     "gpt_neox",
     gguf_name="gptneox",
     layer_norm=True,
+    shifted=True,
     fused_qkv=True,
     qkv_by_head=True,
     ungated=LONE,

@@ -43,7 +43,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 
 def _made(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return spec.each_mlp(lambda mlp: _mixture(mlp, read)).with_attention(sinks=True)
+    return spec.each_mlp(lambda mlp: _mixture(mlp, read))
 
 
 def _mixture(mlp: MLPSpec | MoESpec, read: ConfigReader) -> MoESpec:
@@ -60,6 +60,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 GPT_OSS = Family(
     "gpt_oss",
     gguf_name="gpt-oss",
+    attention={"sinks": True},
     has_window=True,
     full_every=2,
     experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True),

@@ -149,7 +149,7 @@ def _windowed_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
     def own(layer: int, attention: AttentionSpec) -> AttentionSpec:
         seen = attention.window if is_listed else window if layer % 4 else None
-        return replace(attention, window=seen, rope=turned(attention.rope, layer), sinks=True)
+        return replace(attention, window=seen, rope=turned(attention.rope, layer))
 
     spec = _from_hf(spec.each_attention(own), read)
     shared = read.integer("shared_intermediate_size", 0, least=0)
@@ -164,7 +164,7 @@ def _windowed_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str]
     turns = read.values.get(key("attention.rope_pattern"), [True] * spec.num_layers)
     if not isinstance(turns, list | tuple) or [type(each) for each in turns] != [bool] * spec.num_layers:
         raise CheckpointError(f"{read.where}: the rope_pattern must be a list of {spec.num_layers} flags", BROKEN)
-    spec = spec.each_attention(lambda layer, a: replace(a, rope=a.rope if turns[layer] else None, sinks=True))
+    spec = spec.each_attention(lambda layer, a: replace(a, rope=a.rope if turns[layer] else None))
     return _moe_from_gguf(spec, read, key)
 
 
@@ -256,6 +256,7 @@ GRANITE_SWA = replace(
     GRANITE,
     name="granite_swa",
     gguf_name="granite_swa",
+    attention={"sinks": True},
     has_window=True,
     full_every=4,
     tied_by_default=True,

@@ -54,7 +54,6 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _hybrid(spec: ModelSpec, scan: ScanSpec, scans: list[bool], read: ConfigReader) -> ModelSpec:
     if all(scans):
         raise UnsupportedError(f"{read.where}: no layer has attention", ANOTHER)
-    spec = spec.with_attention(rope=None)
     return spec.with_mixers(scan if own else mixer for mixer, own in zip(spec.mixers, scans, strict=True))
 
 
@@ -77,6 +76,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 JAMBA = Family(
     "jamba",
+    attention={"rope": None},
     qkv_bias=False,
     convolutions=True,
     experts=ExpertKeys(("num_experts",), "intermediate_size", norm_topk=False, switch="has_experts"),

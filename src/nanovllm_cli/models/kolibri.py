@@ -22,13 +22,14 @@ def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    spec = with_shared(spec, read.integer("shared_expert_intermediate_size")).in_order("sandwich")
+    spec = with_shared(spec, read.integer("shared_expert_intermediate_size"))
     return turning_in_windows(spec.with_mlps(MoESpec, ranks_logits=True), read)
 
 
 _LAYER = "model.layers.{i}"
 KOLIBRI1 = Family(
     "kolibri1",
+    order="sandwich",
     qk_norm=True,
     has_window=True,
     experts=ExpertKeys(

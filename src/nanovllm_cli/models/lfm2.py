@@ -126,7 +126,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     """A layer without key and value heads is a convolution."""
     heads = read.values.get(key("attention.head_count_kv"))
     convolves = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
-    return _with_convolutions(spec.with_attention(qk_norm=True), convolves, _width(read, key("shortconv.l_cache")), False)
+    return _with_convolutions(spec, convolves, _width(read, key("shortconv.l_cache")), False)
 
 
 def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -144,7 +144,7 @@ _DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "max_position_embeddings": 128
              "num_attention_heads": 32, "conv_L_cache": 3, "vocab_size": 65536, "num_hidden_layers": 32}  # fmt: skip
 LFM2 = Family(
     "lfm2",
-    qk_norm=True,
+    attention={"qk_norm": True},
     qkv_bias=False,
     tied_by_default=True,
     convolutions=True,

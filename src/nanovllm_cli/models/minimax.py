@@ -15,10 +15,6 @@ from nanovllm_cli.models.rotary import checked_rope, rope_section
 _PER_LAYER = "per_layer"
 
 
-def _made(spec: ModelSpec) -> ModelSpec:
-    return spec.with_attention(qk_norm_of="all heads")
-
-
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """What is published says "rotary_dim", in place of the share of a head that transformers makes of it."""
     kind = read.text("qk_norm_type", _PER_LAYER)
@@ -31,7 +27,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise CheckpointError(f"{read.where}: 'attn_type_list' must be a list", BROKEN)
     if any(kind != 1 for kind in kinds):
         raise UnsupportedError(f"{read.where}: a MiniMax with linear attention", ANOTHER)
-    spec = _made(scored_by_sigmoids(spec, read))
+    spec = scored_by_sigmoids(spec, read)
     if rope_section(read).has("partial_rotary_factor") or not read.has("rotary_dim"):
         return spec
     dim, head_dim = read.integer("rotary_dim"), spec.attention.head_dim
@@ -45,6 +41,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 MINIMAX_M2 = Family(
     "minimax_m2",
     gguf_name="minimax-m2",
+    attention={"qk_norm_of": "all heads"},
     qk_norm=True,
     qkv_bias=False,
     experts=replace(MIXTRAL_KEYS, scoring="sigmoid", selection_bias=True),
@@ -53,6 +50,5 @@ MINIMAX_M2 = Family(
     hf_names=MIXTRAL_NAMES
     | {"blocks.{i}.router.selection_bias": "model.layers.{i}.block_sparse_moe.e_score_correction_bias"},
     hf=_from_hf,
-    gguf=lambda spec, read, key: _made(spec),
     gguf_keys=_keys,
 )  # fmt: skip

@@ -44,8 +44,7 @@ def _muse(spec: ModelSpec, after_eps: float, stored_offset: float, where: str) -
     if attention.qkv_bias or attention.out_bias:
         raise UnsupportedError(f"{where}: gated attention with biases", ANOTHER)
     norm = NormSpec(eps, 1.0, stored_offset, after_eps=after_eps)
-    spec = replace(spec.in_order("sandwich"), norm=norm, last_norm=NormSpec(eps), embedding_normed=True)
-    return spec.with_attention(gated=True, gate_apart=True, qk_gains=False)
+    return replace(spec, norm=norm, last_norm=NormSpec(eps), embedding_normed=True)
 
 
 def _scaled(spec: ModelSpec, factor: float) -> ModelSpec:
@@ -109,6 +108,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 MUSE_GLIMMER = Family(
     "muse_glimmer",
+    order="sandwich",
+    attention={"gated": True, "gate_apart": True, "qk_gains": False},
     gguf_name="muse-glimmer",
     qk_norm=True,
     interleaved_gguf=True,

@@ -21,10 +21,6 @@ from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 
-def _olmo(spec: ModelSpec) -> ModelSpec:
-    return spec.in_order("post").with_attention(qk_norm_of="all heads")
-
-
 def _with_local(spec: ModelSpec, change: Callable[[RopeSpec], RopeSpec]) -> ModelSpec:
     """The same with positions of layers with a window as `change` makes them of what they are."""
     whole = next((attention.rope for attention in spec.attentions if attention.window is None), None)
@@ -46,29 +42,21 @@ def _plain(rope: RopeSpec) -> RopeSpec:
 def _third_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """ "rope_scaling" is of layers without a window alone; "rope_parameters" has a section for each kind."""
     if not isinstance(sections := read.values.get("rope_parameters"), Mapping):
-        return _with_local(_olmo(spec), _plain)
+        return _with_local(spec, _plain)
     if FULL not in sections:
         raise CheckpointError(f"{read.where}: 'rope_parameters' says nothing of {FULL}", BROKEN)
-    return _with_local(_olmo(spec), lambda rope: rope)
+    return _with_local(spec, lambda rope: rope)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """Both: a file with a window is of an OLMo 3."""
     theta = key("rope.freq_base_swa")
-    return _with_local(_olmo(spec), lambda rope: replace(_plain(rope), theta=read.number(theta, rope.theta)))
+    return _with_local(spec, lambda rope: replace(_plain(rope), theta=read.number(theta, rope.theta)))
 
 
 def _third_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     local = [a.rope.theta for a in spec.attentions if a.window is not None and a.rope is not None]
     return {"rope.freq_base_swa": local[0], **window_pattern(spec)} if local else {}
-
-
-def _with_experts(spec: ModelSpec) -> ModelSpec:
-    return spec.with_attention(qk_norm_of="all heads")
-
-
-def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return _clipped(_with_experts(spec), read)
 
 
 _CLIP = "attention.clamp_kqv"
@@ -112,12 +100,13 @@ OLMO = Family(
 )
 OLMO2 = Family(
     "olmo2",
+    order="post",
+    attention={"qk_norm_of": "all heads"},
     qk_norm=True,
     full_every=4,
     defaults={"rms_norm_eps": 1e-5},
     hf_names=POST_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
-    hf=lambda spec, read: _olmo(spec),
     gguf=_from_gguf,
 )
 OLMO3 = replace(
@@ -131,12 +120,12 @@ OLMO3 = replace(
 )
 OLMOE = Family(
     "olmoe",
+    attention={"qk_norm_of": "all heads"},
     qk_norm=True,
     experts=_EXPERTS,
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
     hf_names=QWEN_NAMES,
-    hf=_with_experts_from_hf,
-    gguf=lambda spec, read, key: _with_experts(spec),
+    hf=_clipped,
 )
 FLEX_OLMO = replace(
     OLMO2,

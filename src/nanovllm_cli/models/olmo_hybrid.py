@@ -37,10 +37,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         keys, key_dim, values, read.integer("linear_value_head_dim", 2 * key_dim), read.integer("linear_conv_kernel_dim", 4),
         apart=True, most=2.0 if read.flag("linear_allow_neg_eigval", True) else 1.0, eps=EPS,
     )  # fmt: skip
-    spec = spec.with_attention(qk_norm_of="all heads") if _rotates(read) else spec.with_attention(
-        qk_norm_of="all heads", rope=None
-    )
-    spec = with_delta(spec, delta, is_linear, read.where)
+    spec = with_delta(spec if _rotates(read) else spec.with_attention(rope=None), delta, is_linear, read.where)
     blocks = (block if own else replace(block, order="post") for block, own in zip(spec.blocks, is_linear, strict=True))
     return replace(spec, blocks=tuple(blocks))
 
@@ -53,6 +50,7 @@ def _rotates(read: ConfigReader) -> bool:
 
 OLMO_HYBRID = Family(
     "olmo_hybrid",
+    attention={"qk_norm_of": "all heads"},
     qk_norm=True,
     defaults={"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
               "num_attention_heads": 30, "max_position_embeddings": 65536},

@@ -11,7 +11,7 @@ than configs have. transformers takes the frequencies of short texts for long on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,15 +40,7 @@ def _biased(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.flag("qk_layernorm", False):
         raise UnsupportedError("layer norms of heads of q and k are not supported", ANOTHER)
-    return _phi(spec)
-
-
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    return _phi(spec)
-
-
-def _phi(spec: ModelSpec) -> ModelSpec:
-    return replace(spec.with_shifted_norms().in_order("parallel"), head_bias=True)
+    return replace(spec, head_bias=True)
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -61,7 +53,7 @@ _NEAR = 0.01
 
 
 def _with_experts(spec: ModelSpec, jitter: float, *, head_bias: bool) -> ModelSpec:
-    spec = replace(spec.with_shifted_norms(), head_bias=head_bias)
+    spec = replace(spec, norm=replace(spec.norm, centered=True), head_bias=head_bias)
     return spec.with_mlps(MoESpec, nearness=2 * jitter)
 
 
@@ -95,6 +87,7 @@ def _keys_of_experts(spec: ModelSpec) -> dict[str, GGUFField]:
 
 PHIMOE = Family(
     "phimoe",
+    shifted=True,
     has_window=True,
     experts=MIXTRAL_KEYS,
     config=lambda config: {**config, "mlp_bias": False},
@@ -110,7 +103,9 @@ PHIMOE = Family(
 PHI = Family(
     "phi",
     gguf_name="phi2",
+    order="parallel",
     layer_norm=True,
+    shifted=True,
     ungated=LONE_TANH,
     config=_biased,
     defaults={"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 2048},
@@ -123,7 +118,7 @@ PHI = Family(
         **{f"norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight", "bias")},
     },
     hf=_from_hf,
-    gguf=_from_gguf,
+    gguf=lambda spec, read, key: replace(spec, head_bias=True),
     gguf_activation="lone_gelu_tanh",
     gguf_keys=_keys,
 )

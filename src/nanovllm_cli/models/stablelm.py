@@ -14,7 +14,7 @@ from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 def _stablelm(spec: ModelSpec, read: ConfigReader, has_norms: bool) -> ModelSpec:
     if has_norms:  # as the one of 12B does, with gains of each head's own
         raise UnsupportedError(f"{read.where}: layer norms of heads of q and k", ANOTHER)
-    return spec.with_shifted_norms()
+    return spec
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -35,6 +35,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 STABLELM = Family(
     "stablelm",
     layer_norm=True,
+    shifted=True,
     qkv_bias=False,
     gguf_parallel=True,
     defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096},

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE_TANH
-from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField, has_all
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     biased = config.get("use_bias", True)
     return {"layer_norm_eps": config.get("norm_epsilon", 1e-5), "attention_bias": biased, "mlp_bias": biased, **config}
-
-
-def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return spec.with_shifted_norms()
-
-
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    return spec.with_shifted_norms()
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -32,6 +23,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 STARCODER2 = Family(
     "starcoder2",
     layer_norm=True,
+    shifted=True,
     has_window=True,
     ungated=LONE_TANH,
     tied_by_default=True,
@@ -42,8 +34,6 @@ STARCODER2 = Family(
         for ours, theirs in {"up": "c_fc", "down": "c_proj"}.items()
         for kind in ("weight", "bias")
     },
-    hf=_from_hf,
-    gguf=_from_gguf,
     gguf_activation="lone_gelu_tanh",
     gguf_keys=_keys,
 )
