@@ -62,93 +62,76 @@ def no_file(name: str) -> Callable[[ModelSpec], Family]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """A line of `registry.py` points to one.
-
-    config: what its config.json says, by the keys that others have; metadata: the same of its GGUF files. order, attention: of
-    its blocks, and what all their attention has; see `BlockSpec`, `AttentionSpec`. layer_norm: its norms are centered, and what
-    is added to their squares has another name; shifted: they have a bias. qkv_bias: None reads "attention_bias". window_switch:
-    the config key that must be true for "sliding_window" to count; None: a window counts wherever it is given. full_every: where
-    a config doesn't list its layers, each so many-th has no window, None: all have one; full_first: or those in front of which a
-    multiple of that lies. local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the
-    config doesn't list them, each so many-th layer has no positions. interleaved: rotary pairs lie side by side;
-    interleaved_gguf: in its GGUF files. fused_qkv: q, k and v are one tensor of its folders, qkv_by_head: which has a key head's
-    queries, key and value together; fused_mlp: gate and up are. turned_over: its folders have matrices of layers so
-    (`weights/stacked.py`), and PEFT's adapters say it of theirs. assists: it guesses for another model, and does nothing by
-    itself (`assistant.py`). ungated: activations of its MLPs, by their names in configs, where these have no gate. both_ways:
-    tokens see those behind them; halves_window: where they do, what files call the window is as wide on both sides together.
-    outer: what the names of a folder's tensors begin with, but for the model alone, without a head. aside: beginnings of names of
-    what is for tasks that nothing here does. convolutions: in place of attention, in some layers. varied: layers have key-value
-    heads and MLPs of their own numbers. latent: its attention is, so that its GGUF files speak of what is kept where others do of
-    keys and values. experts: what its configs call them, where it has any. defaults: what configs leave out. hf_names,
-    gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left
-    to be made of a config; they get the spec that the rest makes. tensors: of a folder, too; their third is what it is called in
-    messages. gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean
-    without a word. gguf_values: what small tensors of theirs say, those whose names end in gguf_told_by, which no layer asks for;
-    gguf_tables: the same tensors, as they are written. gguf_keys: what they say beyond what all do, by keys without the
-    architecture, but for those that begin with a dot, which have none; None: they are not written. gguf_gate_up: they have gate
-    and up of a layer's experts in one tensor. gguf_parallel: those without norms of MLPs have these read what attention reads,
-    whatever they say in words. gguf_unread: and keys and values of layers that read those of others, which llama.cpp asks for
-    though nothing reads them. gguf_heads_dealt: and value heads of the delta rule dealt out to key heads in turn. gguf_truncates:
-    see `RopeSpec`, of what they mean by yarn. gguf_like: the family whose files hold such a model, where that is another.
-    mtp_names: of what its folders have beside the block of a layer that predicts further tokens; empty where none is known.
-    mtp_gguf_names: of its files, where they are others than MTP_GGUF_NAMES. folding: see `weights/folded.py`. peft_names: what
-    the code that trains adapters calls weights otherwise than its folders do.
-    """
+    """A line of `registry.py` points to one. "Its" is: its models', their configs' or their files'."""
 
     name: str
-    order: BlockOrder = "pre"
-    attention: Mapping[str, Any] = field(default_factory=dict)
+
+    # What its models are made of.
+    order: BlockOrder = "pre"  # see `BlockSpec`
+    attention: Mapping[str, Any] = field(default_factory=dict)  # values of `AttentionSpec` that all have
     qk_norm: bool = False
-    layer_norm: bool = False
-    shifted: bool = False
-    qkv_bias: bool | None = None
+    layer_norm: bool = False  # norms are centered, and what is added to their squares has another name
+    shifted: bool = False  # and have a bias
+    qkv_bias: bool | None = None  # None: as "attention_bias" says
+    interleaved: bool = False  # rotary pairs lie side by side
+    ungated: Mapping[str, str] = field(default_factory=dict)  # activations of MLPs, by their names in configs, that have no gate
+    both_ways: bool = False  # tokens see those behind them
+    assists: bool = False  # it guesses for another model, and does nothing by itself (`assistant.py`)
+    convolutions: bool = False  # in place of attention, in some layers
+    varied: bool = False  # layers have key-value heads and MLPs of their own numbers
+    latent: bool = False  # attention is, so that GGUF files speak of what is kept where others do of keys and values
+
+    # Which layers have a window, and positions.
     has_window: bool = False
-    window_switch: str | None = None
-    full_every: int | None = None
-    full_first: bool = False
-    local_theta: float | None = None
-    no_rope_every: int | None = None
-    interleaved: bool = False
-    interleaved_gguf: bool = False
-    fused_qkv: bool = False
-    qkv_by_head: bool = False
-    turned_over: bool = False
-    fused_mlp: bool = False
-    ungated: Mapping[str, str] = field(default_factory=dict)
-    assists: bool = False
-    both_ways: bool = False
-    halves_window: bool = False
-    outer: str = "model."
-    aside: tuple[str, ...] = ()
+    window_switch: str | None = None  # the key that must be true for "sliding_window" to count; None: it counts where it is given
+    full_every: int | None = None  # where no list of layers is, each so many-th has no window; None: all have one
+    full_first: bool = False  # or those in front of which a multiple of that lies
+    halves_window: bool = False  # where tokens see those behind them, files mean both sides together
+    local_theta: float | None = None  # rotary base of layers with a window, where that is another
+    no_rope_every: int | None = None  # where no list of layers is, each so many-th has no positions
+
+    # What configs call things and leave out.
+    config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config  # config.json by the keys that others have
+    metadata: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda metadata: metadata  # the same of GGUF files
+    experts: ExpertKeys | None = None  # None: it has none
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json
     tied_by_default: bool = False
-    convolutions: bool = False
-    varied: bool = False
-    latent: bool = False
-    experts: ExpertKeys | None = None
-    config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
-    metadata: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda metadata: metadata
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    hf_names: Mapping[str, str] = field(default_factory=dict)
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
+
+    # What is left to be made of a config; these get the spec that the rest makes.
     hf: FromHF = lambda spec, read: spec
-    tensors: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
     gguf: FromGGUF = lambda spec, read, key: spec
-    gguf_values: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None
-    gguf_told_by: tuple[str, ...] = ()
-    gguf_tables: Callable[[ModelSpec], Mapping[str, list[float]]] = lambda spec: {}
-    gguf_name: str = ""
-    gguf_activation: str = "silu"
+    tensors: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None  # of a folder's; the third: its name in messages
+
+    # What folders call tensors, and how they have them.
+    hf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than HF_NAMES
+    outer: str = "model."  # what names begin with, but for the model alone, without a head
+    aside: tuple[str, ...] = ()  # beginnings of names of what is for tasks that nothing here does
+    fused_qkv: bool = False  # q, k and v are one tensor
+    qkv_by_head: bool = False  # which has a key head's queries, key and value together
+    fused_mlp: bool = False  # gate and up are one
+    turned_over: bool = False  # matrices of layers are (`weights/stacked.py`), and PEFT's adapters say it of theirs
+    mtp_names: Mapping[str, str] = field(default_factory=dict)  # beside the block of a layer that guesses; empty: none is known
+    folding: Folding | None = None  # see `weights/folded.py`
+    peft_names: Mapping[str, str] = field(default_factory=dict)  # what the code that trains adapters calls weights otherwise
+
+    # Of GGUF files.
+    gguf_name: str = ""  # of the architecture, where it is another
+    gguf_like: Callable[[ModelSpec], Family] | None = None  # the family whose files hold such a model, where that is another
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than GGUF_NAMES
+    mtp_gguf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than MTP_GGUF_NAMES
+    interleaved_gguf: bool = False  # rotary pairs lie side by side
+    gguf_activation: str = "silu"  # the one that is meant without a word
+    gguf_values: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None  # what small tensors say that no layer asks for
+    gguf_told_by: tuple[str, ...] = ()  # endings of their names
+    gguf_tables: Callable[[ModelSpec], Mapping[str, list[float]]] = lambda spec: {}  # the same tensors, as they are written
+    # What they say beyond what all do, by keys without the architecture, but for those that begin with a dot, which have none;
+    # None: they are not written.
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
-    gguf_gate_up: bool = False
-    gguf_parallel: bool = False
-    gguf_unread: bool = False
-    gguf_heads_dealt: bool = False
-    gguf_truncates: bool = True
-    gguf_like: Callable[[ModelSpec], Family] | None = None
-    mtp_names: Mapping[str, str] = field(default_factory=dict)
-    mtp_gguf_names: Mapping[str, str] = field(default_factory=dict)
-    folding: Folding | None = None
-    peft_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_gate_up: bool = False  # gate and up of a layer's experts are one tensor
+    gguf_parallel: bool = False  # those without norms of MLPs have these read what attention reads, whatever they say in words
+    gguf_unread: bool = False  # keys and values of layers that read those of others, which llama.cpp asks for, are there
+    gguf_heads_dealt: bool = False  # value heads of the delta rule are dealt out to key heads in turn
+    gguf_truncates: bool = True  # see `RopeSpec`, of what they mean by yarn
 
     def norm(self, eps: float) -> NormSpec:
         """Of its models, as a config gives it."""
