@@ -10,9 +10,9 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
+from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES, SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
 _EVERY = 4

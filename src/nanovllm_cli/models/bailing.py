@@ -12,9 +12,9 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids, with_shared
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import MTP_HF_NAMES
+from nanovllm_cli.models.names import MTP_HF_NAMES, SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
 _RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"}

@@ -14,9 +14,10 @@ from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.cohere import COHERE2
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import SHARED_NAMES
 
 _KINDS = ("dense", "sparse")
 _KEEP = "keep the model as a folder"

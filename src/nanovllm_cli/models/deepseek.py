@@ -15,13 +15,12 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import (
     BY_SIGMOID,
     BY_SOFTMAX,
-    SHARED_NAMES,
     ExpertKeys,
     layers_without_experts,
     only_behind_the_first,
 )
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import MTP_HF_NAMES
+from nanovllm_cli.models.names import MTP_HF_NAMES, SHARED_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
 MAX_DIM = 1 << 14

@@ -7,8 +7,9 @@ from dataclasses import replace
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
+from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.names import SHARED_NAMES
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, only_behind_the_first, scored_by_sigmoids
+from nanovllm_cli.models.experts import ExpertKeys, only_behind_the_first, scored_by_sigmoids
 from nanovllm_cli.models.family import Family, GGUFField, usual_keys
-from nanovllm_cli.models.names import HF_NAMES, POST_HF_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import HF_NAMES, POST_HF_NAMES, SANDWICH_GGUF_NAMES, SHARED_NAMES
 
 
 def turned_in_windows(spec: ModelSpec) -> ModelSpec:

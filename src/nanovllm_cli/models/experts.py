@@ -14,7 +14,6 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 MAX_EXPERTS = 1024
 BY_SOFTMAX, BY_SIGMOID = 1, 2
 """What GGUF files call the functions that routers score by."""
-MATRICES = ("gate", "up", "down")
 KINDS_OF_MLPS = ("dense", "sparse")
 
 
@@ -47,35 +46,6 @@ class ExpertKeys:
 
 QWEN_KEYS = ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob")
 MIXTRAL_KEYS = ExpertKeys(("num_local_experts",), "intermediate_size", True)
-
-QWEN_NAMES = {
-    "blocks.{i}.router.weight": "model.layers.{i}.mlp.gate.weight",
-    **{
-        f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj.weight"
-        for part in MATRICES
-    },
-}
-SHARED_NAMES = QWEN_NAMES | {
-    f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight" for part in MATRICES
-}
-MIXTRAL_NAMES = {
-    "blocks.{i}.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
-    **{
-        f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight"
-        for part, theirs in zip(MATRICES, ("w1", "w3", "w2"), strict=True)
-    },
-}
-GGUF_EXPERT_NAMES = {
-    **{f"blocks.{{i}}.router.{kind}": f"blk.{{i}}.ffn_gate_inp.{kind}" for kind in ("weight", "bias")},
-    "blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b.bias",
-    **{f"blocks.{{i}}.shared.{part}.weight": f"blk.{{i}}.ffn_{part}_shexp.weight" for part in MATRICES},
-    **{
-        f"blocks.{{i}}.experts.{{e}}.{part}.{kind}": f"blk.{{i}}.ffn_{part}_exps.{{e}}.{kind}"
-        for part in MATRICES
-        for kind in ("weight", "bias")
-    },
-}
-"""A file has the experts of a layer in one tensor; weights/stacked.py takes it apart."""
 
 
 def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, layers: int) -> list[MLPSpec | MoESpec]:

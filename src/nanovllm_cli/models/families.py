@@ -14,8 +14,9 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
+from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf, mlps_from_hf
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, no_file
+from nanovllm_cli.models.names import MIXTRAL_NAMES, QWEN_NAMES
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, stretched, woven
 
 MAX_LAYERS = 1024

@@ -10,9 +10,10 @@ from typing import Any
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, with_shared
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, no_file
+from nanovllm_cli.models.names import MATRICES, QWEN_NAMES
 
 
 def with_kinds(config: Mapping[str, Any], sees_all: Callable[[int, int], bool]) -> Mapping[str, Any]:

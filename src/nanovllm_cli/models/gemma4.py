@@ -14,10 +14,10 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.gemma import SANDWICH_HF_NAMES
-from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import MATRICES, SANDWICH_GGUF_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf
 
 _LAYER, _OTHERS = "model.layers.{i}", "model.per_layer"

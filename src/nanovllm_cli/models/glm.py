@@ -10,10 +10,10 @@ from typing import Any
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, scored_by_sigmoids
+from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids
 from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import Family, GGUFField
-from nanovllm_cli.models.names import MTP_HF_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import MTP_HF_NAMES, SANDWICH_GGUF_NAMES, SHARED_NAMES
 
 
 def _that_sees(spec: ModelSpec) -> ModelSpec:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.names import MATRICES
 
 _ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _NAMES = {

@@ -14,7 +14,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, RopeSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import MATRICES, ExpertKeys, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, with_shared
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
@@ -24,6 +24,7 @@ from nanovllm_cli.models.mamba import (
     mamba_gguf_keys,
     mamba_hf_names,
 )
+from nanovllm_cli.models.names import MATRICES
 from nanovllm_cli.models.rotary import checked_rope
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"

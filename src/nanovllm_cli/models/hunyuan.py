@@ -17,10 +17,10 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, SHARED_NAMES, ExpertKeys, layers_without_experts
+from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
-from nanovllm_cli.models.names import MTP_HF_NAMES
+from nanovllm_cli.models.names import MATRICES, MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 
 

@@ -11,8 +11,9 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, ScanSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import MATRICES
 from nanovllm_cli.models.scan import SCAN_GGUF_NAMES, scan_from_gguf, scan_from_hf, scan_gguf_keys, scan_hf_names
 
 _LAYER = "model.layers.{i}"

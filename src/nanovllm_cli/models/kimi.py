@@ -11,8 +11,9 @@ from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deepseek import LATENT_GGUF_NAMES, LATENT_HF_NAMES, latent_dims, latent_from_gguf, with_latents
-from nanovllm_cli.models.experts import MATRICES, MIXTRAL_NAMES, ExpertKeys, only_behind_the_first, scored_by_sigmoids
+from nanovllm_cli.models.experts import ExpertKeys, only_behind_the_first, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
+from nanovllm_cli.models.names import MATRICES, MIXTRAL_NAMES
 from nanovllm_cli.models.qwen_next import ATTENTION, LINEAR, check_activation, kinds_of_layers, with_delta
 
 _MAX_HEAD_DIM = 1 << 14

@@ -9,9 +9,10 @@ from typing import Any
 
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, with_shared
 from nanovllm_cli.models.family import Family, no_file
 from nanovllm_cli.models.flint import turning_in_windows, with_kinds
+from nanovllm_cli.models.names import SHARED_NAMES
 
 
 def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,9 +11,10 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys, layers_without_experts, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts, with_shared
 from nanovllm_cli.models.families import FULL, QWEN3_MOE, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import QWEN_NAMES
 from nanovllm_cli.models.families import SLIDING
 from nanovllm_cli.models.family import Family, no_file
+from nanovllm_cli.models.names import QWEN_NAMES
 from nanovllm_cli.models.qwen_next import (
     ATTENTION,
     DELTA_NAMES,

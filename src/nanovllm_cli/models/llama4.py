@@ -12,8 +12,9 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, TemperatureSpec
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.names import MATRICES
 from nanovllm_cli.models.rotary import without_growth
 
 CHUNK, LEAST_CHUNK = 8192, 64

@@ -8,8 +8,9 @@ from dataclasses import replace
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, scored_by_sigmoids
+from nanovllm_cli.models.experts import MIXTRAL_KEYS, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.names import MIXTRAL_NAMES
 from nanovllm_cli.models.rotary import checked_rope, rope_section
 
 _PER_LAYER = "per_layer"

@@ -3,48 +3,72 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
-from nanovllm_cli.models.experts import GGUF_EXPERT_NAMES
+MATRICES = ("gate", "up", "down")
+"""Of an MLP."""
 
+
+def weights_and_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """Names of modules -> of their weights and biases."""
+    return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in names.items() for kind in ("weight", "bias")}
+
+
+def modules(ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """The same with these in front of their names."""
+    return {f"{ours}{part}": f"{theirs}{their_part}" for part, their_part in parts.items()}
+
+
+def projections(ours: str, theirs: str, parts: Iterable[str] = MATRICES) -> dict[str, str]:
+    """Of weights of such parts of a module."""
+    return {f"{ours}{part}.weight": f"{theirs}{part}_proj.weight" for part in parts}
+
+
+def each_expert(place: str, parts: Iterable[str] = MATRICES) -> dict[str, str]:
+    """The same of experts, whose module is at `place`."""
+    return projections("blocks.{i}.experts.{e}.", f"{place}.{{e}}.", parts)
+
+
+_LAYER = "model.layers.{i}"
 HF_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
-    **{f"blocks.{{i}}.attention_norm.{kind}": f"model.layers.{{i}}.input_layernorm.{kind}" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.mlp_norm.{kind}": f"model.layers.{{i}}.post_attention_layernorm.{kind}" for kind in ("weight", "bias")},
+    **weights_and_biases({
+        **modules("blocks.{i}.", f"{_LAYER}.", {
+            "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+            **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o", "qkv")},
+            **{part: f"mlp.{part}_proj" for part in (*MATRICES, "gate_up")},
+        }),
+        "norm": "model.norm", "head": "lm_head",
+    }),
+    **{f"blocks.{{i}}.{part}_norm.weight": f"{_LAYER}.self_attn.{part}_norm.weight" for part in "qk"},
+}  # fmt: skip
+QWEN_NAMES = {"blocks.{i}.router.weight": f"{_LAYER}.mlp.gate.weight", **each_expert(f"{_LAYER}.mlp.experts")}
+SHARED_NAMES = QWEN_NAMES | projections("blocks.{i}.shared.", f"{_LAYER}.mlp.shared_experts.")
+BIAS_NAME = {"blocks.{i}.router.selection_bias": f"{_LAYER}.mlp.gate.e_score_correction_bias"}
+MIXTRAL_NAMES = {
+    "blocks.{i}.router.weight": f"{_LAYER}.block_sparse_moe.gate.weight",
     **{
-        f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.self_attn.{part}_proj.{kind}"
-        for part in "qkvo"
-        for kind in ("weight", "bias")
+        f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_LAYER}.block_sparse_moe.experts.{{e}}.{theirs}.weight"
+        for part, theirs in zip(MATRICES, ("w1", "w3", "w2"), strict=True)
     },
-    **{f"blocks.{{i}}.{part}_norm.weight": f"model.layers.{{i}}.self_attn.{part}_norm.weight" for part in "qk"},
-    **{
-        f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.mlp.{part}_proj.{kind}"
-        for part in ("gate", "up", "down")
-        for kind in ("weight", "bias")
-    },
-    **{f"blocks.{{i}}.qkv.{kind}": f"model.layers.{{i}}.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.gate_up.{kind}": f"model.layers.{{i}}.mlp.gate_up_proj.{kind}" for kind in ("weight", "bias")},
-    **{f"norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
-    **{f"head.{kind}": f"lm_head.{kind}" for kind in ("weight", "bias")},
 }
 
 GGUF_NAMES = {
     "embedding.weight": "token_embd.weight",
-    **{f"blocks.{{i}}.attention_norm.{kind}": f"blk.{{i}}.attn_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.mlp_norm.{kind}": f"blk.{{i}}.ffn_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.o.{kind}": f"blk.{{i}}.attn_output.{kind}" for kind in ("weight", "bias")},
+    **weights_and_biases({
+        **modules("blocks.{i}.", "blk.{i}.", {
+            "attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "o": "attn_output", "router": "ffn_gate_inp",
+            **{part: f"attn_{part}" for part in ("q", "k", "v", "qkv")},
+            **{f"experts.{{e}}.{part}": f"ffn_{part}_exps.{{e}}" for part in MATRICES},
+            **{part: f"ffn_{part}" for part in MATRICES}, "gate_up": "ffn_up",
+        }),
+        "norm": "output_norm", "head": "output",
+    }),
     **{f"blocks.{{i}}.{part}_norm.weight": f"blk.{{i}}.attn_{part}_norm.weight" for part in "qk"},
-    **GGUF_EXPERT_NAMES,
-    **{
-        f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.ffn_{part}.{kind}"
-        for part in ("gate", "up", "down")
-        for kind in ("weight", "bias")
-    },
-    **{f"blocks.{{i}}.qkv.{kind}": f"blk.{{i}}.attn_qkv.{kind}" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.gate_up.{kind}": f"blk.{{i}}.ffn_up.{kind}" for kind in ("weight", "bias")},
-    **{f"norm.{kind}": f"output_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"head.{kind}": f"output.{kind}" for kind in ("weight", "bias")},
-}
+    "blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b.bias",
+    **{f"blocks.{{i}}.shared.{part}.weight": f"blk.{{i}}.ffn_{part}_shexp.weight" for part in MATRICES},
+}  # fmt: skip
+"""A file has the experts of a layer in one tensor; weights/stacked.py takes it apart."""
 
 POST_HF_NAMES = {
     "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",

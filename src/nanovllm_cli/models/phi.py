@@ -19,8 +19,9 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES
+from nanovllm_cli.models.experts import MIXTRAL_KEYS
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import MIXTRAL_NAMES
 from nanovllm_cli.models.rotary import rope_section
 
 PHI3 = Family(

@@ -11,9 +11,10 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import QWEN2
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.names import MATRICES, QWEN_NAMES
 from nanovllm_cli.models.rotary import woven
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
