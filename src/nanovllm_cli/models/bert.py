@@ -15,6 +15,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import DistanceSpec, EntrySpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, no_file
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 LONE = {"gelu": "lone_gelu", "gelu_new": "lone_gelu_tanh", "gelu_pytorch_tanh": "lone_gelu_tanh", "gelu_fast": "lone_gelu_tanh"}
 LONE_TANH = {"gelu_new": "lone_gelu_tanh", **LONE}
@@ -46,23 +47,15 @@ _GGUF_PARTS = {"after_attention_norm": "attn_output_norm", "after_mlp_norm": "la
 
 def _hf_names(outer: str, layers: str = "encoder.layer", parts: Mapping[str, str] = _PARTS) -> dict[str, str]:
     entry = {"embedding": "word_embeddings", "positions": "position_embeddings", "segments": "token_type_embeddings"}
-    names = {f"{ours}.weight": f"{outer}embeddings.{theirs}.weight" for ours, theirs in entry.items()}
-    for kind in ("weight", "bias"):
-        names[f"entry_norm.{kind}"] = f"{outer}embeddings.LayerNorm.{kind}"
-        for ours, theirs in parts.items():
-            names[f"blocks.{{i}}.{ours}.{kind}"] = f"{outer}{layers}.{{i}}.{theirs}.{kind}"
-    return names
+    tables = {f"{ours}.weight": f"{outer}embeddings.{theirs}.weight" for ours, theirs in entry.items()}
+    inner = modules("blocks.{i}.", f"{outer}{layers}.{{i}}.", parts)
+    return tables | weights_and_biases({"entry_norm": f"{outer}embeddings.LayerNorm", **inner})
 
 
 GGUF_ENTRY = {
     "positions.weight": "position_embd.weight",
     "segments.weight": "token_types.weight",
-    **{f"entry_norm.{kind}": f"token_embd_norm.{kind}" for kind in ("weight", "bias")},
-    **{
-        f"blocks.{{i}}.{ours}.{kind}": f"blk.{{i}}.{theirs}.{kind}"
-        for ours, theirs in _GGUF_PARTS.items()
-        for kind in ("weight", "bias")
-    },
+    **weights_and_biases({"entry_norm": "token_embd_norm", **modules("blocks.{i}.", "blk.{i}.", _GGUF_PARTS)}),
 }
 
 

@@ -16,6 +16,7 @@ from nanovllm_cli.models.bert import LONE, LONE_TANH
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
 from nanovllm_cli.models.gpt2 import with_usual_width
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _KEYS = {
     "n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
@@ -102,11 +103,7 @@ def _mpt_gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 def _names(parts: Mapping[str, str], layers: str, last: str) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for kind in ("weight", "bias"):
-        names |= {f"blocks.{{i}}.{ours}.{kind}": f"transformer.{layers}.{{i}}.{theirs}.{kind}" for ours, theirs in parts.items()}
-        names[f"norm.{kind}"] = f"transformer.{last}.{kind}"
-    return names
+    return weights_and_biases({**modules("blocks.{i}.", f"transformer.{layers}.{{i}}.", parts), "norm": f"transformer.{last}"})
 
 
 BLOOM = Family(
@@ -126,10 +123,10 @@ BLOOM = Family(
     },
     hf_names={
         "embedding.weight": "transformer.word_embeddings.weight",
-        **{f"entry_norm.{kind}": f"transformer.word_embeddings_layernorm.{kind}" for kind in ("weight", "bias")},
+        **weights_and_biases({"entry_norm": "transformer.word_embeddings_layernorm"}),
         **_names(_PARTS, "h", "ln_f"),
     },
-    gguf_names={f"entry_norm.{kind}": f"token_embd_norm.{kind}" for kind in ("weight", "bias")},
+    gguf_names=weights_and_biases({"entry_norm": "token_embd_norm"}),
     hf=_from_hf,
     gguf=lambda spec, read, key: _bloom(spec, read),
     gguf_activation="lone_gelu_tanh",

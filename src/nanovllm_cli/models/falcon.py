@@ -17,6 +17,7 @@ from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 from nanovllm_cli.models.gpt2 import with_usual_width
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _KEYS = {"n_embed": "hidden_size", "ffn_hidden_size": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps",
          "activation": "hidden_act"}  # fmt: skip
@@ -29,9 +30,7 @@ _NORMS_BESIDE = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
 
 
 def _names(parts: Mapping[str, str], layer: str) -> dict[str, str]:
-    return {
-        f"blocks.{{i}}.{ours}.{kind}": f"{layer}.{theirs}.{kind}" for ours, theirs in parts.items() for kind in ("weight", "bias")
-    }
+    return weights_and_biases(modules("blocks.{i}.", f"{layer}.", parts))
 
 
 def key_heads(config: Mapping[str, Any]) -> Any:
@@ -100,7 +99,7 @@ FALCON = Family(
     hf_names={
         "embedding.weight": "transformer.word_embeddings.weight",
         **_names(_PARTS | _NORMS, _LAYER),
-        **{f"norm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")},
+        **weights_and_biases({"norm": "transformer.ln_f"}),
     },
     hf=_from_hf,
     gguf_activation="lone_gelu",

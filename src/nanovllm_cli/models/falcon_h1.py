@@ -23,12 +23,13 @@ from nanovllm_cli.models.mamba import (
     mamba_gguf_keys,
     mamba_hf_names,
 )
+from nanovllm_cli.models.names import projections
 
 _LAYER = "model.layers.{i}"
 _NAMES = mamba_hf_names(f"{_LAYER}.mamba") | {
     "norm.weight": "model.final_layernorm.weight",
     "blocks.{i}.mlp_norm.weight": f"{_LAYER}.pre_ff_layernorm.weight",
-    **{f"blocks.{{i}}.{part}.weight": f"{_LAYER}.feed_forward.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **projections("blocks.{i}.", f"{_LAYER}.feed_forward."),
 }
 _BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
 _LISTS = {"mlp_multipliers": 2, "ssm_multipliers": 5}

@@ -13,7 +13,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, with_shared
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, no_file
-from nanovllm_cli.models.names import MATRICES, QWEN_NAMES
+from nanovllm_cli.models.names import QWEN_NAMES, projections
 
 
 def with_kinds(config: Mapping[str, Any], sees_all: Callable[[int, int], bool]) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ FLINT = Family(
     hf_names={
         **QWEN_NAMES,
         "blocks.{i}.sinks": "model.layers.{i}.self_attn.softmax_offset",
-        **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight" for part in MATRICES},
+        **projections("blocks.{i}.shared.", "model.layers.{i}.mlp.shared_expert."),
     },
     hf=_from_hf,
     gguf_like=no_file("Flint"),

@@ -17,7 +17,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.gemma import SANDWICH_HF_NAMES
-from nanovllm_cli.models.names import MATRICES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import MATRICES, SANDWICH_GGUF_NAMES, each_expert, projections
 from nanovllm_cli.models.rotary import rope_from_hf
 
 _LAYER, _OTHERS = "model.layers.{i}", "model.per_layer"
@@ -37,8 +37,8 @@ _HF_NAMES = PER_LAYER_HF_NAMES | {
     "blocks.{i}.experts_norm.weight": f"{_LAYER}.pre_feedforward_layernorm_2.weight",
     "blocks.{i}.after_shared_norm.weight": f"{_LAYER}.post_feedforward_layernorm_1.weight",
     "blocks.{i}.after_experts_norm.weight": f"{_LAYER}.post_feedforward_layernorm_2.weight",
-    **{f"blocks.{{i}}.shared.{part}.weight": f"{_LAYER}.mlp.{part}_proj.weight" for part in MATRICES},
-    **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_LAYER}.experts.{{e}}.{part}_proj.weight" for part in MATRICES},
+    **projections("blocks.{i}.shared.", f"{_LAYER}.mlp."),
+    **each_expert(f"{_LAYER}.experts"),
 }
 PER_LAYER_GGUF_NAMES = SANDWICH_GGUF_NAMES | {
     "per_layer_embedding.weight": "per_layer_token_embd.weight",

@@ -15,6 +15,7 @@ from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
@@ -73,12 +74,7 @@ GPT2 = Family(
     hf_names={
         "embedding.weight": "transformer.wte.weight",
         "positions.weight": "transformer.wpe.weight",
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"transformer.h.{{i}}.{theirs}.{kind}"
-            for ours, theirs in _PARTS.items()
-            for kind in ("weight", "bias")
-        },
-        **{f"norm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")},
+        **weights_and_biases({**modules("blocks.{i}.", "transformer.h.{i}.", _PARTS), "norm": "transformer.ln_f"}),
     },
     gguf_names={"positions.weight": "position_embd.weight"},
     hf=_from_hf,

@@ -15,6 +15,7 @@ from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import Family, no_file
 from nanovllm_cli.models.gpt2 import KEYS, with_usual_width
+from nanovllm_cli.models.names import modules, weights_and_biases
 from nanovllm_cli.models.rotary import checked_rope
 
 _NEO_KEYS = {
@@ -34,11 +35,8 @@ _EVERY_SECOND = [[["global", "local"], 12]]
 
 
 def _names(parts: Mapping[str, str]) -> dict[str, str]:
-    names = {"embedding.weight": "transformer.wte.weight"}
-    for kind in ("weight", "bias"):
-        names |= {f"blocks.{{i}}.{ours}.{kind}": f"transformer.h.{{i}}.{theirs}.{kind}" for ours, theirs in parts.items()}
-        names[f"norm.{kind}"] = f"transformer.ln_f.{kind}"
-    return names
+    names = weights_and_biases({**modules("blocks.{i}.", "transformer.h.{i}.", parts), "norm": "transformer.ln_f"})
+    return {"embedding.weight": "transformer.wte.weight", **names}
 
 
 def _has_window(read: ConfigReader, layers: int) -> list[bool]:

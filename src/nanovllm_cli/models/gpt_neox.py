@@ -10,6 +10,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField, has_all, usual_keys
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _KEYS = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 _PARTS = {
@@ -55,12 +56,7 @@ GPT_NEOX = Family(
     },
     hf_names={
         "embedding.weight": "gpt_neox.embed_in.weight",
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"gpt_neox.layers.{{i}}.{theirs}.{kind}"
-            for ours, theirs in _PARTS.items()
-            for kind in ("weight", "bias")
-        },
-        **{f"norm.{kind}": f"gpt_neox.final_layer_norm.{kind}" for kind in ("weight", "bias")},
+        **weights_and_biases({**modules("blocks.{i}.", "gpt_neox.layers.{i}.", _PARTS), "norm": "gpt_neox.final_layer_norm"}),
         "head.weight": "embed_out.weight",
     },
     hf=_from_hf,

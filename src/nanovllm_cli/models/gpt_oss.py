@@ -13,12 +13,12 @@ from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import Family, GGUFField
-from nanovllm_cli.models.names import MATRICES
+from nanovllm_cli.models.names import MATRICES, weights_and_biases
 
 _ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _NAMES = {
     "blocks.{i}.sinks": "model.layers.{i}.self_attn.sinks",
-    **{f"blocks.{{i}}.router.{kind}": f"model.layers.{{i}}.mlp.router.{kind}" for kind in ("weight", "bias")},
+    **weights_and_biases({"blocks.{i}.router": "model.layers.{i}.mlp.router"}),
     **{
         f"blocks.{{i}}.experts.{{e}}.{part}.{kind}": f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj{theirs}"
         for part in MATRICES

@@ -24,13 +24,13 @@ from nanovllm_cli.models.mamba import (
     mamba_gguf_keys,
     mamba_hf_names,
 )
-from nanovllm_cli.models.names import MATRICES
+from nanovllm_cli.models.names import MATRICES, each_expert, weights_and_biases
 from nanovllm_cli.models.rotary import checked_rope
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"
 _MOE_NAMES = {
     "blocks.{i}.router.weight": f"{_EXPERTS}.router.layer.weight",
-    **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_EXPERTS}.experts.{{e}}.{part}_proj.weight" for part in MATRICES},
+    **each_expert(f"{_EXPERTS}.experts"),
 }
 _SHARED = {"gate": "gate_proj", "up": "up_proj", "down": "output_linear"}
 _HYBRID_NAMES = _MOE_NAMES | mamba_hf_names("model.layers.{i}.mamba") | {
@@ -244,8 +244,7 @@ BAMBA = replace(
     GRANITE_HYBRID, name="bamba", experts=None, config=_bamba_keys, hf=_bamba_from_hf,
     hf_names=mamba_hf_names("model.layers.{i}.mamba") | {
         "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_ff_layernorm.weight",
-        **{f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.feed_forward.{part}_proj.{kind}"
-           for part in MATRICES for kind in ("weight", "bias")},
+        **weights_and_biases({f"blocks.{{i}}.{part}": f"model.layers.{{i}}.feed_forward.{part}_proj" for part in MATRICES}),
         "norm.weight": "model.final_layernorm.weight",
     },
     defaults={

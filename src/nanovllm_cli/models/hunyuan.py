@@ -20,7 +20,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
-from nanovllm_cli.models.names import MATRICES, MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES
+from nanovllm_cli.models.names import MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES, projections
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 
 
@@ -172,7 +172,7 @@ HUNYUAN_MOE = replace(
     defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1, "num_shared_expert": 1},
     hf_names={**QWEN_NAMES, **HUNYUAN_DENSE.hf_names}
     | {"blocks.{i}.router.weight": "model.layers.{i}.mlp.gate.wg.weight"}
-    | {f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_mlp.{part}_proj.weight" for part in MATRICES},
+    | projections("blocks.{i}.shared.", "model.layers.{i}.mlp.shared_mlp."),
     hf=_with_experts_from_hf,
     gguf_keys=_keys,
 )
@@ -194,7 +194,7 @@ HY_V3 = Family(
         **QWEN_NAMES,
         "blocks.{i}.router.weight": f"{_MLP}.router.gate.weight",
         "blocks.{i}.router.selection_bias": f"{_MLP}.expert_bias",
-        **{f"blocks.{{i}}.shared.{part}.weight": f"{_MLP}.shared_mlp.{part}_proj.weight" for part in MATRICES},
+        **projections("blocks.{i}.shared.", f"{_MLP}.shared_mlp."),
     },
     gguf_names={"blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b"},
     peft_names={ours: theirs for ours, theirs in SHARED_NAMES.items() if ".shared." in ours},

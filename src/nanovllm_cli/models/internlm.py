@@ -11,6 +11,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _PARTS = {
     "attention_norm": "attention_norm", "mlp_norm": "ffn_norm", "q": "attention.wq", "k": "attention.wk", "v": "attention.wv",
@@ -47,11 +48,7 @@ INTERNLM2 = Family(
     hf_names={
         "embedding.weight": "model.tok_embeddings.weight",
         "head.weight": "output.weight",
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.{theirs}.{kind}"
-            for ours, theirs in _PARTS.items()
-            for kind in ("weight", "bias")
-        },
+        **weights_and_biases(modules("blocks.{i}.", "model.layers.{i}.", _PARTS)),
     },
 )
 INTERNLM3 = Family(

@@ -13,7 +13,7 @@ from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
-from nanovllm_cli.models.names import MATRICES
+from nanovllm_cli.models.names import each_expert, projections
 from nanovllm_cli.models.scan import SCAN_GGUF_NAMES, scan_from_gguf, scan_from_hf, scan_gguf_keys, scan_hf_names
 
 _LAYER = "model.layers.{i}"
@@ -92,10 +92,9 @@ JAMBA = Family(
     hf_names=scan_hf_names(f"{_LAYER}.mamba") | {
         "norm.weight": "model.final_layernorm.weight",
         "blocks.{i}.mlp_norm.weight": f"{_LAYER}.pre_ff_layernorm.weight",
-        **{f"blocks.{{i}}.{part}.weight": f"{_LAYER}.feed_forward.{part}_proj.weight" for part in MATRICES},
+        **projections("blocks.{i}.", f"{_LAYER}.feed_forward."),
         "blocks.{i}.router.weight": f"{_LAYER}.feed_forward.router.weight",
-        **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_LAYER}.feed_forward.experts.{{e}}.{part}_proj.weight"
-           for part in MATRICES},
+        **each_expert(f"{_LAYER}.feed_forward.experts"),
     },
     gguf_names=SCAN_GGUF_NAMES,
     hf=_from_hf,

@@ -13,7 +13,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deepseek import LATENT_GGUF_NAMES, LATENT_HF_NAMES, latent_dims, latent_from_gguf, with_latents
 from nanovllm_cli.models.experts import ExpertKeys, only_behind_the_first, scored_by_sigmoids
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
-from nanovllm_cli.models.names import MATRICES, MIXTRAL_NAMES
+from nanovllm_cli.models.names import MIXTRAL_NAMES, projections
 from nanovllm_cli.models.qwen_next import ATTENTION, LINEAR, check_activation, kinds_of_layers, with_delta
 
 _MAX_HEAD_DIM = 1 << 14
@@ -134,9 +134,8 @@ KIMI_LINEAR = Family(
               "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
     hf_names=LATENT_HF_NAMES | MIXTRAL_NAMES | {
         "blocks.{i}.router.selection_bias": f"{_MOE}.gate.e_score_correction_bias",
-        **{f"blocks.{{i}}.shared.{part}.weight": f"{_MOE}.shared_experts.{part}_proj.weight" for part in MATRICES},
-        **{f"blocks.{{i}}.delta_{part}.weight": f"{_PLACE}.{part}_proj.weight"
-           for part in (*_PARTS, "b", "f_a", "f_b", "g_a", "g_b")},
+        **projections("blocks.{i}.shared.", f"{_MOE}.shared_experts."),
+        **projections("blocks.{i}.delta_", f"{_PLACE}.", (*_PARTS, "b", "f_a", "f_b", "g_a", "g_b")),
         **{f"blocks.{{i}}.delta.{part}_taps": f"{_PLACE}.{part}_conv1d.weight" for part in _PARTS},
         "blocks.{i}.delta_out.weight": f"{_PLACE}.o_proj.weight",
         "blocks.{i}.delta.decay": f"{_PLACE}.A_log",
@@ -144,9 +143,8 @@ KIMI_LINEAR = Family(
         "blocks.{i}.delta.norm.weight": f"{_PLACE}.o_norm.weight",
     },
     peft_names={
-        **{f"blocks.{{i}}.delta_{part}.weight": f"{_PLACE}.forget_gate.{part}_proj.weight" for part in ("f_a", "f_b")},
-        **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight"
-           for part in MATRICES},
+        **projections("blocks.{i}.delta_", f"{_PLACE}.forget_gate.", ("f_a", "f_b")),
+        **projections("blocks.{i}.shared.", "model.layers.{i}.mlp.shared_experts."),
     },
     hf=_from_hf,
     gguf_names=LATENT_GGUF_NAMES | {

@@ -14,21 +14,20 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, GGUFField, no_file
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 CONV, ATTENTION = "conv", "full_attention"
-KINDS = ("weight", "bias")
 MAX_TAPS = 64
 
 _LAYER = "model.layers.{i}"
+_CONV_PARTS = {"conv_in": "in_proj", "conv_out": "out_proj", "conv": "conv"}
 _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 _NAMES = {
     "blocks.{i}.attention_norm.weight": f"{_LAYER}.operator_norm.weight",
     "blocks.{i}.mlp_norm.weight": f"{_LAYER}.ffn_norm.weight",
     "blocks.{i}.o.weight": f"{_LAYER}.self_attn.out_proj.weight",
     **{f"blocks.{{i}}.{part}_norm.weight": f"{_LAYER}.self_attn.{part}_layernorm.weight" for part in "qk"},
-    **{f"blocks.{{i}}.conv_{part}.{kind}": f"{_LAYER}.conv.{part}_proj.{kind}" for part in ("in", "out") for kind in KINDS},
-    "blocks.{i}.conv.weight": f"{_LAYER}.conv.conv.weight",
-    "blocks.{i}.conv.bias": f"{_LAYER}.conv.conv.bias",
+    **weights_and_biases(modules("blocks.{i}.", f"{_LAYER}.conv.", _CONV_PARTS)),
     **{f"blocks.{{i}}.{part}.weight": f"{_LAYER}.feed_forward.{theirs}.weight" for part, theirs in _PARTS.items()},
     "norm.weight": "model.embedding_norm.weight",
 }
@@ -40,9 +39,7 @@ _MOE_NAMES = _NAMES | {
        for part, theirs in _PARTS.items()},
 }  # fmt: skip
 _GGUF_NAMES = {
-    **{f"blocks.{{i}}.conv_{part}.{kind}": f"blk.{{i}}.shortconv.{part}_proj.{kind}" for part in ("in", "out") for kind in KINDS},
-    **{f"blocks.{{i}}.conv.{kind}": f"blk.{{i}}.shortconv.conv.{kind}" for kind in KINDS},
-    "norm.weight": "token_embd_norm.weight",
+    **weights_and_biases(modules("blocks.{i}.", "blk.{i}.shortconv.", _CONV_PARTS)), "norm.weight": "token_embd_norm.weight",
 }
 
 

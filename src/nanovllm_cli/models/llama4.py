@@ -14,7 +14,7 @@ from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import MATRICES
+from nanovllm_cli.models.names import each_expert, projections
 from nanovllm_cli.models.rotary import without_growth
 
 CHUNK, LEAST_CHUNK = 8192, 64
@@ -105,13 +105,10 @@ LLAMA4 = Family(
     defaults={"rope_theta": 5e5, "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 1,
               "num_local_experts": 16, "max_position_embeddings": 131072, "attention_chunk_size": CHUNK},
     hf_names={
-        **{f"blocks.{{i}}.{part}.weight": f"{_LAYER}.feed_forward.{part}_proj.weight" for part in MATRICES},
+        **projections("blocks.{i}.", f"{_LAYER}.feed_forward."),
         "blocks.{i}.router.weight": f"{_LAYER}.feed_forward.router.weight",
-        **{f"blocks.{{i}}.shared.{part}.weight": f"{_LAYER}.feed_forward.shared_expert.{part}_proj.weight" for part in MATRICES},
-        **{
-            f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_LAYER}.feed_forward.experts.{{e}}.{part}_proj.weight"
-            for part in MATRICES
-        },
+        **projections("blocks.{i}.shared.", f"{_LAYER}.feed_forward.shared_expert."),
+        **each_expert(f"{_LAYER}.feed_forward.experts"),
     },
     hf=_from_hf,
     gguf=_from_gguf,

@@ -13,6 +13,7 @@ from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, usual_keys
 from nanovllm_cli.models.gemma import window_keys
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _KEYS = {
     "hidden_activation": "hidden_act", "norm_eps": "layer_norm_eps", "local_attention": "sliding_window",
@@ -81,11 +82,7 @@ MODERNBERT = Family(
         "embedding.weight": "model.embeddings.tok_embeddings.weight",
         "entry_norm.weight": "model.embeddings.norm.weight",
         "norm.weight": "model.final_norm.weight",
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.{theirs}.{kind}"
-            for ours, theirs in _PARTS.items()
-            for kind in ("weight", "bias")
-        },
+        **weights_and_biases(modules("blocks.{i}.", "model.layers.{i}.", _PARTS)),
     },
     gguf_names={"entry_norm.weight": "token_embd_norm.weight"},
     hf=_from_hf,

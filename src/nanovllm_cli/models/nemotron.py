@@ -21,6 +21,7 @@ from nanovllm_cli.models.mamba import (
     mamba_gguf_keys,
     mamba_hf_names,
 )
+from nanovllm_cli.models.names import each_expert, projections, weights_and_biases
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"
 _LETTERS = {
@@ -34,13 +35,13 @@ _NAMES = mamba_hf_names(_PLACE) | {
     "embedding.weight": "backbone.embeddings.weight",
     "norm.weight": "backbone.norm_f.weight",
     **{f"blocks.{{i}}.{norm}_norm.weight": "backbone.layers.{i}.norm.weight" for norm in ("attention", "mlp")},
-    **{f"blocks.{{i}}.{part}.weight": f"{_PLACE}.{part}_proj.weight" for part in "qkvo"},
-    **{f"blocks.{{i}}.{part}.{kind}": f"{_PLACE}.{part}_proj.{kind}" for part in _WITHOUT_GATE for kind in ("weight", "bias")},
+    **projections("blocks.{i}.", f"{_PLACE}.", "qkvo"),
+    **weights_and_biases({f"blocks.{{i}}.{part}": f"{_PLACE}.{part}_proj" for part in _WITHOUT_GATE}),
     "blocks.{i}.router.weight": f"{_PLACE}.gate.weight",
     "blocks.{i}.router.selection_bias": f"{_PLACE}.gate.e_score_correction_bias",
     **{f"blocks.{{i}}.{ours}.weight": f"{_PLACE}.{theirs}_latent_proj.weight" for ours, theirs in _LATENT.items()},
-    **{f"blocks.{{i}}.shared.{part}.weight": f"{_PLACE}.shared_experts.{part}_proj.weight" for part in _WITHOUT_GATE},
-    **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_PLACE}.experts.{{e}}.{part}_proj.weight" for part in _WITHOUT_GATE},
+    **projections("blocks.{i}.shared.", f"{_PLACE}.shared_experts.", _WITHOUT_GATE),
+    **each_expert(f"{_PLACE}.experts", _WITHOUT_GATE),
 }
 
 

@@ -15,6 +15,7 @@ from nanovllm_cli.models.bert import GGUF_ENTRY, LONE, encoder
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, usual_keys
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
@@ -66,12 +67,7 @@ NOMIC_BERT = Family(
     hf_names={
         "embedding.weight": "bert.embeddings.word_embeddings.weight",
         "segments.weight": "bert.embeddings.token_type_embeddings.weight",
-        **{f"entry_norm.{kind}": f"bert.emb_ln.{kind}" for kind in ("weight", "bias")},
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"bert.encoder.layers.{{i}}.{theirs}.{kind}"
-            for ours, theirs in _PARTS.items()
-            for kind in ("weight", "bias")
-        },
+        **weights_and_biases({"entry_norm": "bert.emb_ln", **modules("blocks.{i}.", "bert.encoder.layers.{i}.", _PARTS)}),
     },
     gguf_names=GGUF_ENTRY,
     hf=_from_hf,

@@ -11,7 +11,7 @@ from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import Family, no_file
-from nanovllm_cli.models.names import POST_HF_NAMES
+from nanovllm_cli.models.names import POST_HF_NAMES, projections
 from nanovllm_cli.models.qwen_next import ATTENTION, LINEAR, check_activation, kinds_of_layers, with_delta
 from nanovllm_cli.models.rotary import rope_section
 
@@ -57,7 +57,7 @@ OLMO_HYBRID = Family(
     hf_names=POST_HF_NAMES | {
         "blocks.{i}.attention_norm.weight": "model.layers.{i}.attention_layer_norm.weight",
         "blocks.{i}.mlp_norm.weight": "model.layers.{i}.feedforward_layer_norm.weight",
-        **{f"blocks.{{i}}.delta_{part}.weight": f"{_DELTA}.{part}_proj.weight" for part in ("q", "k", "v", "b", "a")},
+        **projections("blocks.{i}.delta_", f"{_DELTA}.", "qkvba"),
         **{f"blocks.{{i}}.delta.{part}_taps": f"{_DELTA}.{part}_conv1d.weight" for part in "qkv"},
         "blocks.{i}.delta_z.weight": f"{_DELTA}.g_proj.weight",
         "blocks.{i}.delta_out.weight": f"{_DELTA}.o_proj.weight",

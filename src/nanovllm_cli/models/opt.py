@@ -15,6 +15,7 @@ from nanovllm_cli.model_spec import EntrySpec, ModelSpec, NormSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, no_file, usual_keys
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 _UNUSED = 2
 """Rows of the table of positions in front of the first one's."""
@@ -56,12 +57,9 @@ OPT = Family(
     hf_names={
         "embedding.weight": f"{_PLACE}.embed_tokens.weight",
         "positions.weight": f"{_PLACE}.embed_positions.weight",
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"{_PLACE}.layers.{{i}}.{theirs}.{kind}"
-            for ours, theirs in _PARTS.items()
-            for kind in ("weight", "bias")
-        },
-        **{f"norm.{kind}": f"{_PLACE}.final_layer_norm.{kind}" for kind in ("weight", "bias")},
+        **weights_and_biases({
+            **modules("blocks.{i}.", f"{_PLACE}.layers.{{i}}.", _PARTS), "norm": f"{_PLACE}.final_layer_norm",
+        }),
     },
     hf=_from_hf,
     gguf_like=no_file("OPT"),

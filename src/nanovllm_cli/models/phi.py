@@ -21,7 +21,7 @@ from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
-from nanovllm_cli.models.names import MIXTRAL_NAMES
+from nanovllm_cli.models.names import MIXTRAL_NAMES, modules, weights_and_biases
 from nanovllm_cli.models.rotary import rope_section
 
 PHI3 = Family(
@@ -110,14 +110,10 @@ PHI = Family(
     ungated=LONE_TANH,
     config=_biased,
     defaults={"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 2048},
-    hf_names={
-        **{
-            f"blocks.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.{theirs}.{kind}"
-            for ours, theirs in {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}.items()
-            for kind in ("weight", "bias")
-        },
-        **{f"norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight", "bias")},
-    },
+    hf_names=weights_and_biases({
+        **modules("blocks.{i}.", "model.layers.{i}.", {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}),
+        "norm": "model.final_layernorm",
+    }),
     hf=_from_hf,
     gguf=lambda spec, read, key: replace(spec, head_bias=True),
     gguf_activation="lone_gelu_tanh",

@@ -14,7 +14,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import QWEN2
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import MATRICES, QWEN_NAMES
+from nanovllm_cli.models.names import QWEN_NAMES, projections
 from nanovllm_cli.models.rotary import woven
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
@@ -35,7 +35,7 @@ DELTA_NAMES = {
 """The taps of a channel are a matrix of one row there; weights/stacked.py makes a row of it."""
 SHARED_NAMES = {
     "blocks.{i}.shared.gate_row.weight": "model.layers.{i}.mlp.shared_expert_gate.weight",
-    **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight" for part in MATRICES},
+    **projections("blocks.{i}.shared.", "model.layers.{i}.mlp.shared_expert."),
 }  # fmt: skip
 _MOE_NAMES = DELTA_NAMES | QWEN_NAMES | SHARED_NAMES
 WEIGHED = ExpertKeys(

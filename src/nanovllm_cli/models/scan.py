@@ -11,6 +11,7 @@ from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, GGUFField
 from nanovllm_cli.models.mamba import MAX_TAPS, check_kind
+from nanovllm_cli.models.names import projections
 
 MAX_STATE = 1024
 """Numbers of a channel's state; those that are published have 16."""
@@ -32,7 +33,7 @@ SCAN_GGUF_NAMES = {
 def scan_hf_names(place: str) -> dict[str, str]:
     """Of a folder where a layer's are at `place`."""
     return {
-        **{f"blocks.{{i}}.scan_{part}.weight": f"{place}.{part}_proj.weight" for part in _PARTS},
+        **projections("blocks.{i}.scan_", f"{place}.", _PARTS),
         "blocks.{i}.scan.taps": f"{place}.conv1d.weight",
         "blocks.{i}.scan.taps_bias": f"{place}.conv1d.bias",
         "blocks.{i}.scan.decay": f"{place}.A_log",

@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE_TANH
 from nanovllm_cli.models.family import Family, GGUFField, has_all
+from nanovllm_cli.models.names import modules, weights_and_biases
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -29,11 +30,7 @@ STARCODER2 = Family(
     tied_by_default=True,
     config=_usual_keys,
     defaults={"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096},
-    hf_names={
-        f"blocks.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.mlp.{theirs}.{kind}"
-        for ours, theirs in {"up": "c_fc", "down": "c_proj"}.items()
-        for kind in ("weight", "bias")
-    },
+    hf_names=weights_and_biases(modules("blocks.{i}.", "model.layers.{i}.mlp.", {"up": "c_fc", "down": "c_proj"})),
     gguf_activation="lone_gelu_tanh",
     gguf_keys=_keys,
 )
