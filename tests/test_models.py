@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AfmoeConfig,
@@ -130,12 +132,12 @@ from transformers import (
     VaultGemmaConfig,
     YoutuConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.mixer_spec import TemperatureSpec
-from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.facts import facts_of, parameters
@@ -1140,63 +1142,32 @@ def test_a_mistral_of_another_kind_is_refused() -> None:
         spec_from_hf(config, hf_family(config))
 
 
-DEFAULTS = {
-    "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
-    "Gemma3nForCausalLM": Gemma3nTextConfig,
-    "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
-    "KimiLinearForCausalLM": KimiLinearConfig, "LaraMiniForCausalLM": LaraMiniConfig,
-    "LlamaForCausalLM": LlamaConfig, "Llama4ForCausalLM": Llama4TextConfig,
-    "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
-    "Mistral4ForCausalLM": Mistral4Config,
-    "MixtralForCausalLM": MixtralConfig, "HYV3ForCausalLM": HYV3Config,
-    "FlintForCausalLM": FlintConfig, "Kolibri1ForCausalLM": Kolibri1Config, "NanoChatForCausalLM": NanoChatConfig,
-    "PhiForCausalLM": PhiConfig, "PhimoeForCausalLM": PhimoeConfig,
-    "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
-    "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
-    "GraniteMoeForCausalLM": GraniteMoeConfig,
-    "GlmForCausalLM": GlmConfig, "CwmForCausalLM": CwmConfig, "HeliumForCausalLM": HeliumConfig, "Jais2ForCausalLM": Jais2Config,
-    "NemotronForCausalLM": NemotronConfig, "MinistralForCausalLM": MinistralConfig, "VaultGemmaForCausalLM": VaultGemmaConfig,
-    "HyperCLOVAXForCausalLM": HyperCLOVAXConfig,
-    "OlmoForCausalLM": OlmoConfig, "Olmo2ForCausalLM": Olmo2Config, "Olmo3ForCausalLM": Olmo3Config,
-    "OlmoHybridForCausalLM": OlmoHybridConfig,
-    "OlmoeForCausalLM": OlmoeConfig, "FlexOlmoForCausalLM": FlexOlmoConfig, "MiniMaxM2ForCausalLM": MiniMaxM2Config,
-    "Dots1ForCausalLM": lambda: Dots1Config(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2),
-    "AfmoeForCausalLM": AfmoeConfig, "ApertusForCausalLM": ApertusConfig, "GraniteSWAForCausalLM": GraniteSWAConfig,
-    "GraniteMoeSWAForCausalLM": GraniteMoeSWAConfig,
-    "SarvamMoEForCausalLM": SarvamMoEConfig,
-    "SolarOpenForCausalLM": SolarOpenConfig, "ExaoneMoeForCausalLM": ExaoneMoeConfig,
-    "FalconForCausalLM": FalconConfig, "OPTForCausalLM": OPTConfig, "BloomForCausalLM": BloomConfig,
-    "MptForCausalLM": MptConfig, "GPTJForCausalLM": GPTJConfig,
-    "GPTNeoForCausalLM": GPTNeoConfig,
-    "GPT2LMHeadModel": GPT2Config, "GPTNeoXForCausalLM": GPTNeoXConfig, "StableLmForCausalLM": StableLmConfig,
-    "Starcoder2ForCausalLM": Starcoder2Config,
-    "CohereForCausalLM": CohereConfig, "Cohere2ForCausalLM": Cohere2Config, "Cohere2MoeForCausalLM": Cohere2MoeConfig,
-    "Exaone4ForCausalLM": Exaone4Config,
-    "HunYuanDenseV1ForCausalLM": lambda: HunYuanDenseV1Config(head_dim=128),
-    "HunYuanMoEV1ForCausalLM": lambda: HunYuanMoEV1Config(head_dim=128),
-    "Ernie4_5ForCausalLM": Ernie4_5Config,
-    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
-    "SeedOssForCausalLM": SeedOssConfig, "Lfm2ForCausalLM": Lfm2Config, "Lfm2MoeForCausalLM": Lfm2MoeConfig,
-    "GraniteMoeHybridForCausalLM":
-        lambda: GraniteMoeHybridConfig(layer_types=["full_attention", *["mamba"] * 31]),
-    "Qwen2VLForConditionalGeneration": lambda: Qwen2VLConfig().text_config,
-    "Qwen2_5_VLForConditionalGeneration": lambda: Qwen2_5_VLConfig().text_config,
-    "Qwen3VLForConditionalGeneration": lambda: Qwen3VLConfig().text_config,
-    "Qwen3VLMoeForConditionalGeneration": lambda: Qwen3VLMoeConfig(text_config={"tie_word_embeddings": False}).text_config,
-}  # fmt: skip
+OF_EACH_KIND = {type(config): case for case, config in reversed(CASES.items()) if case != "exaone"}
+UNSAID = {"dots1, 3 of 8 in two of four groups": {"n_shared_experts"}}  # None there, and what is published has some
 
 
-@pytest.mark.parametrize("architecture", DEFAULTS)
-def test_what_a_config_leaves_out_is_what_transformers_has(architecture: str) -> None:
-    """Or it is refused; each key by itself."""
-    whole = DEFAULTS[architecture]().to_dict() | {"architectures": [architecture]}
-    spec = spec_from_hf(whole, hf_family(whole))
-    for key in whole.keys() - {"architectures", "dtype", "torch_dtype"}:
-        rest = {name: value for name, value in whole.items() if name != key}
-        found: ModelSpec | None = None
-        with contextlib.suppress(CheckpointError, UnsupportedError):
+@pytest.mark.parametrize("case", [*OF_EACH_KIND.values(), "qwen2, tied, window in later layers"])
+def test_what_a_config_leaves_out_is_what_transformers_has(case: str) -> None:
+    """Each key by itself; or it is refused."""
+    kind = type(CASES[case])
+    names = {"mistral4": "Mistral4ForCausalLM", **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}[kind.model_type]
+    named = {"architectures": [names] if isinstance(names, str) else [*names], "model_type": kind.model_type}
+    whole = {key: value for key, value in CASES[case].to_dict().items() if key in vars(kind()) or key == "rope_parameters"}
+    for key in whole.keys() - UNSAID.get(case, set()):
+        rest = {name: value for name, value in whole.items() if name != key} | named
+        with contextlib.suppress(CheckpointError, UnsupportedError, StrictDataclassError):
             found = spec_from_hf(rest, hf_family(rest))
-        assert found in (spec, None), key
+            theirs = kind.from_dict(copy.deepcopy(rest)).to_dict() | named
+            assert found == spec_from_hf(theirs, hf_family(theirs)), key
+
+
+def test_a_length_outside_of_what_is_said_of_rotations_counts() -> None:
+    raw = CASES["phi3, longrope of a part"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    raw["rope_parameters"] = raw["rope_parameters"] | {"original_max_position_embeddings": 77}
+    rope = spec_from_hf(raw, hf_family(raw)).attention.rope
+    theirs = Phi3Config.from_dict(copy.deepcopy(raw)).rope_parameters["original_max_position_embeddings"]
+    assert rope is not None
+    assert rope.original_len == theirs == ORIGINAL
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])

@@ -31,14 +31,15 @@ ACTIVATIONS = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN_DEFAULTS = {"max_position_embeddings": 32768}
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
 LLAMA = Family("llama", interleaved_gguf=True)
 LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", both_ways=True)
 EUROBERT = Family("eurobert", both_ways=True)
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
-QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
+QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window",
+               defaults=_QWEN_DEFAULTS | {"head_dim": 128})  # fmt: skip
 ARCEE = Family(
     "arcee", interleaved_gguf=True, ungated=SQUARED, gguf_activation="relu2",
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
@@ -68,7 +69,7 @@ MIXTRAL = replace(
     defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072},
 )
 QWEN3_MOE = replace(QWEN3, name="qwen3_moe", gguf_name="qwen3moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES,
-                    defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4})  # fmt: skip
+                    defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 4})  # fmt: skip
 
 
 def section_keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -78,7 +79,8 @@ def section_keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 # Of models that see: their positions of a text are those of any other, an image's go by rows and columns, too.
 QWEN2_VL = replace(QWEN2, gguf_name="qwen2vl", gguf_keys=section_keys,
-                   defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8})  # fmt: skip
+                   defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8,
+                                              "max_window_layers": 80})  # fmt: skip
 QWEN3_VL = replace(QWEN3, has_window=False, hf=lambda spec, read: woven(spec, (24, 20, 20)), gguf_name="qwen3vl",
                    gguf_keys=section_keys,
                    defaults={"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 32,

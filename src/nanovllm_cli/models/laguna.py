@@ -119,6 +119,7 @@ MELLUM = replace(
     config=lambda config: _by_layers(config, 0, {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}),
     defaults={"head_dim": 128, "num_hidden_layers": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
               "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True, "vocab_size": 98304,
+              "sliding_window": 1024,
               "hidden_size": 2304, "intermediate_size": 7168, "num_attention_heads": 32},
     hf=_mellum_from_hf,
     gguf_keys=_mellum_keys,

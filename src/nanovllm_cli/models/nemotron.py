@@ -166,6 +166,7 @@ NEMOTRON_H = Family(
     gguf_activation="relu2",
     gguf_keys=_keys,
     gguf_like=_like,
+    defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096, "norm_topk_prob": True},
 )  # fmt: skip
 NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf_name="nemotron_h_moe", gguf_like=None)
 """Files of those that have experts."""

@@ -30,7 +30,7 @@ PHI3 = Family(
     has_window=True,
     fused_qkv=True,
     fused_mlp=True,
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
 )
 
 

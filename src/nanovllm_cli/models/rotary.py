@@ -46,9 +46,8 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
     theta = rope.number("rope_theta") if rope.has("rope_theta") else read.number("rope_theta", 10000.0)
     share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
-    original = rope.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max(2, max_position)), least=2
-    )
+    key = "original_max_position_embeddings"  # outside of the section it counts for more
+    original = read.integer(key, rope.integer(key, max(2, max_position), least=2), least=2)
     whole = kind == "proportional"  # its frequencies are those of the whole head, and 0 beyond the share
     base = RopeSpec(dim=head_dim if whole else int(head_dim * share), theta=theta, original_len=original)
     checked_rope(base, head_dim, read)
