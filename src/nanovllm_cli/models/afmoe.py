@@ -11,7 +11,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
 from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, weight_keys
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES, SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
@@ -35,12 +35,6 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         spec = spec.each_attention(lambda layer, own: replace(own, window=window if (layer + 1) % every else None))
     made = _made(scored_by_sigmoids(spec, read, "score_func"), read)
     return made if read.flag("mup_enabled", False) else replace(made, embedding_scale=1.0)
-
-
-def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    mixture = spec.mixture
-    experts = {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
-    return window_pattern(spec) | experts
 
 
 AFMOE = Family(
@@ -69,5 +63,5 @@ AFMOE = Family(
     gguf_names=SANDWICH_GGUF_NAMES | {"blocks.{i}.attention_gate.weight": "blk.{i}.attn_gate.weight"},
     hf=_from_hf,
     gguf=lambda spec, read, key: _made(spec, read),
-    gguf_keys=_keys,
+    gguf_keys=lambda spec: window_pattern(spec) | weight_keys(spec),
 )  # fmt: skip

@@ -12,8 +12,8 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids, with_shared
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.experts import DEEPSEEK_KEYS, scored_by_sigmoids, with_shared
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, weight_keys
 from nanovllm_cli.models.names import MTP_HF_NAMES, SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
@@ -45,8 +45,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     mixture = spec.mixture
     if mixture is None or mixture.shared is None:
         raise UnsupportedError("GGUF files of a Ling without an expert for all tokens are not written", ANOTHER)
-    return {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_shared_count": 1,
-            "expert_shared_feed_forward_length": mixture.shared.intermediate_size}  # fmt: skip
+    shared = mixture.shared.intermediate_size
+    return weight_keys(spec) | {"expert_shared_count": 1, "expert_shared_feed_forward_length": shared}
 
 
 BAILING_MOE2 = Family(
@@ -55,11 +55,7 @@ BAILING_MOE2 = Family(
     qk_norm=True,
     qkv_bias=False,
     fused_qkv=True,
-    experts=ExpertKeys(
-        ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
-        shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
-        scoring="sigmoid", selection_bias=True,
-    ),
+    experts=DEEPSEEK_KEYS,
     config=_renamed,
     defaults={"rope_theta": 6e5, "partial_rotary_factor": 0.5, "num_key_value_heads": 4, "max_position_embeddings": 32768,
               "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4,

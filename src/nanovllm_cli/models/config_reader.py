@@ -74,6 +74,11 @@ class ConfigReader:
             raise self._bad(key, f"a list of {length} numbers", value)
         return [ConfigReader({key: each}, self.where).integer(key) for each in value]
 
+    def zeros(self, key: str, length: int) -> list[bool]:
+        """Of so many layers, which have a 0 in a list; none without a list."""
+        value = self.values.get(key)
+        return [each == 0 for each in value[:length]] if isinstance(value, (list, tuple)) else [False] * length
+
     def with_firsts(self, *keys: str) -> ConfigReader:
         """The same with the first entry above 0 of those of these that are lists."""
         lists = {key: value for key in keys if isinstance(value := self.values.get(key), (list, tuple)) and value}

@@ -15,22 +15,17 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import (
     BY_SIGMOID,
     BY_SOFTMAX,
-    ExpertKeys,
+    DEEPSEEK_KEYS,
     layers_without_experts,
     only_behind_the_first,
 )
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import MTP_HF_NAMES, SHARED_NAMES
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, weight_keys
+from nanovllm_cli.models.names import BIAS_NAME, MTP_HF_NAMES, SHARED_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
 MAX_DIM = 1 << 14
 """Of anything that a head has: more is not believed."""
 
-_EXPERTS = ExpertKeys(
-    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
-    shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
-    norm_in_gguf=True, scoring="sigmoid", selection_bias=True,
-)  # fmt: skip
 LATENT_EPS = 1e-6
 LATENT_HF_NAMES = {
     "blocks.{i}.q_a.weight": "model.layers.{i}.self_attn.q_a_proj.weight",
@@ -40,7 +35,6 @@ LATENT_HF_NAMES = {
     "blocks.{i}.kv_a_norm.weight": "model.layers.{i}.self_attn.kv_a_layernorm.weight",
     "blocks.{i}.kv_b.weight": "model.layers.{i}.self_attn.kv_b_proj.weight",
 }
-_BIAS_NAME = {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"}
 LATENT_GGUF_NAMES = {
     "blocks.{i}.q_a.weight": "blk.{i}.attn_q_a.weight",
     "blocks.{i}.q_a_norm.weight": "blk.{i}.attn_q_a_norm.weight",
@@ -169,7 +163,7 @@ def latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
         none = {"expert_feed_forward_length": size, "expert_shared_count": 0, "leading_dense_block_count": spec.num_layers}
         return keys | none
     kind = BY_SIGMOID if mixture.scoring == "sigmoid" else BY_SOFTMAX
-    return keys | {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_gating_func": kind}
+    return keys | weight_keys(spec) | {"expert_gating_func": kind}
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
@@ -205,7 +199,7 @@ def _ocr_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     rope = attention.rope
     if rope is None or rope.scaling != "none" or rope.theta != 1e4 or rope.dim != attention.head_dim:
         raise UnsupportedError(f"{where}: positions with another base, or stretched", "keep the model as a folder")
-    return {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, "expert_gating_func": BY_SOFTMAX}
+    return weight_keys(spec) | {"expert_gating_func": BY_SOFTMAX}
 
 
 def _ocr_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -222,7 +216,7 @@ _OF_ALL: dict[str, Any] = {
 }  # fmt: skip
 DEEPSEEK2 = Family(
     "deepseek2",
-    experts=replace(_EXPERTS, scoring="softmax", selection_bias=False),
+    experts=replace(DEEPSEEK_KEYS, scoring="softmax", selection_bias=False),
     defaults=_DEFAULTS | {"norm_topk_prob": False, "n_shared_experts": 2},
     hf_names=SHARED_NAMES | LATENT_HF_NAMES,
     hf=_v2_from_hf,
@@ -230,7 +224,7 @@ DEEPSEEK2 = Family(
 )
 DEEPSEEK_OCR = Family(
     "deepseek_ocr",
-    experts=replace(_EXPERTS, scoring="softmax", selection_bias=False),
+    experts=replace(DEEPSEEK_KEYS, scoring="softmax", selection_bias=False),
     defaults={"norm_topk_prob": False, "n_shared_experts": 2, "rms_norm_eps": 1e-6},
     hf_names=SHARED_NAMES,
     config=_ocr_config,
@@ -242,22 +236,22 @@ DEEPSEEK_OCR = Family(
 """V2's experts behind attention that is any other's."""
 DEEPSEEK3 = Family(
     "deepseek3",
-    experts=_EXPERTS,
+    experts=DEEPSEEK_KEYS,
     defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
                           "topk_group": 4, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8,
                           "max_position_embeddings": 4096},
-    hf_names=SHARED_NAMES | LATENT_HF_NAMES | _BIAS_NAME,
+    hf_names=SHARED_NAMES | LATENT_HF_NAMES | BIAS_NAME,
     hf=latent_from_hf,
     mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
 )  # fmt: skip
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
-    experts=_EXPERTS,
+    experts=DEEPSEEK_KEYS,
     defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
                           "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
                           "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
-    hf_names=SHARED_NAMES | LATENT_HF_NAMES | _BIAS_NAME,
+    hf_names=SHARED_NAMES | LATENT_HF_NAMES | BIAS_NAME,
     hf=lambda spec, read: latent_from_hf(only_behind_the_first(spec, read), read),
     mtp_names=MTP_HF_NAMES,
     **_OF_ALL,

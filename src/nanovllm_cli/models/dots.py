@@ -7,9 +7,9 @@ from dataclasses import replace
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids
-from nanovllm_cli.models.family import Family, GGUFField
-from nanovllm_cli.models.names import SHARED_NAMES
+from nanovllm_cli.models.experts import DEEPSEEK_KEYS, scored_by_sigmoids
+from nanovllm_cli.models.family import Family, weight_keys
+from nanovllm_cli.models.names import BIAS_NAME, SHARED_NAMES
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -25,23 +25,14 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return scored_by_sigmoids(spec.each_attention(windows), read)
 
 
-def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    mixture = spec.mixture
-    return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
-
-
 DOTS1 = Family(
     "dots1",
     qk_norm=True,
     has_window=True,
-    experts=ExpertKeys(
-        ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
-        shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
-        scoring="sigmoid", selection_bias=True,
-    ),
+    experts=DEEPSEEK_KEYS,
     defaults={"num_key_value_heads": 32, "moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62,
               "n_shared_experts": 2},
-    hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"},
+    hf_names=SHARED_NAMES | BIAS_NAME,
     hf=_from_hf,
-    gguf_keys=_keys,
+    gguf_keys=weight_keys,
 )  # fmt: skip

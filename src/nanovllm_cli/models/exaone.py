@@ -10,7 +10,7 @@ from dataclasses import replace
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, only_behind_the_first, scored_by_sigmoids
-from nanovllm_cli.models.family import Family, GGUFField, usual_keys
+from nanovllm_cli.models.family import Family, GGUFField, usual_keys, weight_keys
 from nanovllm_cli.models.names import HF_NAMES, POST_HF_NAMES, SANDWICH_GGUF_NAMES, SHARED_NAMES
 
 
@@ -39,10 +39,7 @@ def _keys_of_experts(spec: ModelSpec) -> dict[str, GGUFField]:
     if mixture is None:
         return window_pattern(spec)
     shared = 0 if mixture.shared is None else mixture.shared.intermediate_size
-    return window_pattern(spec) | {
-        "expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk,
-        "expert_shared_feed_forward_length": shared,
-    }  # fmt: skip
+    return window_pattern(spec) | weight_keys(spec) | {"expert_shared_feed_forward_length": shared}
 
 
 _KEYS = {"num_layers": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"}

@@ -46,6 +46,11 @@ class ExpertKeys:
 
 QWEN_KEYS = ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob")
 MIXTRAL_KEYS = ExpertKeys(("num_local_experts",), "intermediate_size", True)
+DEEPSEEK_KEYS = ExpertKeys(
+    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
+    shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
+    norm_in_gguf=True, scoring="sigmoid", selection_bias=True,
+)  # fmt: skip
 
 
 def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, layers: int) -> list[MLPSpec | MoESpec]:

@@ -15,14 +15,7 @@ from nanovllm_cli.mixer_spec import DeltaSpec, PairSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, Folding, GGUFField, Sections
-from nanovllm_cli.models.mamba import (
-    MAMBA_GGUF_NAMES,
-    check_kind,
-    checked_mamba,
-    mamba_from_gguf,
-    mamba_gguf_keys,
-    mamba_hf_names,
-)
+from nanovllm_cli.models.mamba import MAMBA_GGUF_NAMES, mamba_from_gguf, mamba_from_hf, mamba_gguf_keys, mamba_hf_names
 from nanovllm_cli.models.names import projections
 
 _LAYER = "model.layers.{i}"
@@ -71,21 +64,14 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def _mamba(read: ConfigReader) -> DeltaSpec:
-    heads = read.integer("mamba_n_heads")
     inner = read.integer("mamba_d_ssm") if read.has("mamba_d_ssm") else read.integer("mamba_expand") * read.integer("hidden_size")
-    size = inner // heads if read.values.get("mamba_d_head") == "auto" else read.integer("mamba_d_head", inner // heads)
-    mamba = DeltaSpec(
-        read.integer("mamba_n_groups"), read.integer("mamba_d_state"), heads, size, read.integer("mamba_d_conv"), mamba=True,
-        conv_bias=read.flag("mamba_conv_bias", True), normed=read.flag("mamba_rms_norm", False),
-    )  # fmt: skip
-    return checked_mamba(mamba, inner, read)
+    return mamba_from_hf(read, inner, normed=read.flag("mamba_rms_norm", False))
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     for name in _BIASES:
         if read.flag(name, False):
             raise UnsupportedError(f"a Falcon-H1 with biases ({name})", ANOTHER)
-    check_kind(read)
     mamba = _mamba(read)
     if mamba.normed and read.flag("mamba_norm_before_gate", True):
         raise UnsupportedError("a Falcon-H1 whose state spaces have a norm before their gate", ANOTHER)

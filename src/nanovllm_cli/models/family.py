@@ -34,7 +34,6 @@ class Folding:
     sections: Callable[[ConfigReader], Mapping[str, Sections]]
     without: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
-
 GGUFField = float | str | list[bool] | list[int] | list[float]
 
 
@@ -49,6 +48,12 @@ def has_all(name: str, **parts: bool) -> None:
     if lacking:
         what = f"GGUF cannot say this of a {name} model: that it has no {', no '.join(lacking)}"
         raise UnsupportedError(what, "keep the model as a folder")
+
+
+def weight_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """What many files say of the weights that a token's experts have, where there are any."""
+    mixture = spec.mixture
+    return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
 
 
 def no_file(name: str) -> Callable[[ModelSpec], Family]:

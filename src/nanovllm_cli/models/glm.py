@@ -10,10 +10,10 @@ from typing import Any
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import ExpertKeys, scored_by_sigmoids
+from nanovllm_cli.models.experts import DEEPSEEK_KEYS, scored_by_sigmoids
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import Family, GGUFField
-from nanovllm_cli.models.names import MTP_HF_NAMES, SANDWICH_GGUF_NAMES, SHARED_NAMES
+from nanovllm_cli.models.family import Family, weight_keys
+from nanovllm_cli.models.names import BIAS_NAME, MTP_HF_NAMES, SANDWICH_GGUF_NAMES, SHARED_NAMES
 
 
 def _that_sees(spec: ModelSpec) -> ModelSpec:
@@ -30,16 +30,6 @@ def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec.with_attention(qk_norm=read.flag("use_qk_norm", False))
 
 
-def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    mixture = spec.mixture
-    return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
-
-
-_EXPERTS = ExpertKeys(
-    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
-    shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
-    scoring="sigmoid", selection_bias=True,
-)  # fmt: skip
 _FIRST_PLACE = "transformer.encoder.layers.{i}"
 _FIRST_PARTS = {"qkv": "self_attention.query_key_value", "o": "self_attention.dense", "gate_up": "mlp.dense_h_to_4h",
                 "down": "mlp.dense_4h_to_h"}  # fmt: skip
@@ -93,20 +83,20 @@ GLM4_MOE = Family(
     "glm4_moe",
     attention={"out_bias": False},
     gguf_name="glm4moe",
-    experts=_EXPERTS,
+    experts=DEEPSEEK_KEYS,
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
               "norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"},
+    hf_names=SHARED_NAMES | BIAS_NAME,
     gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
     hf=_with_experts_from_hf,
-    gguf_keys=_keys,
+    gguf_keys=weight_keys,
     mtp_names=MTP_HF_NAMES,
 )  # fmt: skip
 GLM4V_MOE = replace(
     GLM4_MOE,
     name="glm4v_moe",
     hf=lambda spec, read: _that_sees(_with_experts_from_hf(spec, read)),
-    gguf_keys=lambda spec: {**_keys(spec), **section_keys(spec)},
+    gguf_keys=lambda spec: {**weight_keys(spec), **section_keys(spec)},
     defaults={**GLM4_MOE.defaults, "attention_bias": True, "max_position_embeddings": 65536},
     mtp_names={},
 )
@@ -114,7 +104,7 @@ GLM4V_MOE = replace(
 SOLAR_OPEN = replace(
     GLM4_MOE,
     name="solar_open",
-    experts=replace(_EXPERTS, first=None),
+    experts=replace(DEEPSEEK_KEYS, first=None),
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
               "rope_theta": 1e6, "norm_topk_prob": True, "n_shared_experts": 1, "n_routed_experts": 128,
               "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "intermediate_size": 10240},

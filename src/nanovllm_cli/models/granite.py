@@ -16,14 +16,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import ExpertKeys, with_shared
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.mamba import (
-    MAMBA_GGUF_NAMES,
-    check_kind,
-    checked_mamba,
-    mamba_from_gguf,
-    mamba_gguf_keys,
-    mamba_hf_names,
-)
+from nanovllm_cli.models.mamba import MAMBA_GGUF_NAMES, mamba_from_gguf, mamba_from_hf, mamba_gguf_keys, mamba_hf_names
 from nanovllm_cli.models.names import MATRICES, each_expert, weights_and_biases
 from nanovllm_cli.models.rotary import checked_rope
 
@@ -65,17 +58,9 @@ def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _with_states(spec: ModelSpec, read: ConfigReader, is_mamba: list[bool]) -> ModelSpec:
     if any(is_mamba):
-        heads, groups = read.integer("mamba_n_heads"), read.integer("mamba_n_groups")
         if read.flag("mamba_proj_bias", False):
             raise UnsupportedError(f"a {spec.architecture} with biases of its state spaces' projections", ANOTHER)
-        check_kind(read)
-        inner = read.integer("mamba_expand") * spec.hidden_size
-        size = inner // heads if read.values.get("mamba_d_head") == "auto" else read.integer("mamba_d_head", inner // heads)
-        mamba = DeltaSpec(
-            groups, read.integer("mamba_d_state"), heads, size, read.integer("mamba_d_conv"), mamba=True,
-            conv_bias=read.flag("mamba_conv_bias", True),
-        )  # fmt: skip
-        spec = _hybrid(spec, checked_mamba(mamba, inner, read), is_mamba, read)
+        spec = _hybrid(spec, mamba_from_hf(read, read.integer("mamba_expand") * spec.hidden_size), is_mamba, read)
     return spec
 
 
@@ -115,8 +100,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 def _hybrid_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """A layer without key and value heads is a state space."""
-    heads = read.values.get(key("attention.head_count_kv"))
-    is_mamba = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
+    is_mamba = read.zeros(key("attention.head_count_kv"), spec.num_layers)
     shared = key("expert_shared_feed_forward_length")
     if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
         spec = with_shared(spec, read.integer(shared))

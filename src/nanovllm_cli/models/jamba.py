@@ -60,8 +60,7 @@ def _hybrid(spec: ModelSpec, scan: ScanSpec, scans: list[bool], read: ConfigRead
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """A layer without key and value heads is a state space. llama.cpp leaves weights of a token's experts as they are."""
-    heads = read.values.get(key("attention.head_count_kv"))
-    scans = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
+    scans = read.zeros(key("attention.head_count_kv"), spec.num_layers)
     spec = spec.with_mlps(MoESpec, norm_topk=False)
     return _hybrid(spec, scan_from_gguf(read, key, "gains"), scans, read)
 

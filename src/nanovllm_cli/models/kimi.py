@@ -80,10 +80,9 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """A layer without key and value heads is of the delta rule, which has as many heads as attention. llama.cpp makes weights of
     a token's experts 1 together whatever a file says."""
-    heads = read.values.get(key("attention.head_count_kv"))
-    if not isinstance(heads, list | tuple):
-        raise CheckpointError(f"{read.where}: {key('attention.head_count_kv')!r} must be a list of layers' heads", BROKEN)
-    is_linear = [heads[i] == 0 for i in range(spec.num_layers)]
+    is_linear = read.zeros(heads := key("attention.head_count_kv"), spec.num_layers)
+    if not any(is_linear):
+        raise CheckpointError(f"{read.where}: {heads!r} must be a list of layers' heads, some of them 0", BROKEN)
     spec = latent_from_gguf(spec, read, key).with_attention(rope=None)
     spec = spec.with_mlps(MoESpec, norm_topk=True)
     width = read.integer(key("ssm.conv_kernel"))

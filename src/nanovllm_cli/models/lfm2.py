@@ -121,8 +121,7 @@ def _moe_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """A layer without key and value heads is a convolution."""
-    heads = read.values.get(key("attention.head_count_kv"))
-    convolves = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
+    convolves = read.zeros(key("attention.head_count_kv"), spec.num_layers)
     return _with_convolutions(spec, convolves, _width(read, key("shortconv.l_cache")), False)
 
 

@@ -59,6 +59,18 @@ def checked_mamba(mamba: DeltaSpec, inner: int, read: ConfigReader) -> DeltaSpec
     return mamba
 
 
+def mamba_from_hf(read: ConfigReader, inner: int, *, normed: bool = True) -> DeltaSpec:
+    """By the keys of a model that has attention as well. inner: numbers that its heads make together."""
+    check_kind(read)
+    heads, size = read.integer("mamba_n_heads"), read.values.get("mamba_d_head", "auto")
+    mamba = DeltaSpec(
+        read.integer("mamba_n_groups"), read.integer("mamba_d_state"), heads,
+        inner // heads if size in (None, "auto") else read.integer("mamba_d_head"), read.integer("mamba_d_conv"), mamba=True,
+        conv_bias=read.flag("mamba_conv_bias", True), normed=normed,
+    )  # fmt: skip
+    return checked_mamba(mamba, inner, read)
+
+
 def mamba_from_gguf(read: ConfigReader, key: Callable[[str], str]) -> DeltaSpec:
     """By metadata, which has nothing for a convolution without a bias."""
     inner, heads = read.integer(key("ssm.inner_size")), read.integer(key("ssm.time_step_rank"))

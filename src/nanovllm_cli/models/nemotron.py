@@ -12,7 +12,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, usual_keys
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, usual_keys, weight_keys
 from nanovllm_cli.models.mamba import (
     MAMBA_GGUF_NAMES,
     check_kind,
@@ -137,10 +137,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     for mamba in [mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec)][:1]:
         keys |= mamba_gguf_keys(mamba)
     if (mixture := spec.mixture) is not None and mixture.shared is not None:
-        keys |= {
-            "expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared.intermediate_size,
-            "expert_weights_norm": mixture.norm_topk, "expert_weights_scale": mixture.scale,
-        }  # fmt: skip
+        keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared.intermediate_size}
+        keys |= weight_keys(spec)
         keys |= {} if mixture.latent_size is None else {"moe_latent_size": mixture.latent_size}
     return keys
 
