@@ -21,7 +21,7 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.models.towers_tiled import MOST_TILES
+from nanovllm_cli.models.tower_configs import MOST_TILES
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.vision_spec import Query
 from seeing import FIRST

@@ -34,6 +34,7 @@ class Folding:
     sections: Callable[[ConfigReader], Mapping[str, Sections]]
     without: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
+
 GGUFField = float | str | list[bool] | list[int] | list[float]
 
 

@@ -27,6 +27,8 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
+MOST_TILES = 1 << 10
+"""That an image is cut into, whatever files say."""
 RESAMPLES: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """By the numbers that Pillow has for them."""
 
@@ -133,6 +135,34 @@ def side_of(vision: ConfigReader, key: str, usual: int) -> int:
     if len(said) != 2 or len(sides) != 1:
         raise UnsupportedError(f"{vision.where}: {key!r} other than of a square is not supported", ANOTHER)
     return sides.pop()
+
+
+def check_divides(vision: ConfigReader, side: int, size: int, parts: str) -> None:
+    """CheckpointError for images of a side that is not believed, or does not divide into parts of this size."""
+    if side > MAX_SIDE or side % size:
+        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels don't divide into {parts}", BROKEN)
+
+
+def check_squares(images: ConfigReader, side: int, what: str = "pieces") -> None:
+    """CheckpointError where settings have another size than the squares that a tower reads."""
+    size = images.section("size")
+    if (made := {size.integer(key, side) for key in ("height", "width")}) != {side}:
+        raise CheckpointError(f"{images.where}: the tower reads {what} of {side} x {side} pixels, not {sorted(made)}", BROKEN)
+
+
+def pieces_of(images: ConfigReader, side: int, least: int, most: int) -> tuple[int, int]:
+    """How many squares an image is cut into, the fewest and the most; of settings that say nothing, these."""
+    least, most = images.integer("min_patches", least), images.integer("max_patches", most)
+    if not least <= most <= MOST_TILES or most * side**2 > MAX_PIXELS:
+        raise CheckpointError(f"{images.where}: {least} to {most} pieces of {side} x {side} pixels are not believed", BROKEN)
+    return least, most
+
+
+def positions_of(vision: ConfigReader, side: int, patch: int) -> int:
+    """Rows of a table of positions: patches of an image of this side."""
+    if not patch <= side <= MAX_SIDE:
+        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels in patches of {patch} are not believed", BROKEN)
+    return (side // patch) ** 2
 
 
 def theta_of(vision: ConfigReader, usual: float = 1e4) -> float:

@@ -24,6 +24,7 @@ from nanovllm_cli.models.tower_configs import (
     SIGLIP_NAMES,
     activation_of,
     check_only,
+    check_squares,
     colours_of,
     depth_of,
     heads_of,
@@ -107,10 +108,7 @@ def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         positions=(side // patch) ** 2,
         **shape,
     )
-    size = images.section("size")
-    made = {size.integer(key, side) for key in ("height", "width")}
-    if made != {side}:
-        raise CheckpointError(f"{images.where}: the tower reads images of {side} x {side} pixels, not {sorted(made)}", BROKEN)
+    check_squares(images, side, "images")
     if images.flag("do_pan_and_scan", False):
         raise UnsupportedError(f"{images.where}: images that are also read in parts (do_pan_and_scan) are not supported", ANOTHER)
     rule = SizeRule("square", side, longest_side=side, resample=resample_of(images, 2))

@@ -10,18 +10,18 @@ from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.tower_configs import (
     CLIP,
-    MAX_PIXELS,
-    MAX_SIDE,
     SIGLIP_NAMES,
+    check_divides,
     check_only,
+    check_squares,
     colours_of,
+    pieces_of,
     resample_of,
     siglip_shape,
     text_width,
     vision_section,
     weights_and_biases,
 )
-from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
@@ -86,17 +86,9 @@ def _half(config: ConfigReader, inner: int) -> int:
 def _rule(
     vision: ConfigReader, images: ConfigReader, tower: TowerSpec, side: int, nearest: Literal["shape", "size"]
 ) -> SizeRule:
-    if side > MAX_SIDE or side % tower.cell:
-        raise CheckpointError(
-            f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {tower.cell} x {tower.cell}", BROKEN
-        )
-    size = images.section("size")
-    made = {size.integer(key, side) for key in ("height", "width")}
-    if made != {side}:
-        raise CheckpointError(f"{images.where}: the tower reads pieces of {side} x {side} pixels, not {sorted(made)}", BROKEN)
-    least, most = images.integer("min_patches", 1), images.integer("max_patches", 12)
-    if not least <= most <= MOST_TILES or most * side**2 > MAX_PIXELS:
-        raise CheckpointError(f"{images.where}: {least} to {most} pieces of {side} x {side} pixels are not believed", BROKEN)
+    check_divides(vision, side, tower.cell, f"tokens of {tower.cell} x {tower.cell}")
+    check_squares(images, side)
+    least, most = pieces_of(images, side, 1, 12)
     return SizeRule(
         "canvas", tower.cell, resample=resample_of(images, 3), tile=side, least_tiles=least if nearest == "shape" else 1,
         most_tiles=most, nearest=nearest,

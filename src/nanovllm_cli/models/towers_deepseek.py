@@ -14,20 +14,19 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     HALVES,
-    MAX_PIXELS,
     activation_of,
     check_only,
     colours_of,
     depth_of,
     heads_of,
     layers_of,
+    pieces_of,
     resample_of,
     side_of,
     text_width,
     theta_of,
     weights_and_biases,
 )
-from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
@@ -110,9 +109,7 @@ def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
         raise CheckpointError(f"{images.where}: {told}", BROKEN)
     if (grey := images.values.get("background_color", [127, 127, 127])) != [127, 127, 127]:
         raise UnsupportedError(f"{images.where}: background_color {str(grey)[:40]} is not supported", "known: [127, 127, 127]")
-    least, most = images.integer("min_patches", 2), images.integer("max_patches", 6)
-    if not least <= most <= MOST_TILES or most * tile**2 > MAX_PIXELS:
-        raise CheckpointError(f"{images.where}: {least} to {most} pieces of {tile} x {tile} pixels are not believed", BROKEN)
+    least, most = pieces_of(images, tile, 2, 6)
     return SizeRule("pages", tower.cell, longest_side=large, resample=resample_of(images, 3), tile=tile, least_tiles=least,
                     most_tiles=most)  # fmt: skip
 

@@ -16,8 +16,10 @@ from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     CLIP,
     MAX_PIXELS,
-    MAX_SIDE,
+    MOST_TILES,
     SIGLIP_NAMES,
+    check_divides,
+    check_squares,
     check_width,
     colours_of,
     deep_of,
@@ -27,7 +29,7 @@ from nanovllm_cli.models.tower_configs import (
     vision_section,
     weights_and_biases,
 )
-from nanovllm_cli.models.towers_tiled import AROUND, MOST_TILES
+from nanovllm_cli.models.towers_tiled import AROUND
 from nanovllm_cli.size_spec import Dense, SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
@@ -44,11 +46,7 @@ def docling(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     vision = vision_section(config, "granite_docling_vision")
     side, patch = side_of(vision, "image_size", 512), side_of(vision, "patch_size", 16)
     merge, out = vision.integer("scale_factor", 4), vision.integer("out_hidden_size", 1024)
-    if side > MAX_SIDE or side % (patch * merge):
-        raise CheckpointError(
-            f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
-            BROKEN,
-        )
+    check_divides(vision, side, patch * merge, f"tokens of {merge} x {merge} patches of {patch}")
     if out % 4:
         raise CheckpointError(f"{vision.where}: 'out_hidden_size' must be a multiple of 4, not {out}", BROKEN)
     if images.flag("fine_route", False):
@@ -70,10 +68,7 @@ def docling(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 
 def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
-    size = images.section("size")
-    made = {size.integer(key, side) for key in ("height", "width")}
-    if made != {side}:
-        raise CheckpointError(f"{images.where}: the tower reads pieces of {side} x {side} pixels, not {sorted(made)}", BROKEN)
+    check_squares(images, side)
     least, most = images.integer("min_patches", 1), images.integer("max_patches", 32)
     is_cut = images.flag("crop_to_patches", True) and most > 1
     least, most = (least, most) if is_cut else (1, 1)

@@ -13,8 +13,9 @@ from nanovllm_cli.models.families import MAX_LAYERS, text_config
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     CLIP,
-    MAX_SIDE,
+    MOST_TILES,
     SIGLIP_NAMES,
+    check_divides,
     check_only,
     colours_of,
     siglip_shape,
@@ -22,7 +23,6 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_llava import mosaic_rule
-from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.vision_spec import ImageTokens, Query, TowerSpec, VisionSpec
 
 _TOKENS = ImageTokens("<image>", "<image>")
@@ -39,10 +39,7 @@ def granite4(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     check_only(asks, num_hidden_layers=1, cross_attention_frequency=1, hidden_act="gelu", use_qformer_text_input=False)
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
     queries, window = _rate(config)
-    if side > MAX_SIDE or side % (patch * window):
-        raise CheckpointError(
-            f"{vision.where}: images of {side} x {side} pixels don't divide into windows of {window} patches of {patch}", BROKEN
-        )
+    check_divides(vision, side, patch * window, f"windows of {window} patches of {patch}")
     shape = siglip_shape(config, vision)
     if shape["hidden_size"] % _HEAD_DIM:
         raise CheckpointError(f"{vision.where}: 'hidden_size' must be a multiple of {_HEAD_DIM}", BROKEN)

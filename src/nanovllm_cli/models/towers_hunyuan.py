@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.tower_configs import (
     CLIP,
-    MAX_SIDE,
     activation_of,
     check_only,
     check_same,
     depth_of,
     heads_of,
     of_any_area,
+    positions_of,
     text_width,
     vision_section,
     weights_and_biases,
@@ -40,8 +39,6 @@ def hunyuan(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         num_key_value_heads=vision.values.get("num_key_value_heads") and heads,
     )  # fmt: skip
     patch, side = vision.integer("patch_size", 16), vision.integer("max_image_size", 2048)
-    if not patch <= side <= MAX_SIDE:
-        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels in patches of {patch} are not believed", BROKEN)
     eps = vision.number("rms_norm_eps", 1e-5)
     tower = TowerSpec(
         patch_size=patch,
@@ -55,7 +52,7 @@ def hunyuan(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         norm="layer",
         eps=eps,
         patch_bias=True,
-        positions=(side // patch) ** 2,
+        positions=positions_of(vision, side, patch),
         stretch="tenth",
         projector="lined",
         projector_eps=eps,

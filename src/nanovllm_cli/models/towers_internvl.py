@@ -12,19 +12,20 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     CLIP,
-    MAX_PIXELS,
     activation_of,
+    check_divides,
     check_only,
+    check_squares,
     colours_of,
     depth_of,
     heads_of,
+    pieces_of,
     resample_of,
     side_of,
     text_width,
     vision_section,
     weights_and_biases,
 )
-from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
@@ -37,11 +38,7 @@ def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     vision = vision_section(config, "internvl_vision")
     side, patch = side_of(vision, "image_size", 448), side_of(vision, "patch_size", 14)
     hidden, merge = vision.integer("hidden_size", 1024), _merge(config)
-    if side % (patch * merge):
-        raise CheckpointError(
-            f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
-            BROKEN,
-        )
+    check_divides(vision, side, patch * merge, f"tokens of {merge} x {merge} patches of {patch}")
     check_only(vision, use_qk_norm=False, use_absolute_position_embeddings=True, use_mean_pooling=True)
     check_only(config, projector_hidden_act="gelu", vision_feature_layer=-1, vision_feature_select_strategy="default")
     if (norm := vision.text("norm_type", "layer_norm")) not in ("layer_norm", "rms_norm"):
@@ -96,13 +93,8 @@ def internvl_chat(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
     """Pieces are made whatever "crop_to_patches" says, as transformers' processor does."""
-    size = images.section("size")
-    made = {size.integer(key, side) for key in ("height", "width")}
-    if made != {side}:
-        raise CheckpointError(f"{images.where}: the tower reads pieces of {side} x {side} pixels, not {sorted(made)}", BROKEN)
-    least, most = images.integer("min_patches", 1), images.integer("max_patches", 12)
-    if not least <= most <= MOST_TILES or most * side**2 > MAX_PIXELS:
-        raise CheckpointError(f"{images.where}: {least} to {most} pieces of {side} x {side} pixels are not believed", BROKEN)
+    check_squares(images, side)
+    least, most = pieces_of(images, side, 1, 12)
     return SizeRule("canvas", tower.cell, resample=resample_of(images, 3), tile=side, least_tiles=least, most_tiles=most)
 
 

@@ -16,17 +16,17 @@ from nanovllm_cli.models.tower_configs import (
     CLIP,
     HALVES,
     MAX_PIXELS,
-    MAX_SIDE,
+    MOST_TILES,
     SIGLIP_NAMES,
     check_only,
     colours_of,
+    positions_of,
     resample_of,
     siglip_shape,
     text_width,
     vision_section,
     weights_and_biases,
 )
-from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
@@ -92,13 +92,11 @@ def _tower(config: ConfigReader, kind: str, usual: dict[str, Any], squares: int 
     else:
         shape = siglip_shape(config, vision, 1152, 16, inner=4304, layers=26)
     side, patch = vision.integer("image_size", 336 if is_clip else 384), vision.integer("patch_size", 14)
-    if not patch <= side <= MAX_SIDE:
-        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels in patches of {patch} are not believed", BROKEN)
     shape |= {"num_layers": _read_behind(config, shape["num_layers"]), "post_norm": False}
     tower = TowerSpec(
         patch_size=patch,
         merge=1,
-        positions=(side // patch) ** 2,
+        positions=positions_of(vision, side, patch),
         projector="joined",
         projector_eps=0.0,
         projector_size=text_width(config),

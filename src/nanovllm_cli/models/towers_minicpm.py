@@ -13,17 +13,17 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.tower_configs import (
     HALVES,
     MAX_PIXELS,
-    MAX_SIDE,
+    MOST_TILES,
     SIGLIP_NAMES,
     check_only,
     check_same,
     colours_of,
+    positions_of,
     resample_of,
     siglip_shape,
     vision_section,
     weights_and_biases,
 )
-from nanovllm_cli.models.towers_tiled import MOST_TILES
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
@@ -63,13 +63,11 @@ def _minicpm(config: ConfigReader, images: ConfigReader, kind: str, mode: str) -
         raise CheckpointError(f"{images.where}: 'downsample_mode' is {said[:40]!r}, and the tower's {mode!r}", BROKEN)
     shape = siglip_shape(config, vision)
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
-    if not patch <= side <= MAX_SIDE:
-        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels in patches of {patch} are not believed", BROKEN)
     check_same(images, patch_size=patch)
     tower = TowerSpec(
         patch_size=patch,
         merge=_MERGES[mode],
-        positions=(side // patch) ** 2,
+        positions=positions_of(vision, side, patch),
         stretch="nearest",
         shrinks=_place(config, shape) if mode == "16x" else None,
         projector="joined",

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     CLIP,
-    MAX_SIDE,
     SIGLIP_NAMES,
     activation_of,
     depth_of,
     heads_of,
     of_any_area,
+    positions_of,
     siglip_shape,
     theta_of,
     vision_section,
@@ -39,7 +39,7 @@ def glm4v(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         out_size=out,
         projector_size=vision.integer("intermediate_size", 13696),
         bias=False,
-        positions=_positions(vision, 336),
+        positions=positions_of(vision, vision.integer("image_size", 336), vision.integer("patch_size", 14)),
         stretch="bicubic",
         pre_norm=True,
     )
@@ -98,20 +98,12 @@ def paddleocr(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         merge=vision.integer("spatial_merge_size", 2),
         projector="merger",
         projector_eps=1e-5,
-        positions=_positions(vision, 384),
+        positions=positions_of(vision, vision.integer("image_size", 384), vision.integer("patch_size", 14)),
         stretch="bilinear",
         theta=theta_of(vision),
         **siglip_shape(config, vision, 1152, 16, inner=4304, layers=27, parts=4),
     )
     return of_any_area(config, images, tower, _PADDLE_TOKENS, CLIP, (384 * 384, 1536 * 1536), small="round")
-
-
-def _positions(vision: ConfigReader, side: int) -> int:
-    """Rows of their table: patches of a square image. side: of a config that says nothing."""
-    side, patch = vision.integer("image_size", side), vision.integer("patch_size", 14)
-    if not patch <= side <= MAX_SIDE:
-        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels in patches of {patch} are not believed", BROKEN)
-    return (side // patch) ** 2
 
 
 _GLM: dict[str, str | tuple[str, ...]] = {

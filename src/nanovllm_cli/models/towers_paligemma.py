@@ -9,8 +9,10 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     HALVES,
-    MAX_SIDE,
     SIGLIP_NAMES,
+    check_divides,
+    check_same,
+    check_squares,
     colours_of,
     resample_of,
     siglip_shape,
@@ -31,8 +33,7 @@ def paligemma(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     if config.section("text_config").values.get("use_bidirectional_attention") is False:
         raise UnsupportedError(f"{config.where}: a PaliGemma whose prompt does not see all of itself is not supported", ANOTHER)
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 14)
-    if side > MAX_SIDE or side % patch:
-        raise CheckpointError(f"{vision.where}: images of {side} x {side} pixels don't divide into patches of {patch}", BROKEN)
+    check_divides(vision, side, patch, f"patches of {patch}")
     if (width := config.integer("projection_dim", vision.integer("projection_dim", 2048))) != text_width(config):
         raise CheckpointError(f"{config.where}: rows of {width} numbers for a decoder of {text_width(config)}", BROKEN)
     tower = TowerSpec(
@@ -44,11 +45,8 @@ def paligemma(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         projector_bias=True,
         **siglip_shape(config, vision, 1152, 16, inner=4096, layers=27),
     )
-    size = images.section("size")
-    made, count = {size.integer(key, side) for key in ("height", "width")}, images.integer("image_seq_length", tower.positions)
-    if made != {side} or count != tower.positions:
-        told = f"the tower reads {side} x {side} pixels as {tower.positions} tokens, not {sorted(made)} as {count}"
-        raise CheckpointError(f"{images.where}: {told}", BROKEN)
+    check_squares(images, side, "images")
+    check_same(images, image_seq_length=tower.positions)
     rule = SizeRule("square", patch, longest_side=side, resample=resample_of(images, 3))
     return VisionSpec(tower, rule, _TOKENS, *colours_of(images, HALVES), whole=True, prefix=_LONGEST)
 

@@ -13,7 +13,9 @@ from nanovllm_cli.models.tower_configs import (
     HALVES,
     MAX_PIXELS,
     MAX_SIDE,
+    MOST_TILES,
     SIGLIP_NAMES,
+    check_divides,
     check_only,
     check_same,
     colours_of,
@@ -26,8 +28,6 @@ from nanovllm_cli.models.tower_configs import (
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
-MOST_TILES = 1 << 10
-"""That an image is cut into, whatever files say."""
 _IDEFICS3_KINDS = ("smolvlm_vision", "idefics3_vision", "idefics3")
 AROUND = "<fake_token_around_image>"
 _ALL = f"{AROUND}<global-img>"
@@ -49,11 +49,7 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
             f"{vision.where}: a tower of the kind {said[:40]!r} is not supported", f"known: {', '.join(_IDEFICS3_KINDS)}"
         )
     side, patch, merge = vision.integer("image_size", 224), vision.integer("patch_size", 32), config.integer("scale_factor", 2)
-    if side > MAX_SIDE or side % (patch * merge):
-        raise CheckpointError(
-            f"{vision.where}: images of {side} x {side} pixels don't divide into tokens of {merge} x {merge} patches of {patch}",
-            BROKEN,
-        )
+    check_divides(vision, side, patch * merge, f"tokens of {merge} x {merge} patches of {patch}")
     tower = TowerSpec(
         patch_size=patch,
         merge=merge,
