@@ -96,6 +96,15 @@ QWEN2_AUDIO = replace(QWEN2, defaults=_QWEN_DEFAULTS | {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
 })  # fmt: skip
+SEED_OSS = Family(
+    "seed_oss", gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
+    hf=lambda spec, read: spec.with_attention(out_bias=read.flag("attention_out_bias", False)),
+    defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524288},
+)  # fmt: skip
+SMOLLM3 = Family(
+    "smollm3", has_window=True, window_switch="use_sliding_window", no_rope_every=4, interleaved_gguf=True, tied_by_default=True,
+    defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "max_position_embeddings": 32768},
+)  # fmt: skip
 VOXTRAL = replace(LLAMA, name="voxtral", gguf_name="llama", defaults={
     "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1e8, "rms_norm_eps": 1e-5,

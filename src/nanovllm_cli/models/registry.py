@@ -1,5 +1,5 @@
-"""Which family a checkpoint belongs to, by the name it gives itself. A new model is a row here, one in
-`registry_gguf.py`, and what they point to."""
+"""Which family a checkpoint belongs to, by the name it gives itself. A new model is a row here, and what it points to, which says
+what its GGUF files call it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ from nanovllm_cli.models.families import (
     QWEN3_MOE,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    SEED_OSS,
+    SMOLLM3,
     VOXTRAL,
 )
 from nanovllm_cli.models.family import Family
@@ -87,8 +89,6 @@ from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from nanovllm_cli.models.seed_oss import SEED_OSS
-from nanovllm_cli.models.smollm import SMOLLM3
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
