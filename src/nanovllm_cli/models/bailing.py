@@ -13,7 +13,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import DEEPSEEK_KEYS, scored_by_sigmoids, with_shared
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, weight_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, weight_keys
 from nanovllm_cli.models.names import MTP_HF_NAMES, SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
@@ -26,9 +26,7 @@ def _renamed(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    for key, usual in (("attention_bias", False), ("use_bias", False), ("norm_head", False), ("use_rmsnorm", True)):
-        if read.flag(key, usual) is not usual:
-            raise UnsupportedError(f"{read.where}: a Ling whose {key!r} is {str(not usual).lower()}", ANOTHER)
+    check_usual(read, "a Ling", attention_bias=False, use_bias=False, norm_head=False, use_rmsnorm=True)
     biased, of_heads = read.flag("moe_router_enable_expert_bias", True), read.flag("use_qk_norm", True)
     spec = spec.with_mlps(MoESpec, selection_bias=biased)
     return scored_by_sigmoids(spec, read, "score_function").with_attention(qk_norm=of_heads)

@@ -92,9 +92,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     if spec.attention.qkv_bias or spec.attention.out_bias:
         raise UnsupportedError(f"GGUF cannot say this of a {spec.architecture} model: biases of attention", _KEEP)
     stretched = any(rope.scaling != "none" for rope in spec.ropes)
-    shared = {} if mixture.shared is None else {"expert_shared_feed_forward_length": mixture.shared.intermediate_size}
     return {
-        "logit_scale": spec.logit_scale, "expert_weights_norm": mixture.norm_topk, **shared, **window_pattern(spec),
+        "logit_scale": spec.logit_scale, "expert_weights_norm": mixture.norm_topk, **window_pattern(spec),
         **({} if stretched else {"rope.scaling.type": "none"}),
     }  # fmt: skip
 
@@ -114,7 +113,8 @@ COHERE2_MOE = replace(
     gguf_name="cohere2moe",
     full_first=True,  # to llama.cpp, where a file doesn't list its layers
     experts=ExpertKeys(
-        ("num_experts",), "moe_intermediate_size", "norm_topk_prob", shared="num_shared_experts", scoring="sigmoid",
+        ("num_experts",), "moe_intermediate_size", "norm_topk_prob", shared="num_shared_experts", length_in_gguf=True,
+        scoring="sigmoid",
         scoring_key="expert_selection_fn", first="first_k_dense_replace",
     ),
     config=_by_layers,

@@ -43,6 +43,10 @@ class ConfigReader:
             raise self._bad(key, f"a number of at least {MIN_NUMBER:g}", value)
         return float(value)
 
+    def cap(self, key: str) -> float | None:
+        """A number above 0; None where it is 0, or none."""
+        return self.number(key) if self.values.get(key) else None
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):

@@ -40,8 +40,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     first = has_experts.index(True)
     layers = range(spec.num_layers)
     steps = (n for n in range(1, spec.num_layers + 1) if has_experts == [i >= first and (i + 1) % n == 0 for i in layers])
-    shared = {} if mixture.shared is None else {"expert_shared_feed_forward_length": mixture.shared.intermediate_size}
-    return {"interleave_moe_layer_step": next(steps, 1), **shared}
+    return {"interleave_moe_layer_step": next(steps, 1)}
 
 
 _DEFAULTS = {"rope_theta": 5e5, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
@@ -65,7 +64,7 @@ ERNIE4_5_MOE = replace(
     gguf_name="ernie4_5-moe",
     experts=ExpertKeys(
         ("moe_num_experts",), "moe_intermediate_size", norm_topk=True, taken="moe_k", first="moe_layer_start_index",
-        step="moe_layer_interval", shared="moe_num_shared_experts", selection_bias=True,
+        step="moe_layer_interval", shared="moe_num_shared_experts", length_in_gguf=True, selection_bias=True,
     ),
     defaults=_DEFAULTS | {"num_key_value_heads": 4, "moe_layer_start_index": 1, "moe_num_shared_experts": 2, "moe_k": 6,
                           "moe_num_experts": 64, "moe_intermediate_size": 1536},

@@ -35,11 +35,7 @@ def window_pattern(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 def _keys_of_experts(spec: ModelSpec) -> dict[str, GGUFField]:
-    mixture = spec.mixture
-    if mixture is None:
-        return window_pattern(spec)
-    shared = 0 if mixture.shared is None else mixture.shared.intermediate_size
-    return window_pattern(spec) | weight_keys(spec) | {"expert_shared_feed_forward_length": shared}
+    return window_pattern(spec) | weight_keys(spec)
 
 
 _KEYS = {"num_layers": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"}
@@ -81,7 +77,8 @@ EXAONE_MOE = replace(
     order="pre",
     experts=ExpertKeys(
         ("num_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace", shared="num_shared_experts",
-        scale="routed_scaling_factor", groups=("n_group", "topk_group"), scoring="sigmoid", selection_bias=True,
+        scale="routed_scaling_factor", groups=("n_group", "topk_group"), length_in_gguf=True, scoring="sigmoid",
+        selection_bias=True,
     ),
     defaults={**EXAONE4.defaults, "norm_topk_prob": True, "first_k_dense_replace": 1, "num_shared_experts": 1,
               "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5},

@@ -19,29 +19,24 @@ KINDS_OF_MLPS = ("dense", "sparse")
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """How one family's config.json calls things. count: the first of these that is there. size: of an expert. norm_topk: a
-    flag's key, or what it always is. taken: experts a token. first: of the layers, those before it have none; step: each so
-    many-th has. shared: experts of this size that every token takes; shared_size: one of another size,
-    which each token weighs. switch: what is false, or 0, where there are none. scale: of weights. groups: how many
-    there are, and how many of them are looked at. norm_in_gguf: GGUF files say
-    whether a token's weights are made 1 together. scoring, selection_bias: as in MoESpec, for there are no keys; scoring_key:
-    or there is one, which names the function, and scoring is what GGUF files mean that say nothing."""
+    """How one family's config.json calls things."""
 
-    count: tuple[str, ...]
-    size: str
-    norm_topk: str | bool
-    switch: str | None = None
+    count: tuple[str, ...]  # the first of these that is there
+    size: str  # of an expert
+    norm_topk: str | bool  # a flag's key, or what it always is
+    switch: str | None = None  # what is false, or 0, where there are none
     taken: str = "num_experts_per_tok"
-    first: str | None = None
-    step: str = "decoder_sparse_step"
-    shared: str | None = None
-    shared_size: str | None = None
-    scale: str | None = None
-    groups: tuple[str, str] | None = None
-    norm_in_gguf: bool = False
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    scoring_key: str | None = None
-    selection_bias: bool = False
+    first: str | None = None  # layers before it have none
+    step: str = "decoder_sparse_step"  # each so many-th layer has some
+    shared: str | None = None  # experts of the same size that every token takes
+    shared_size: str | None = None  # or one of another size, which each token weighs
+    scale: str | None = None  # of weights
+    groups: tuple[str, str] | None = None  # how many there are, and how many of them are looked at
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # see `MoESpec`
+    scoring_key: str | None = None  # what names it, and `scoring` is what GGUF files mean that say nothing
+    selection_bias: bool = False  # see `MoESpec`
+    norm_in_gguf: bool = False  # GGUF files say whether a token's weights are made 1 together
+    length_in_gguf: bool = False  # and how wide what every token takes is
 
 
 QWEN_KEYS = ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob")
@@ -187,7 +182,7 @@ def gguf_fields(spec: ModelSpec, keys: ExpertKeys | None) -> dict[str, float]:
         fields["expert_feed_forward_length"] = size
     if keys.shared is not None:
         fields["expert_shared_count"] = shared // size
-    if keys.shared_size is not None:
+    if keys.shared_size is not None or (keys.length_in_gguf and shared):
         fields["expert_shared_feed_forward_length"] = shared
     if keys.first is not None:
         fields["leading_dense_block_count"] = [isinstance(block.mlp, MoESpec) for block in spec.blocks].index(True)

@@ -43,6 +43,13 @@ def usual_keys(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, 
     return {usual: config[own] for own, usual in keys.items() if config.get(own) is not None}
 
 
+def check_usual(read: ConfigReader, name: str, **usual: bool) -> None:
+    """UnsupportedError where a flag is other than in all that is computed of such models."""
+    for key, value in usual.items():
+        if read.flag(key, value) is not value:
+            raise UnsupportedError(f"{read.where}: {name} whose {key!r} is {str(not value).lower()}", ANOTHER)
+
+
 def has_all(name: str, **parts: bool) -> None:
     """UnsupportedError for what llama.cpp takes for granted in files of an architecture and a model lacks."""
     lacking = [part.replace("_", " ") for part, there in parts.items() if not there]

@@ -32,10 +32,6 @@ def _scaled(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: f
     return replace(spec, logit_softcap=logit_cap).with_attention(scale=scale, softcap=score_cap)
 
 
-def _cap(read: ConfigReader, key: str) -> float | None:
-    return read.number(key) if read.values.get(key) else None
-
-
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _gemma(spec, 0.0)
 
@@ -52,9 +48,9 @@ def _sandwich_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if (activation := read.text("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise UnsupportedError(f"activation {activation[:80]!r} in a {spec.architecture} model", "known: gelu_pytorch_tanh")
     scale = read.number("query_pre_attn_scalar", 256) ** -0.5
-    score_cap = None if spec.attention.qk_norm else _cap(read, "attn_logit_softcapping")  # a Gemma 3 says it, and has none
+    score_cap = None if spec.attention.qk_norm else read.cap("attn_logit_softcapping")  # a Gemma 3 says it, and has none
     spec = replace(spec, max_position=read.integer("max_position_embeddings"))  # whatever its ropes are stretched by
-    return _scaled(_from_hf(spec, read), scale, score_cap, _cap(read, "final_logit_softcapping"))
+    return _scaled(_from_hf(spec, read), scale, score_cap, read.cap("final_logit_softcapping"))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -78,7 +74,7 @@ def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
 
 
 def _gemma3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    return _scaled(_gemma(spec, 1.0), _score_scale(spec, 62), None, _cap(read, key("final_logit_softcapping")))
+    return _scaled(_gemma(spec, 1.0), _score_scale(spec, 62), None, read.cap(key("final_logit_softcapping")))
 
 
 def window_keys(is_full: Callable[[int], bool]) -> Callable[[ModelSpec], dict[str, GGUFField]]:

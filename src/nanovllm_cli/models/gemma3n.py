@@ -82,7 +82,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise UnsupportedError(f"embeddings of layers for {rows} tokens where there are {spec.vocab_size}", ANOTHER)
     spec = replace(
         spec,
-        logit_softcap=read.number("final_logit_softcapping") if read.values.get("final_logit_softcapping") else None,
+        logit_softcap=read.cap("final_logit_softcapping"),
         per_layer_width=read.integer("hidden_size_per_layer_input"),
         per_layer_rows=rows if rows < spec.vocab_size else 0,
     )

@@ -93,8 +93,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     sizes = [block.mlp.intermediate_size if isinstance(block.mlp, MLPSpec) else 0 for block in spec.blocks]
     if read.flag("use_double_wide_mlp", False):
         sizes = [2 * size if i >= spec.num_layers - readers else size for i, size in enumerate(sizes)]
-    cap = read.number("final_logit_softcapping") if read.values.get("final_logit_softcapping") else None
-    spec = replace(spec, logit_softcap=cap, per_layer_width=width)
+    spec = replace(spec, logit_softcap=read.cap("final_logit_softcapping"), per_layer_width=width)
     return _gemma4(spec, read, attentions, sizes, readers)
 
 
@@ -168,9 +167,8 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         else replace(attention, num_kv_heads=count)
         for attention, count in zip(spec.attentions, heads, strict=True)
     ]
-    cap = read.number(key("final_logit_softcapping")) if read.values.get(key("final_logit_softcapping")) else None
     width = read.integer(key("embedding_length_per_layer_input"), 0, least=0)
-    spec = replace(spec, logit_softcap=cap, per_layer_width=width)
+    spec = replace(spec, logit_softcap=read.cap(key("final_logit_softcapping")), per_layer_width=width)
     readers = read.integer(key("attention.shared_kv_layers"), 0, least=0)
     return _gemma4(spec, read, attentions, sizes, readers)
 

@@ -19,7 +19,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, weight_keys
 from nanovllm_cli.models.names import MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES, projections
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 
@@ -66,9 +66,7 @@ def _of_four_positions(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _vl_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    for key, value in {"use_qk_norm": True, "use_cla": False, "use_mla": False}.items():
-        if read.flag(key, value) is not value:
-            raise UnsupportedError(f"{read.where}: a HunYuan-VL whose {key!r} is {str(not value).lower()}", ANOTHER)
+    check_usual(read, "a HunYuan-VL", use_qk_norm=True, use_cla=False, use_mla=False)
     if read.integer("num_experts", 1, least=0) > 1:
         raise UnsupportedError(f"{read.where}: a HunYuan-VL with experts", ANOTHER)
     return _from_hf(spec, read)
@@ -102,19 +100,13 @@ def _one_for_all(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """What published configs say beside what transformers reads has to be as it is in all of them."""
-    usual = {"use_qk_norm": True, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "use_cla": False, "use_mla": False,
-             "group_limited_greedy": False, "position_embedding_xdrope": False}  # fmt: skip
-    for key, value in usual.items():
-        if read.flag(key, value) is not value:
-            raise UnsupportedError(f"{read.where}: a Hunyuan whose {key!r} is {str(not value).lower()}", ANOTHER)
+    check_usual(
+        read, "a Hunyuan", use_qk_norm=True, use_mixed_mlp_moe=True, norm_topk_prob=True, use_cla=False, use_mla=False,
+        group_limited_greedy=False, position_embedding_xdrope=False,
+    )  # fmt: skip
     if read.integer("moe_layer_num_skipped", 0, least=0) or read.number("routed_scaling_factor", 1.0) != 1.0:
         raise UnsupportedError(f"{read.where}: a Hunyuan with layers without experts, or with weights of experts scaled", ANOTHER)
     return _from_hf(spec, read)
-
-
-def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    shared = None if spec.mixture is None else spec.mixture.shared
-    return {} if shared is None else {"expert_shared_feed_forward_length": shared.intermediate_size}
 
 
 def _third(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -124,23 +116,17 @@ def _third(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _third_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    usual = "qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"
-    for key in usual:
-        if not read.flag(key, True):
-            raise UnsupportedError(f"{read.where}: a Hy3 whose {key!r} is false", ANOTHER)
+    check_usual(
+        read, "a Hy3", qk_norm=True, route_norm=True, moe_router_use_sigmoid=True, moe_router_enable_expert_bias=True
+    )
     if not read.integer("num_shared_experts", least=0):
         raise UnsupportedError(f"{read.where}: a Hy3 without an expert that every token takes", ANOTHER)
     return spec
 
 
 def _third_keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    mixture = spec.mixture
-    shared = None if mixture is None else mixture.shared
-    has_all(spec.architecture, experts=shared is not None, output_without_a_bias=not spec.attention.out_bias)
-    assert mixture is not None
-    assert shared is not None
-    return {"expert_shared_feed_forward_length": shared.intermediate_size, "expert_weights_norm": True,
-            "expert_weights_scale": mixture.scale}  # fmt: skip
+    has_all(spec.architecture, experts=spec.mixture is not None, output_without_a_bias=not spec.attention.out_bias)
+    return weight_keys(spec)
 
 
 HUNYUAN_DENSE = Family(
@@ -167,14 +153,14 @@ HUNYUAN_MOE = replace(
     HUNYUAN_DENSE,
     name="hunyuan_v1_moe",
     gguf_name="hunyuan-moe",
-    experts=ExpertKeys(("num_experts",), "moe_intermediate_size", True, taken="moe_topk", shared="num_shared_expert"),
+    experts=ExpertKeys(("num_experts",), "moe_intermediate_size", True, taken="moe_topk", shared="num_shared_expert",
+                       length_in_gguf=True),
     config=_one_for_all,
     defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1, "num_shared_expert": 1},
     hf_names={**QWEN_NAMES, **HUNYUAN_DENSE.hf_names}
     | {"blocks.{i}.router.weight": "model.layers.{i}.mlp.gate.wg.weight"}
     | projections("blocks.{i}.shared.", "model.layers.{i}.mlp.shared_mlp."),
     hf=_with_experts_from_hf,
-    gguf_keys=_keys,
 )
 _MLP = "model.layers.{i}.mlp"
 HY_V3 = Family(
@@ -182,7 +168,7 @@ HY_V3 = Family(
     qk_norm=True,
     experts=ExpertKeys(
         ("num_experts", "num_local_experts"), "moe_intermediate_size", True, shared="num_shared_experts",
-        scale="router_scaling_factor", scoring="sigmoid", selection_bias=True,
+        scale="router_scaling_factor", length_in_gguf=True, scoring="sigmoid", selection_bias=True,
     ),
     config=_third,
     defaults={

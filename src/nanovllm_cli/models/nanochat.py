@@ -13,8 +13,7 @@ from nanovllm_cli.models.rotary import normed_when_turned
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     norm = replace(spec.norm, gains=False)
-    cap = read.number("final_logit_softcapping") if read.has("final_logit_softcapping") else None
-    spec = replace(spec, norm=norm, entry=EntrySpec(norm), logit_softcap=cap)
+    spec = replace(spec, norm=norm, entry=EntrySpec(norm), logit_softcap=read.cap("final_logit_softcapping"))
     return normed_when_turned(spec, qk_gains=False).each_rope(lambda rope: replace(rope, backwards=True))
 
 
