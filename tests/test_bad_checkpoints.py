@@ -261,7 +261,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], Expected]] = {
     "rope parameters that are none": ({"rope_parameters": [1]}, Expected(CheckpointError, ("'rope_parameters' must be",))),
     "too many layer types": (
         QWEN3_WINDOWS | {"layer_types": ["full_attention"] * 5},
-        Expected(CheckpointError, ("lists 5 layer_types for 2 layers",)),
+        Expected(CheckpointError, ("'layer_types' must be a list of 2 kinds",)),
     ),
     "unknown layer type": (
         QWEN3_WINDOWS | {"layer_types": ["full_attention", "mamba"]},

@@ -57,7 +57,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[NanovllmError], str]] = {
         {"mlp_layer_types": None, "layer_types": None, "first_k_dense_replace": 1 << 30}, CheckpointError, "at most 1024 are bel",
     ),
     "more without experts than there are": (
-        {"mlp_layer_types": None, "layer_types": None, "first_k_dense_replace": 5}, CheckpointError, "5 layer_types for 4 layers",
+        {"mlp_layer_types": None, "layer_types": None, "first_k_dense_replace": 5}, CheckpointError,
+        "'layer_types' must be a list of 4 kinds",
     ),
     "a pattern of none": ({"sliding_window_pattern": 0}, CheckpointError, "'sliding_window_pattern' must be a whole number"),
     "more experts a token than there are": ({"num_experts_per_tok": 6}, CheckpointError, "can't take 6 of 5 experts"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 
 MAX_INT = 1 << 31
 MAX_NUMBER = 1e18
@@ -77,6 +77,18 @@ class ConfigReader:
         if len(value) != length:
             raise self._bad(key, f"a list of {length} numbers", value)
         return [ConfigReader({key: each}, self.where).integer(key) for each in value]
+
+    def kinds(self, key: str, length: int, *known: str) -> list[str] | None:
+        """Names of the kinds of so many layers; None where none are listed. UnsupportedError for one that is not known."""
+        kinds = self.values.get(key)
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != length or not all(isinstance(kind, str) for kind in kinds):
+            raise CheckpointError(f"{self.where}: {key!r} must be a list of {length} kinds", BROKEN)
+        if unknown := [kind for kind in kinds if kind not in known]:
+            what = f"{self.where}: layer type {unknown[0][:80]!r} is not supported"
+            raise UnsupportedError(what, f"known: {', '.join(known)}")
+        return kinds
 
     def zeros(self, key: str, length: int) -> list[bool]:
         """Of so many layers, which have a 0 in a list; none without a list."""

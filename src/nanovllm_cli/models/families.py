@@ -197,16 +197,8 @@ def _windows_from_hf(read: ConfigReader, family: Family, has_rope: list[bool]) -
     if family.window_switch is not None and not read.flag(family.window_switch, False):
         return None, everywhere
     window = read.integer("sliding_window")
-    types = read.values.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list):
-            raise CheckpointError("config.json: 'layer_types' must be a list", BROKEN)
-        if len(types) != layers:
-            raise CheckpointError(f"config.json lists {len(types)} layer_types for {layers} layers", BROKEN)
-        unknown = sorted({str(t) for t in types} - {SLIDING, FULL})
-        if unknown:
-            raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {FULL}, {SLIDING}")
-        return window, types
+    if (listed := read.kinds("layer_types", layers, FULL, SLIDING)) is not None:
+        return window, listed
     if family.full_every is not None:
         return window, _every(layers, read.integer("sliding_window_pattern", family.full_every), family)
     if family.no_rope_every is not None:

@@ -45,10 +45,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    kinds = read.values.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != spec.num_layers or any(str(kind) not in _KINDS for kind in kinds):
-        known = f"{spec.num_layers} kinds: {', '.join(_KINDS)}"
-        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {known}", BROKEN)
+    kinds = read.kinds("layer_types", spec.num_layers, *_KINDS) or ["mamba"] * spec.num_layers
     is_mamba, shared = [_KINDS[kind] for kind in kinds], read.integer("shared_intermediate_size")
     spec = with_shared(spec.with_mlps(intermediate_size=shared), shared)  # all tokens have it, alone or beside experts
     spec = _with_states(spec, read, is_mamba)

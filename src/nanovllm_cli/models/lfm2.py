@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
@@ -56,21 +56,22 @@ def _width(read: ConfigReader, key: str) -> int:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    types, layers = read.values.get("layer_types"), range(spec.num_layers)
+    types, layers = read.kinds("layer_types", spec.num_layers, CONV, ATTENTION), range(spec.num_layers)
     if types is None:
         whole = read.values.get("full_attn_idxs")
         whole = list(layers) if whole is None else whole
         if not isinstance(whole, list) or not all(type(i) is int and i in layers for i in whole):
             raise CheckpointError(f"{read.where}: 'full_attn_idxs' must be a list of layers", BROKEN)
         types = [ATTENTION if i in whole else CONV for i in layers]
-    if not isinstance(types, list) or len(types) != spec.num_layers:
-        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {spec.num_layers} kinds", BROKEN)
-    if unknown := [str(kind) for kind in types if kind not in (CONV, ATTENTION)]:
-        raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {CONV}, {ATTENTION}")
-    if ATTENTION not in types:
+    return _convolving(replace(spec, tied_head=read.flag("tie_embedding", spec.tied_head)), read, types)
+
+
+def _convolving(spec: ModelSpec, read: ConfigReader, types: list[str]) -> ModelSpec:
+    convolves = [kind == CONV for kind in types]
+    if all(convolves):
         raise CheckpointError(f"{read.where}: no layer has attention", BROKEN)
-    spec = replace(spec, norm=NormSpec(read.number("norm_eps")), tied_head=read.flag("tie_embedding", spec.tied_head))
-    return _with_convolutions(spec, [kind == CONV for kind in types], _width(read, "conv_L_cache"), read.flag("conv_bias", False))
+    spec = replace(spec, norm=NormSpec(read.number("norm_eps")))
+    return _with_convolutions(spec, convolves, _width(read, "conv_L_cache"), read.flag("conv_bias", False))
 
 
 def _kinds_apart(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,15 +92,12 @@ def _kinds_apart(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm3_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    types = read.values.get("mixers")
-    if not isinstance(types, list) or len(types) != spec.num_layers:
+    types = read.kinds("mixers", spec.num_layers, CONV, FULL, SLIDING)
+    if types is None:
         raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {spec.num_layers} kinds", BROKEN)
-    if all(kind == CONV for kind in types):
-        raise CheckpointError(f"{read.where}: no layer has attention", BROKEN)
     gated = read.flag("use_attention_gate", True)
-    spec = replace(spec, norm=NormSpec(read.number("norm_eps"))).with_attention(gated=gated, gate_apart=gated, gate_by_head=gated)
-    spec = spec.in_order("sandwich" if read.flag("use_sandwich_norm", True) else "pre")
-    return _with_convolutions(spec, [kind == CONV for kind in types], _width(read, "conv_L_cache"), read.flag("conv_bias", False))
+    spec = spec.with_attention(gated=gated, gate_apart=gated, gate_by_head=gated)
+    return _convolving(spec.in_order("sandwich" if read.flag("use_sandwich_norm", True) else "pre"), read, types)
 
 
 def _dense_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

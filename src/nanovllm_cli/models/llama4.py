@@ -66,12 +66,9 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     chunk = read.integer("attention_chunk_size") if read.has("attention_chunk_size") else None
     if chunk is not None and chunk % LEAST_CHUNK:
         raise UnsupportedError(f"{read.where}: attention in chunks of {chunk} tokens", f"known: multiples of {LEAST_CHUNK}")
-    kinds = read.values.get("layer_types")
+    kinds = read.kinds("layer_types", spec.num_layers, _CHUNKED, _FULL)
     if kinds is None:
         kinds = [_FULL if attention.rope is None else _CHUNKED for attention in spec.attentions]
-    if not isinstance(kinds, list) or len(kinds) != spec.num_layers or any(kind not in (_CHUNKED, _FULL) for kind in kinds):
-        known = f"{_CHUNKED} or {_FULL}"
-        raise CheckpointError(f"{read.where}: 'layer_types' must say of {spec.num_layers} layers {known}", BROKEN)
     temperature = TemperatureSpec(read.integer("floor_scale", 8192), read.number("attn_scale", 0.1, positive=False), 1)
     tuned = bool(read.values.get("attn_temperature_tuning", True)) and temperature.scale != 0
     chunks = [chunk if kind == _CHUNKED else None for kind in kinds]

@@ -83,14 +83,8 @@ def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: boo
 
 def kinds_of_layers(read: ConfigReader, layers: int, usual: Callable[[int], str], *others: str) -> list[str]:
     """LINEAR, ATTENTION or one of `others`, of each layer; `usual`: of the i-th where the config doesn't list them."""
-    kinds, known = read.values.get("layer_types"), (LINEAR, ATTENTION, *others)
-    if kinds is None:
-        return [usual(i) for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {layers} kinds", BROKEN)
-    if unknown := [str(kind) for kind in kinds if kind not in known]:
-        raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {', '.join(known)}")
-    return kinds
+    kinds = read.kinds("layer_types", layers, LINEAR, ATTENTION, *others)
+    return [usual(i) for i in range(layers)] if kinds is None else kinds
 
 
 def check_activation(read: ConfigReader) -> None:

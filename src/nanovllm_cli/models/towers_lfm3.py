@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.tower_configs import (
     CLIP,
@@ -66,15 +66,9 @@ def lfm3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 
 
 def _convolving(vision: ConfigReader, depth: int) -> tuple[int, ...]:
-    types = vision.values.get("layer_types")
+    types = vision.kinds("layer_types", depth, _CONV, _ATTENTION)
     if types is None:
         types = [_CONV if i < 2 or i % 2 else _ATTENTION for i in range(depth)]
-    if not isinstance(types, list) or len(types) != depth:
-        raise CheckpointError(f"{vision.where}: 'layer_types' must be a list of {depth} kinds", BROKEN)
-    if unknown := [str(kind) for kind in types if kind not in (_CONV, _ATTENTION)]:
-        raise UnsupportedError(
-            f"{vision.where}: a layer of the type {unknown[0][:40]!r} is not supported", f"known: {_CONV}, {_ATTENTION}"
-        )
     return tuple(i for i, kind in enumerate(types) if kind == _CONV)
 
 
