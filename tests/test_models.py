@@ -1332,7 +1332,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "states over too many tokens": ("granite 4 h", {"mamba_d_conv": 65}, CheckpointError, "and 65 taps"),
     "windows of fewer layers": ("gpt-neo", TYPES | {"attention_types": [[["global"], 2]]}, CheckpointError, "has 2 of 3 layers"),
     "windows of no kind": ("gpt-neo", TYPES | {"attention_types": [[["far"], 3]]}, CheckpointError, "must list pairs of kinds"),
-    "windows that are endless": ("gpt-neo", TYPES | {"attention_types": [[["local"], 1 << 40]]}, CheckpointError, "must list pairs"),
+    "windows that are endless": ("gpt-neo", TYPES | {"attention_types": [[["local"], 1 << 40]]}, CheckpointError, "list pairs"),
     "more dims that rotate than there are": ("gpt-j", {"rotary_dim": 26}, CheckpointError, "26 rotary dims do not fit"),
     "layers with attention that there are not": (
         "bamba", {"attn_layer_indices": [3]}, CheckpointError, "'attn_layer_indices' must be a list of layers below 3",
