@@ -11,7 +11,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none
 
 _DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192}
 
@@ -44,8 +44,7 @@ def _second_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    if not spec.tied_head:  # llama.cpp takes the embedding whatever the file has
-        raise UnsupportedError("GGUF cannot say this of a Cohere model: a head of its own", "keep the model as a folder")
+    has_none("a Cohere model", a_head_of_its_own=not spec.tied_head)  # llama.cpp takes the embedding whatever the file has
     stretched = any(rope.scaling != "none" for rope in spec.ropes)
     return {"logit_scale": spec.logit_scale, **({} if stretched else {"rope.scaling.type": "none"}), **window_pattern(spec)}
 

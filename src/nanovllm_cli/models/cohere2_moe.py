@@ -16,11 +16,10 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, has_none
 from nanovllm_cli.models.names import SHARED_NAMES
 
 _KINDS = ("dense", "sparse")
-_KEEP = "keep the model as a folder"
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 128, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192, "logit_scale": 0.0625, "sliding_window": 4096,
     "num_experts_per_tok": 2, "num_experts": 8, "num_shared_experts": 0, "expert_selection_fn": "softmax", "norm_topk_prob": True,
@@ -89,8 +88,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     mixture, kinds = spec.mixture, [isinstance(block.mlp, MoESpec) for block in spec.blocks]
     has_all(spec.architecture, experts=mixture is not None, experts_in_all_layers_behind_the_first_ones=kinds == sorted(kinds))
     assert mixture is not None
-    if spec.attention.qkv_bias or spec.attention.out_bias:
-        raise UnsupportedError(f"GGUF cannot say this of a {spec.architecture} model: biases of attention", _KEEP)
+    has_none(f"a {spec.architecture} model", biases_of_attention=spec.attention.qkv_bias or spec.attention.out_bias)
     stretched = any(rope.scaling != "none" for rope in spec.ropes)
     return {
         "logit_scale": spec.logit_scale, "expert_weights_norm": mixture.norm_topk, **window_pattern(spec),

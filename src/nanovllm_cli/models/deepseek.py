@@ -19,7 +19,7 @@ from nanovllm_cli.models.experts import (
     layers_without_experts,
     only_behind_the_first,
 )
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, weight_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none, weight_keys
 from nanovllm_cli.models.names import BIAS_NAME, MTP_HF_NAMES, SHARED_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
@@ -148,8 +148,7 @@ def latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     rope, latent, mixture = spec.attention.rope, spec.attention.latent, spec.mixture
     assert rope is not None
     assert latent is not None
-    if not rope.interleaved:
-        raise UnsupportedError("GGUF cannot say this of latent attention: rotary pairs apart", "keep the model as a folder")
+    has_none("latent attention", rotary_pairs_apart=not rope.interleaved)
     keys: dict[str, GGUFField] = {
         "attention.kv_lora_rank": latent.rank, "attention.key_length_mla": latent.query_dim,
         "attention.value_length_mla": latent.value_dim,
@@ -193,12 +192,12 @@ def _ocr_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _ocr_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     """llama.cpp has as many heads of keys as of queries there, which turn as a whole and are not stretched."""
-    mixture, attention, where = spec.mixture, spec.attention, "GGUF cannot say this of a DeepSeek-OCR"
-    if mixture is None or attention.num_kv_heads != attention.num_heads or mixture.groups != 1:
-        raise UnsupportedError(f"{where}: no experts, groups of them, or shared heads of keys", "keep the model as a folder")
-    rope = attention.rope
-    if rope is None or rope.scaling != "none" or rope.theta != 1e4 or rope.dim != attention.head_dim:
-        raise UnsupportedError(f"{where}: positions with another base, or stretched", "keep the model as a folder")
+    mixture, attention, rope = spec.mixture, spec.attention, spec.attention.rope
+    usual = rope is not None and (rope.scaling, rope.theta, rope.dim) == ("none", 1e4, attention.head_dim)
+    has_none(
+        "a DeepSeek-OCR", no_experts=mixture is None, groups_of_experts=mixture is not None and mixture.groups != 1,
+        shared_heads_of_keys=attention.num_kv_heads != attention.num_heads, positions_with_another_base_or_stretched=not usual,
+    )  # fmt: skip
     return weight_keys(spec) | {"expert_gating_func": BY_SOFTMAX}
 
 

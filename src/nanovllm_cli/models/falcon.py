@@ -15,7 +15,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, has_none
 from nanovllm_cli.models.gpt2 import with_usual_width
 from nanovllm_cli.models.names import modules, weights_and_biases
 
@@ -64,8 +64,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     order = spec.blocks[0].order
     has_all(spec.architecture, attention_and_MLP_side_by_side=order != "pre")
-    if spec.attention.qkv_bias:  # llama.cpp has no place for them
-        raise UnsupportedError("GGUF cannot say this of a falcon model: biases", "keep the model as a folder")
+    has_none("a falcon model", biases=spec.attention.qkv_bias)
     return {"tensor_data_layout": "jploski"}
 
 

@@ -58,6 +58,12 @@ def has_all(name: str, **parts: bool) -> None:
         raise UnsupportedError(what, "keep the model as a folder")
 
 
+def has_none(of: str, **parts: bool) -> None:
+    """The same for what they have no place for and a model has."""
+    if found := [part.replace("_", " ") for part, there in parts.items() if there]:
+        raise UnsupportedError(f"GGUF cannot say this of {of}: {', '.join(found)}", "keep the model as a folder")
+
+
 def weight_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     """What many files say of the weights that a token's experts have, where there are any."""
     mixture = spec.mixture

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import Family, GGUFField, has_none
 from nanovllm_cli.models.names import modules, weights_and_biases
 
 _PARTS = {
@@ -24,9 +23,7 @@ def _second_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unbiased(spec: ModelSpec) -> dict[str, GGUFField]:
-    if spec.attention.out_bias:  # llama.cpp has no place for it
-        what = "GGUF cannot say this of an internlm2 model: a bias behind attention"
-        raise UnsupportedError(what, "keep the model as a folder")
+    has_none("an internlm2 model", a_bias_behind_attention=spec.attention.out_bias)
     return {}
 
 

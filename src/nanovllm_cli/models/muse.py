@@ -15,7 +15,7 @@ from nanovllm_cli.model_spec import ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, ReadValues, has_all, usual_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, ReadValues, has_all, has_none, usual_keys
 from nanovllm_cli.models.gemma import SANDWICH_HF_NAMES
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
@@ -100,9 +100,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     alike = all((each.window is None) == (each.rope is None) for each in spec.attentions)
     windows = any(each.window is not None for each in spec.attentions)
     has_all(spec.architecture, head_of_its_own=not spec.tied_head, layers_with_windows=windows)
-    if not alike:
-        what = f"GGUF cannot say this of a {spec.architecture} model: positions in other layers than those with a window"
-        raise UnsupportedError(what, "keep the model as a folder")
+    has_none(f"a {spec.architecture} model", positions_in_other_layers_than_those_with_a_window=not alike)
     return {"logit_scale": spec.logit_scale, "final_logit_softcapping": spec.logit_softcap or 0.0, **window_pattern(spec)}
 
 
