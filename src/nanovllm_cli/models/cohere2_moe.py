@@ -112,8 +112,7 @@ COHERE2_MOE = replace(
     full_first=True,  # to llama.cpp, where a file doesn't list its layers
     experts=ExpertKeys(
         ("num_experts",), "moe_intermediate_size", "norm_topk_prob", shared="num_shared_experts", length_in_gguf=True,
-        scoring="sigmoid",
-        scoring_key="expert_selection_fn", first="first_k_dense_replace",
+        scoring="sigmoid", scoring_key="expert_selection_fn", first="first_k_dense_replace",
     ),
     config=_by_layers,
     defaults=_DEFAULTS,
