@@ -244,6 +244,7 @@ BROKEN: dict[str, tuple[str, Any, type[NanovllmError], str]] = {
     "no object": ("1_Pooling/config.json", [1], CheckpointError, "object"),
     "prompts": ("config_sentence_transformers.json", {"prompts": {"query": 3}}, CheckpointError, "prompts"),
     "default": ("config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": "q"}, CheckpointError, "default"),
+    "defaults": ("config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": ["q"]}, CheckpointError, "default"),
 }  # fmt: skip
 
 

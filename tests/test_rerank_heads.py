@@ -307,6 +307,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[NanovllmError], str]] = {
     "unknown": ({"sentence_transformers": {"activation_fn": "my.own.Thing"}}, UnsupportedError, r"my\.own\.Thing is not"),
     "labels": ({"id2label": {"0": "a", "1": "b"}}, CheckpointError, "2 labels, score.weight one row"),
     "width": ({"hidden_size": "48"}, CheckpointError, "hidden_size"),
+    "names": ({"architectures": [["Qwen3ForSequenceClassification"]]}, CheckpointError, "architectures"),
 }
 
 
@@ -317,6 +318,8 @@ def test_configs_of_other_heads_are_refused_by_name(name: str, folder: Path) -> 
         opened(configured(folder, **keys))
     assert type(refused.value) is kind
     assert refused.value.hint
+    with open_checkpoint(folder) as checkpoint, pytest.raises(kind, match=words):
+        facts_of(checkpoint)
 
 
 def test_heads_of_other_shapes_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -325,6 +328,7 @@ def test_heads_of_other_shapes_are_refused(folder: Path, tmp_path: Path) -> None
     for value, kind, words in (
         (row.repeat(3, 1), UnsupportedError, "a classifier of 3 labels, which ranks nothing"),
         (row[:, :40].contiguous(), CheckpointError, r"score\.weight is \[1, 40\], and should be \[1, 48\]"),
+        (row.sum(), CheckpointError, r"score\.weight is \[\], and should be \[1, 48\]"),
         (None, CheckpointError, r"score\.weight is missing"),
         (row * float("inf"), CheckpointError, r"score\.weight has NaN or infinity"),
     ):
@@ -452,6 +456,7 @@ def test_an_encoders_head_that_is_broken_is_refused(tmp_path: Path) -> None:
     for keys, kind, words in (
         ({"classifier_pooling": "max"}, UnsupportedError, "classifier_pooling 'max'"),
         ({"classifier_activation": "mish"}, UnsupportedError, "classifier_activation 'mish'"),
+        ({"classifier_activation": ["gelu"]}, UnsupportedError, r"classifier_activation \"\['gelu'\]\""),
         ({"norm_eps": "x"}, CheckpointError, "norm_eps is 'x'"),
         ({"norm_bias": True}, CheckpointError, r"head\.norm\.bias is missing"),
     ):

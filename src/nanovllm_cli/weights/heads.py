@@ -85,7 +85,7 @@ def classifies(checkpoint: Checkpoint) -> bool:
     if checkpoint.format == "gguf":
         return bool(config.get(f"{config.get('general.architecture')}.pooling_type") == PoolingType.RANK)
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in _HEADS
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0] in _HEADS
 
 
 def head_of(checkpoint: Checkpoint) -> Head | None:
@@ -142,7 +142,7 @@ def _of_folder(checkpoint: Checkpoint) -> Head:
     config, architecture = checkpoint.config, checkpoint.config["architectures"][0]
     parts = _HEADS[architecture]
     last = f"{parts[-1].name}.weight"
-    rows = shapes_of(checkpoint, [last]).get(last, (0,))[0]
+    rows = next(iter(shapes_of(checkpoint, [last]).get(last, ())), 0)
     labels = config.get("id2label")
     if rows > 1:
         raise UnsupportedError(f"{checkpoint.path}: a classifier of {rows} labels, which ranks nothing", _ONE)
@@ -162,7 +162,7 @@ def _layer(part: _Part, config: Mapping[str, Any], rows: int, width: int, path: 
     activation, norm = part.activation, None
     if activation is None:
         activation = config.get("classifier_activation", "gelu")
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise UnsupportedError(f"{path}: classifier_activation {str(activation)[:80]!r} is not supported",
                                    f"known: {', '.join(ACTIVATIONS)}")  # fmt: skip
     if part.norm is not None:

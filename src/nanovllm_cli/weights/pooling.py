@@ -240,7 +240,7 @@ def _prompts(folder: Path) -> Embedding:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{path}: 'prompts' must be texts by name", _BROKEN)
-    if default is not None and default not in prompts:
+    if default is not None and not (isinstance(default, str) and default in prompts):
         raise CheckpointError(f"{path}: 'default_prompt_name' is none of its prompts", _BROKEN)
     return Embedding(prompts=prompts, default_prompt=default)
 
