@@ -94,6 +94,7 @@ BAD: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type, str]] = {
     "no weight": ({"weight_scale": GOOD["weight_scale"]}, OFFLINE, CheckpointError, "weight' is missing"),
     "two numbers": (GOOD | {"weight_scale": torch.ones(2)}, OFFLINE, CheckpointError, "has the shape [2]"),
     "zero": (GOOD | {"weight_scale": torch.zeros(1)}, DIVIDES, CheckpointError, "scales that are 0 or below"),
+    "too small to divide by": (GOOD | {"weight_scale": torch.tensor([1e-42])}, DIVIDES, CheckpointError, "infinite or NaN"),
     "not a number": (GOOD | {"weight_scale": torch.tensor([torch.nan])}, OFFLINE, CheckpointError, "infinite or NaN"),
     "plain weights with a number": (GOOD | {"weight": torch.ones(8, 4)}, OFFLINE, CheckpointError, "holds F32, expected U8"),
     "another class": (GOOD, OFFLINE | {"linear_class": "x"}, UnsupportedError, "linear_class 'x'"),

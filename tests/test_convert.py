@@ -434,6 +434,7 @@ def test_gguf_of_an_architecture_that_nobody_here_knows_is_copied_and_split(tmp_
     writer.add_array("mystery.halves", [0.5, 1.5])
     writer.add_tensor("experts", np.arange(2 * 3 * 32, dtype=np.float32).reshape(2, 3, 32))
     writer.add_tensor("codes", np.arange(5, dtype=np.int32))
+    writer.add_tensor("nothing", np.zeros((3, 0), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -446,6 +447,9 @@ def test_gguf_of_an_architecture_that_nobody_here_knows_is_copied_and_split(tmp_
     assert found["codes"].tensor_type == gguf.GGMLQuantizationType.I32
     with pytest.raises(UnsupportedError, match="mystery"):
         converted(tmp_path / "m.gguf", tmp_path / "folder", "hf")
+    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes().replace(b"general.architecture", b"general.architectUre"))
+    with pytest.raises(CheckpointError, match=r"no 'general\.architecture'"):
+        converted(tmp_path / "m.gguf", tmp_path / "other.gguf", "gguf")
 
 
 def test_parts_hold_the_whole_and_become_one_file_again(tmp_path: Path) -> None:

@@ -145,6 +145,10 @@ def test_sizes_that_lie(hub: Hub, tmp_path: Path) -> None:
     listed["siblings"][0]["size"] = 1 << 49
     hub.listed = json.dumps(listed).encode()
     assert error(client(tmp_path / "2", hub.url, "org/m")).startswith("DoesNotFitError")
+    hub.listed = json.dumps({"sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}).encode()
+    hub.lies["config.json"] = {"Content-Length": ""}  # nobody says, and an empty file is not what is meant
+    assert "how large org/m/config.json is" in error(client(tmp_path / "4", hub.url, "org/m"))
+    assert not list((tmp_path / "4").rglob("config.json"))
     hub.listed = None
     hub.lies["config.json"] = {"X-Linked-Size": "23"}  # as listed, and then there is less
     hub.repos = {"org/m": {**FILES, "config.json": b"{}"}}

@@ -174,6 +174,9 @@ def test_what_is_no_shape(tmp_path: Path) -> None:
     assert "qwen3-0.6b" in caught.value.hint
     with pytest.raises(ModelNotFoundError):
         open_checkpoint(f"random:{tmp_path / 'none.json'}")
+    bounded = json.dumps(small(time_step_limit=[0.0, math.inf]))  # as configs of state spaces have it
+    (tmp_path / "config.json").write_text(bounded)
+    assert shape_config(str(tmp_path))["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError):
         resolve(f"random:{tmp_path}")

@@ -99,6 +99,10 @@ def test_dtype_of_less_than_a_byte_is_named(tmp_path: Path) -> None:
         assert checkpoint.raw("w").tolist() == [[97, 98]]
         with pytest.raises(UnsupportedError, match="'w' has the dtype F4"):
             checkpoint.tensor("w")
+    header["w"]["shape"] = [4, 1]  # rows of half a byte
+    (tmp_path / "model.safetensors").write_bytes(handmade(header, b"ab"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.raw("w").tolist() == [[97, 98]]
 
 
 TWO = {"a": f32(0, 8), "b": f32(8, 16)}

@@ -172,7 +172,7 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
             f"tensor {step.source!r} has values that are NaN or infinite", "the file is damaged; get it again"
         )
     try:
-        return encode(step.after, values.reshape(-1, step.shape[-1]))
+        return encode(step.after, values.reshape(-1, step.shape[-1])) if values.numel() else values.to(torch.uint8)
     except UnsupportedError as error:
         raise UnsupportedError(f"tensor {step.source!r}: {error.message}", error.hint) from error
 

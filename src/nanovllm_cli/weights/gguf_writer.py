@@ -17,6 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.gguf_writer import SHARD_NAME_FORMAT, GGUFValue, WriterState
 
 from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.weights.gguf import DEFAULT_ALIGNMENT, MAX_NAME_BYTES
 from nanovllm_cli.weights.writer import TensorWriter
 
@@ -60,7 +61,8 @@ class HeaderBuilder(GGUFWriter):  # type: ignore[misc]
 
 def header_of(metadata: Mapping[str, Any], types: Mapping[str, tuple[int, int | None]]) -> Header:
     """The metadata of a file that was read, to be written again. Keys that describe the file itself are left out, and
-    empty arrays, which the format's writers do not write."""
+    empty arrays, which the format's writers do not write. CheckpointError where they do not say what the file is of."""
+    ConfigReader(metadata, "the file").text(Keys.General.ARCHITECTURE)
     header: Header = {}
     for key, value in metadata.items():
         if key in _OWN_KEYS or value == []:
@@ -88,7 +90,7 @@ class GGUFPartWriter(TensorWriter[GGUFTensor]):
         total: int = 0,
     ) -> None:
         super().__init__(file, tensors, DEFAULT_ALIGNMENT)
-        writer = GGUFWriter(None, header["general.architecture"].value)
+        writer = GGUFWriter(None, header[Keys.General.ARCHITECTURE].value)
         writer.kv_data = [dict(header) if number == 0 else {}]
         if count > 1:
             writer.add_uint16(Keys.Split.LLM_KV_SPLIT_NO, number)

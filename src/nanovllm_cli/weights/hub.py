@@ -167,7 +167,9 @@ def _fetch_file(repo: str, listing: Listing, name: str, meter: _Meter) -> None:
     def download() -> None:
         with _translated(f"{repo}/{name}"):
             info = file_info(repo, listing.commit, name)
-            size = info.size if info.size is not None else listing.sizes.get(name, 0)
+            size = meter.size if info.size is None else info.size
+            if info.size is None and not size:
+                raise HubUnreachableError(f"{endpoint()} does not say how large {repo}/{name} is", _LIES)
             if meter.size not in (0, size):
                 raise DownloadError(f"{repo}: {name} has {meter.size} bytes in the hub's listing, and {size} by itself", _LIES)
             if not meter.size:

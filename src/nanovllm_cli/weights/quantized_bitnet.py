@@ -60,8 +60,8 @@ class PackedWeight:
         codes = packed[numbers % height] >> (2 * (numbers // height)).to(torch.uint8).unsqueeze(1) & 3
         if bool((codes == 3).any()):
             raise self.codes.damaged("has a code that is none of -1, 0 and 1")
-        number = self.number.checked_scales(self.number.read()).float()
-        scale = 1 / number if self.divides else number
+        number = self.number.read().float()
+        scale = self.number.checked_scales(1 / number if self.divides else number)
         return IntegerRows(codes + (FORMAT.middle - 1), scale.expand(end - first).unsqueeze(1).contiguous())
 
 

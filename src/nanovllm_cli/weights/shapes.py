@@ -335,5 +335,5 @@ def shape_config(shape: str) -> dict[str, Any]:
         near = difflib.get_close_matches(shape.lower(), SHAPES, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(SHAPES)}; or the path of a config.json"
         raise ModelNotFoundError(f"no shape is called {shape}", hint)
-    config = read_json_file(path, MAX_CONFIG_BYTES)
+    config = read_json_file(path, MAX_CONFIG_BYTES, infinity=True)
     return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
