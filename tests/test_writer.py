@@ -146,6 +146,15 @@ def test_what_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
     assert names(tmp_path / "folder") == ["config.json"]
 
 
+def test_another_name_of_a_file_in_the_outputs_place_leaves_that_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"dear diary")
+    (tmp_path / ".file.partial").hardlink_to(tmp_path / "mine")
+    with OutputFile(tmp_path / "file") as output:
+        output.file.write(b"new")
+        output.commit()
+    assert [(tmp_path / name).read_bytes() for name in names(tmp_path)] == [b"new", b"dear diary"]
+
+
 def test_what_a_killed_run_to_the_other_kind_left_is_taken_away(tmp_path: Path) -> None:
     (tmp_path / ".model.partial").write_bytes(b"of a file")
     with OutputFolder(tmp_path / "model") as folder:

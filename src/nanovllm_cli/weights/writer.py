@@ -149,6 +149,10 @@ class OutputFile(_Output):
             if self.temporary.is_dir():
                 self._remove_other_kind()
             self._take(os.O_RDWR | os.O_CREAT)
+            if os.fstat(self._lock).st_nlink > 1:  # another name of somebody's file, which must not be emptied
+                self._remove()
+                self._let_go()
+                self._take(os.O_RDWR | os.O_CREAT | os.O_EXCL)
             os.ftruncate(self._lock, 0)
             self.file: BinaryIO = os.fdopen(os.dup(self._lock), "wb")
         except OSError as failure:
