@@ -31,8 +31,9 @@ LARGE = 1 << 20  # files from here on have a SHA-256 for an ETag, as those in LF
 
 class Hub:
     """`repos`: name -> path -> content. `refuse`: name -> (status, X-Error-Code). `drops`: path -> after how many bytes
-    each further answer breaks off. `moved`: path of an URL -> where that is now. `lies`: file -> headers in place of its own, "" for none.
-    `listed`: what it gives for any listing. `log`: (method, path, Range) of every request. `served`: bytes of content sent."""
+    each further answer breaks off. `moved`: path of an URL -> where that is now. `lies`: file -> headers in place of its own,
+    "" for none. `listed`: what it gives for any listing. `log`: (method, path, Range) of every request. `served`: bytes of
+    content sent."""
 
     def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
         self.repos = repos

@@ -447,7 +447,8 @@ def test_gguf_of_an_architecture_that_nobody_here_knows_is_copied_and_split(tmp_
     assert found["codes"].tensor_type == gguf.GGMLQuantizationType.I32
     with pytest.raises(UnsupportedError, match="mystery"):
         converted(tmp_path / "m.gguf", tmp_path / "folder", "hf")
-    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes().replace(b"general.architecture", b"general.architectUre"))
+    nameless = (tmp_path / "m.gguf").read_bytes().replace(b"general.architecture", b"general.architectUre")
+    (tmp_path / "m.gguf").write_bytes(nameless)
     with pytest.raises(CheckpointError, match=r"no 'general\.architecture'"):
         converted(tmp_path / "m.gguf", tmp_path / "other.gguf", "gguf")
 

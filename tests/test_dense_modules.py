@@ -258,9 +258,7 @@ def changed(file: Path, path: Path, keys: dict[str, Any] | None = None, drop: st
                 header[key] = GGUFValue(value, GGUFValueType.UINT32)
         made.header, made.is_known = header, False
         made.steps = [step for step in made.steps if step.name != drop]
-        for name, tensor in tensors.items():
-            size = tensor.numel() * 4
-            made.steps.append(Step(name.replace("__", "."), None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
+        made.steps += [Step.made(name.replace("__", "."), tensor) for name, tensor in tensors.items()]
         convert.write(checkpoint, made, path)
     return path
 

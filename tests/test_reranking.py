@@ -50,7 +50,7 @@ def write_reranker(folder: Path, path: Path, **keys: Any) -> None:
         made.header |= rank | keys
         rows = checkpoint.tensor("lm_head.weight")[[YES, NO]].clone()
         made.steps = [step for step in made.steps if step.name != "output.weight"]
-        made.steps.append(Step("cls.output.weight", None, tuple(rows.shape), "-", 0, "F32", rows.numel() * 4, value=rows))
+        made.steps.append(Step.made("cls.output.weight", rows))
         made.is_known = False
         convert.write(checkpoint, made, path)
 

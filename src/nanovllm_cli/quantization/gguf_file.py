@@ -35,7 +35,7 @@ def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile,
     items = {name: own for name, own in plan.by_output().items() if own[0].format is not None}
     untied = [name for name in items if name not in {step.name for step in made.steps}]
     steps = [_retyped(step, items.get(step.name)) for step in made.steps]
-    steps += [_retyped(Step(name, None, items[name][0].weight.shape, "-", 0, "F32", 0), items[name]) for name in untied]
+    steps += [_retyped(Step(name, None, items[name][0].weight.shape, "-", 0, "F32"), items[name]) for name in untied]
     source = _Source(original, plan, parts, items)
     progress.stage("writing", sum(step.num_bytes for step in steps), "B")
     by_name = {step.name: step for step in steps}
@@ -50,8 +50,7 @@ def _retyped(step: Step, items: list[Planned] | None) -> Step:
         return step
     form = items[0].format
     assert isinstance(form, Blocks)
-    own = sum(item.num_bytes for item in items)
-    return step._replace(after=form.type, num_bytes=own + step.repeats * (own // items[0].weight.shape[0]))
+    return step._replace(after=form.type)
 
 
 class _Source:

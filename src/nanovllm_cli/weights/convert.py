@@ -54,7 +54,6 @@ from nanovllm_cli.weights.convert_tensors import (
     as_many_rows,
     dtype_of,
     file_type,
-    gguf_bytes,
     gguf_type,
     in_float32,
     is_blocks,
@@ -252,7 +251,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         norm = spec.last_norm or spec.norm if theirs == "output_norm.weight" else spec.norm
         missing = norm.offset - norm.stored_offset  # llama.cpp's Gemma has it in the gains
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
-        step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
+        step = Step.of(info, after, theirs)._replace(shape=shape, added=added)
         steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
     steps = stacked(by_head(steps, spec, outtype, family), family)
     steps = [as_many_rows(step, spec) for step in steps]
@@ -261,9 +260,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     if family.gguf_name in ("qwen3vl", "qwen3vlmoe"):
         deep = GGUFValue(0 if tower is None else tower.num_deep, GGUFValueType.UINT32)
         header.header[f"{family.gguf_name}.n_deepstack_layers"] = deep
-    for name, tensor in header.tensors.items():
-        size = tensor.numel() * tensor.dtype.itemsize
-        steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
+    steps += [Step.made(name, tensor) for name, tensor in header.tensors.items()]
     return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head, tower=tower)
 
 
@@ -281,9 +278,7 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
         after = safetensors_type(info.dtype_name, outtype)
         if vectors is not None and (len(info.shape) < 2 or in_float32(theirs)):
             after = vectors
-        num_bytes = torch.Size(info.shape).numel() * dtype_of(after).itemsize
-        step = Step(name, theirs, info.shape, info.dtype_name, info.num_bytes, after, num_bytes)
-        steps.append(_turned(step, spec, family, to_gguf=False))
+        steps.append(_turned(Step.of(info, after, name), spec, family, to_gguf=False))
     blocks = sorted(
         {step.before for step in steps if not step.copied and step.after == "F32" and step.before not in DTYPES}
     )
@@ -301,10 +296,7 @@ def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
     for name in source.names():
         info = source.info(name)
         keeps = outtype == "auto" or len(info.shape) < 2 or name in GGUF_EXTRAS
-        after = info.dtype_name if keeps else gguf_type(name, info.shape, info.dtype_name, outtype)
-        steps.append(
-            Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, gguf_bytes(info.shape, after))
-        )
+        steps.append(Step.of(info, info.dtype_name if keeps else gguf_type(name, info.shape, info.dtype_name, outtype)))
     header = header_of(source.config, source.metadata_types)
     if outtype != "auto":
         header[Keys.General.FILE_TYPE] = GGUFValue(int(_file_type(outtype, steps)), GGUFValueType.UINT32)
@@ -317,12 +309,7 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
         raise UnsupportedError(
             f"{source.path}: its weights are quantized, and so have no other dtype", "leave --outtype out"
         )
-    steps = []
-    for name in source.names():
-        info = source.info(name)
-        after = safetensors_type(info.dtype_name, outtype)
-        size = torch.Size(info.shape).numel() * dtype_of(after).itemsize
-        steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
+    steps = [Step.of(info, safetensors_type(info.dtype_name, outtype)) for info in map(source.info, source.names())]
     kept, left = beside_weights(folder_of(source.path))
     modules = pickled_modules(folder_of(source.path))
     left = [name for name in left if f"{Path(name).parent}/model.safetensors" not in modules]

@@ -16,7 +16,7 @@ from nanovllm_cli.models.ears import EARS, ear_family
 from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_names_in_gguf, hearing_from_gguf
 from nanovllm_cli.models.tower_layers import waves
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
-from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
+from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_type
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
 from nanovllm_cli.weights.hearing import ear_parts, read_hearing
 from nanovllm_cli.weights.quantized import open_reader
@@ -64,14 +64,10 @@ def ear_part(source: Checkpoint, outtype: str) -> EarPart | None:
             after = "F32" if _WHOLE.fullmatch(info.name) else after
         elif info.name.startswith(_CONVOLVED) or info.name == _POSITIONS:
             after = "F16" if info.name.endswith(".weight") and info.name != _POSITIONS else "F32"
-        steps.append(
-            Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, gguf_bytes(info.shape, after))
-        )
+        steps.append(Step.of(info, after))
     shapes = {step.name: step.shape for step in steps}
     if isinstance(spec.tower, EarSpec) and not spec.tower.positions:
-        value = waves(_NUM_WAVES, spec.tower.hidden_size)
-        shape = tuple(value.shape)
-        steps.append(Step(_POSITIONS, None, shape, "-", 0, "F32", gguf_bytes(shape, "F32"), value=value))
+        steps.append(Step.made(_POSITIONS, waves(_NUM_WAVES, spec.tower.hidden_size)))
     keys = _keys(spec, label)
     found = hearing_from_gguf(ConfigReader(keys, "the file"), shapes)
     check_spec(replace(spec, tokens=found.tokens), found)

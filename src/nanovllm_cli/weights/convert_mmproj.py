@@ -21,7 +21,7 @@ from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.convert_ears import EarPart, ear_file, ear_part
 from nanovllm_cli.weights.convert_names import halves_to_pairs
-from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_bytes, gguf_type
+from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_type
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import names_of
@@ -65,8 +65,7 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
         is_kernel = info.name in _CONVOLVED or len(info.shape) == 4 or info.name.endswith(_DISTANCES)
         if is_kernel:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
-        size = gguf_bytes(info.shape, after)
-        steps.append(Step(info.name, info.name, info.shape, info.dtype_name, info.num_bytes, after, size))
+        steps.append(Step.of(info, after))
     if label == "pixtral":
         steps.append(_line_end(source, spec))
     keys, kind_of_file = _keys(spec, label), file_type(plain_type_of(steps))
@@ -181,8 +180,7 @@ def _line_end(source: Checkpoint, spec: VisionSpec) -> Step:
     name = names_of(source)["embedding.weight"]
     if token is None or not 0 <= token < source.info(name).shape[0]:
         raise CheckpointError(f"{source.path}: its tokenizer has no {spec.tokens.line_end}", "take the publisher's own folder")
-    row = source.tensor(name, (token, token + 1))[0].to(torch.float32)
-    return Step("v.token_embd.img_break", None, tuple(row.shape), "-", 0, "F32", row.nbytes, value=row)
+    return Step.made("v.token_embd.img_break", source.tensor(name, (token, token + 1))[0].to(torch.float32))
 
 
 def _projector(source: Checkpoint) -> tuple[str, Projector]:

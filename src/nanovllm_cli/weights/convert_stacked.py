@@ -13,7 +13,6 @@ what is one tensor in a folder and two in a file:
 
 from __future__ import annotations
 
-import math
 import re
 from functools import partial
 
@@ -22,7 +21,7 @@ import torch
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.convert_tensors import Step, gguf_bytes, gguf_type
+from nanovllm_cli.weights.convert_tensors import Step, gguf_type
 from nanovllm_cli.weights.stacked import stack_of
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(\d+)(\.(?:weight|bias))")
@@ -75,9 +74,8 @@ def by_head(steps: list[Step], spec: ModelSpec, outtype: str, family: Family) ->
         sizes = latent.key_dim, latent.value_dim
         for part, shape in (("k_b", (heads, latent.rank, latent.key_dim)), ("v_b", (heads, latent.value_dim, latent.rank))):
             name = f"{place[1]}{part}.weight"
-            after = gguf_type(name, shape, step.before, outtype)
             found.append(step._replace(
-                name=name, shape=shape, after=after, num_bytes=gguf_bytes(shape, after), before_bytes=step.before_bytes // 2,
+                name=name, shape=shape, after=gguf_type(name, shape, step.before, outtype), before_bytes=step.before_bytes // 2,
                 reorder=partial(_of_heads, sizes, part == "k_b"), rows_together=sum(sizes),
             ))  # fmt: skip
     return found
@@ -104,13 +102,13 @@ def _stack(name: str, parts: list[Step]) -> Step:
     assert len(parts) % count == 0, f"{name}: {len(parts)} matrices of {count} experts"
     kinds = {part.after for part in parts}
     if len(kinds) > 1:  # a tensor has one type
-        parts = [part._replace(after="F32", num_bytes=4 * math.prod(part.shape)) for part in parts]
+        parts = [part._replace(after="F32") for part in parts]
     rows, *width = parts[0].shape
     first = parts[0]
     before = first.before if len({part.before for part in parts}) == 1 else "F32"
     return first._replace(
         name=name, source=None, shape=(count, len(parts) // count * rows, *width), before=before, parts=tuple(parts),
-        before_bytes=sum(part.before_bytes for part in parts), num_bytes=sum(part.num_bytes for part in parts),
+        before_bytes=sum(part.before_bytes for part in parts),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import GGUF_ENTRY
 from nanovllm_cli.models.gemma4 import PER_LAYER_GGUF_NAMES
 from nanovllm_cli.quant.gguf_encode import encode
-from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import stack_of
@@ -71,7 +71,6 @@ class Step(NamedTuple):
     before: str
     before_bytes: int
     after: str
-    num_bytes: int
     reorder: Reorder | None = None
     rows_together: int = 1
     value: torch.Tensor | None = None
@@ -79,6 +78,21 @@ class Step(NamedTuple):
     skips: int = 0
     repeats: int = 0
     parts: tuple[Step, ...] = ()
+
+    @classmethod
+    def of(cls, info: TensorInfo, after: str, name: str | None = None) -> Step:
+        """Of a tensor of the input, which gets that type and name."""
+        return cls(info.name if name is None else name, info.name, info.shape, info.dtype_name, info.num_bytes, after)
+
+    @classmethod
+    def made(cls, name: str, value: torch.Tensor) -> Step:
+        """Of a tensor that the input does not have, float32."""
+        return cls(name, None, tuple(value.shape), "-", 0, "F32", value=value)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the output."""
+        return (self.gguf() if self.after in GGMLQuantizationType.__members__ else self.safetensors()).num_bytes
 
     @property
     def copied(self) -> bool:
@@ -94,12 +108,11 @@ class Step(NamedTuple):
 def as_many_rows(step: Step, spec: ModelSpec) -> Step:
     """A table of positions begins with the first token's in GGUF files, and what layers have of tokens is there of all."""
     if spec.per_layer_rows and step.name == PER_LAYER_GGUF_NAMES["per_layer_embedding.weight"]:
-        shape = (spec.vocab_size, *step.shape[1:])
-        return step._replace(shape=shape, num_bytes=gguf_bytes(shape, step.after), repeats=spec.vocab_size - step.shape[0])
+        return step._replace(shape=(spec.vocab_size, *step.shape[1:]), repeats=spec.vocab_size - step.shape[0])
     if spec.entry is None or step.name != GGUF_ENTRY["positions.weight"]:
         return step
-    shape = (step.shape[0] - spec.entry.first_position, *step.shape[1:])
-    return step._replace(shape=shape, num_bytes=gguf_bytes(shape, step.after), skips=spec.entry.first_position)
+    skips = spec.entry.first_position
+    return step._replace(shape=(step.shape[0] - skips, *step.shape[1:]), skips=skips)
 
 
 def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
@@ -203,16 +216,12 @@ def in_float32(name: str) -> bool:
     return name.endswith(_IN_FLOAT32)
 
 
-def gguf_bytes(shape: tuple[int, ...], kind: str) -> int:
-    return GGUFTensor("", shape, GGMLQuantizationType[kind]).num_bytes
-
-
 def safetensors_type(before: str, outtype: str) -> str:
     """The type that a tensor of a folder gets: floats become `outtype`, whole numbers stay. Blocks come out as the float32
-    that they stand for, which loses nothing, unless `outtype` says less."""
-    if is_blocks(before):
-        return "F32" if outtype == "auto" else outtype.upper()
-    return before if outtype == "auto" or before not in _FLOATS else outtype.upper()
+    that they stand for, which loses nothing, unless `outtype` says less. Raises as `dtype_of`."""
+    kept = "F32" if is_blocks(before) else before
+    dtype_of(kept)
+    return kept if outtype == "auto" or kept not in _FLOATS else outtype.upper()
 
 
 def dtype_of(kind: str) -> torch.dtype:

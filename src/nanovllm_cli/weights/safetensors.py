@@ -85,7 +85,7 @@ class SafetensorsFile:
         return view if rows is None else view[rows[0] : rows[1]]
 
     def raw(self, name: str) -> torch.Tensor:
-        """The tensor's bytes, uint8 of shape (rows, bytes of a row); a vector is one row, and so are rows that end within a byte."""
+        """The tensor's bytes, uint8 of shape (rows, bytes of a row); a vector is one row, as are rows that end within a byte."""
         entry = self.entries[name]
         data = self.file.tensor(entry.start, (entry.num_bytes,), torch.uint8)
         has_rows = len(entry.shape) > 1 and entry.num_bytes and entry.num_bytes % entry.shape[0] == 0
