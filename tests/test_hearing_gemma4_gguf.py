@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import HearingSpec
+from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ear import Ear
+from nanovllm_cli.models.ears_gguf import hearing_from_gguf
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_or_note
-from nanovllm_cli.weights.hearing_gguf import load_ear_gguf, read_ear
-from nanovllm_cli.weights.mmproj import open_mmproj, read_mmproj
+from nanovllm_cli.weights.mmproj import load_ear_gguf, open_mmproj, read_mmproj
 from test_hearing_gemma4 import AUDIO, changed, draw, frames, open_ear, sound_of
 from test_tower_gemma4 import VISION
 from test_towers import TEXT
@@ -66,7 +67,7 @@ def written(folder: Path, output: Path, outtype: str = "f32") -> tuple[Path, lis
 
 def open_file(path: Path) -> tuple[HearingSpec, Ear]:
     with open_mmproj(path) as file:
-        spec = read_ear(file)
+        spec = hearing_from_gguf(ConfigReader(file.config, "m"), {name: file.info(name).shape for name in file.names()})
         return spec, load_ear_gguf(file, spec, torch.float32)
 
 

@@ -23,8 +23,7 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_mmproj import tower_file, tower_or_note
 from nanovllm_cli.weights.hearing import load_ear, read_hearing
-from nanovllm_cli.weights.hearing_gguf import load_ear_gguf
-from nanovllm_cli.weights.mmproj import checked_mmproj, open_mmproj, read_mmproj
+from nanovllm_cli.weights.mmproj import checked_mmproj, load_ear_gguf, open_mmproj, read_mmproj
 from sounding import noise, sound_part
 from sounding import wav as saved
 from test_hearing import FAMILIES, model_of

@@ -128,6 +128,9 @@ def test_a_mamba_is_read_by_the_names_that_it_first_had(tmp_path: Path) -> None:
     tensors |= {"backbone.embedding.weight": embedding, "lm_head.weight": embedding.clone()}
     save_file(tensors, folder / "model.safetensors")
     assert difference(logits_of(worker_for(folder), PROMPTS[3:]), expected_logits(reference, PROMPTS[3:])) < 1e-4
+    save_file(tensors | {"backbone.embedding.weight": torch.ones(())}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"backbone\.embeddings\.weight \(expected .*found \[\]"):
+        worker_for(folder)
 
 
 @pytest.mark.parametrize(

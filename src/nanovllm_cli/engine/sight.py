@@ -29,8 +29,7 @@ from nanovllm_cli.models.tower_layers import Stages, TowerRows, next_stage
 from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.hearing import ear_parts, hearing_bytes, load_ear, read_hearing
-from nanovllm_cli.weights.hearing_gguf import load_ear_gguf
-from nanovllm_cli.weights.mmproj import checked_mmproj, load_mmproj, open_mmproj
+from nanovllm_cli.weights.mmproj import checked_mmproj, load_ear_gguf, load_mmproj, open_mmproj
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
 
 logger = logging.getLogger(__name__)

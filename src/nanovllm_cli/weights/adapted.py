@@ -20,7 +20,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import MISTRAL, MIXTRAL
 from nanovllm_cli.models.registry_gguf import GGUF_ARCHITECTURES
 from nanovllm_cli.weights.adapter import MERGE_FIRST, Adapter, LowRank, open_adapter
-from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, as_bytes
 from nanovllm_cli.weights.convert_names import (
     attention_of,
     halves_to_pairs,
@@ -232,6 +232,4 @@ class _Sum(CheckpointView):
         return total
 
     def raw(self, name: str) -> torch.Tensor:
-        if name not in self._added:
-            return super().raw(name)
-        return self.tensor(name).contiguous().view(torch.uint8)
+        return as_bytes(self.tensor(name)) if name in self._added else super().raw(name)

@@ -104,7 +104,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def raw(self, name: str) -> torch.Tensor:
-        """The stored bytes as a read-only view: uint8, of shape (rows, bytes of a row)."""
+        """The stored bytes as a read-only view: uint8, of shape (rows, bytes of a row); a vector is one row."""
 
     @property
     def total_bytes(self) -> int:
@@ -153,6 +153,11 @@ class CheckpointView(Checkpoint):
 
     def release(self, name: str) -> None:
         self._inner.release(name)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """As `Checkpoint.raw` has them, of numbers that were computed."""
+    return tensor.flatten().view(torch.uint8).reshape(max(1, len(tensor)) if tensor.dim() > 1 else 1, -1)
 
 
 def open_checkpoint(path: str | Path, *, of_tower: bool = False) -> Checkpoint:

@@ -12,7 +12,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Sections
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
-from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, as_bytes
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 
@@ -64,4 +64,4 @@ class _Folded(CheckpointView):
         return product
 
     def raw(self, name: str) -> torch.Tensor:
-        return self.tensor(name).contiguous().view(torch.uint8) if name in self._sections else super().raw(name)
+        return as_bytes(self.tensor(name)) if name in self._sections else super().raw(name)

@@ -18,7 +18,7 @@ from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.vision import bounds_of, compared, read_whole, settings_of
+from nanovllm_cli.weights.vision import compared, read_parts, settings_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 _ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector|embed_audio)\.")
@@ -53,11 +53,9 @@ def ear_parts(checkpoint: Checkpoint, spec: HearingSpec) -> dict[str, list[str]]
 
 def load_ear(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Ear:
     """The tower with its weights, to compute in `dtype`. Raises as `ear_parts`."""
-    reader = open_reader(checkpoint)
-    tensors = {}
+    reader, tensors = open_reader(checkpoint), {}
     for ours, theirs in _compared(checkpoint, spec.tower, reader).items():
-        is_bound = ours.endswith(".bounds")
-        parts = [bounds_of(checkpoint, theirs)] if is_bound else [read_whole(reader, name) for name in theirs]
+        parts = read_parts(checkpoint, reader, ours, theirs)
         tensors[ours] = put_together(ours, parts, spec.tower).to(device, ear_dtype(ours, dtype)).contiguous()
     return Ear(spec.tower, tensors)
 

@@ -2,8 +2,7 @@
 it says, whether its tensors are there, the tower itself. And whether it is of this model: nothing in either file names the other.
 
 Which tensors these are is in `models/towers_gguf.py`. Block types become plain numbers. What the file may have beside a tower is
-left aside: what hears, where nothing here does so, and the embedding of a token, which the model has as well. What hears is read
-by `hearing_gguf.py`.
+left aside: what hears, where nothing here does so, and the embedding of a token, which the model has as well.
 """
 
 from __future__ import annotations
@@ -17,9 +16,17 @@ import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError, UsageError
-from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
+from nanovllm_cli.hearing_spec import AnyEar, HearingSpec, Sense, Senses
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_projector_of, hears, hears_too
+from nanovllm_cli.models.ear import Ear, ear_dtype
+from nanovllm_cli.models.ears_gguf import (
+    EAR_PROJECTORS,
+    ear_names_in_gguf,
+    ear_projector_of,
+    hearing_from_gguf,
+    hears,
+    hears_too,
+)
 from nanovllm_cli.models.tower import Tower, tower_dtype, tower_of
 from nanovllm_cli.models.tower_sam import SamTower
 from nanovllm_cli.models.towers_gguf import names_in_gguf, projector_of, vision_from_gguf
@@ -28,12 +35,14 @@ from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_names import pairs_to_halves
 from nanovllm_cli.weights.files import some
-from nanovllm_cli.weights.hearing_gguf import compared_ear, read_ear
-from nanovllm_cli.weights.vision import arranged, bounds_of, match_tensors, read_whole, rows_of_parts, stored_shapes
+from nanovllm_cli.weights.hearing import put_together, stored_ear_shapes
+from nanovllm_cli.weights.vision import arranged, match_tensors, read_parts, rows_of_parts, stored_shapes
 from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
 _BATCHES = {"v.class_embd", "v.position_embd.weight"}
+_FRONT_BIAS = re.compile(r"front\d\.bias")
+_HEARS = re.compile(r"a\.|mm\.a\.")
 _UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break|v\.view_seperator")
 
 
@@ -49,16 +58,15 @@ def open_mmproj(path: str | Path) -> Checkpoint:
 
 def read_mmproj(file: Checkpoint) -> Senses:
     """Raises CheckpointError for a file that is broken, UnsupportedError for what no tower here can be."""
-    read = _metadata(file)
-    if hears(read):
-        return Senses(hearing=read_ear(file))
-    return Senses(vision_from_gguf(read, _shapes(file)), read_ear(file) if _hears_as_known(read) else None)
+    read, shapes = _metadata(file), _shapes(file)
+    vision = None if hears(read) else vision_from_gguf(read, shapes)
+    return Senses(vision, hearing_from_gguf(read, shapes) if hears(read) or _hears_as_known(read) else None)
 
 
 def check_mmproj(file: Checkpoint, senses: Senses) -> None:
     """As `vision.check_tower`."""
     if senses.hearing is not None:
-        compared_ear(file, senses.hearing.tower)
+        _compared_ear(file, senses.hearing.tower)
     if senses.vision is not None:
         _compared(file, senses.vision.tower)
 
@@ -69,10 +77,19 @@ def load_mmproj(
     """As `vision.load_tower`."""
     reader, tensors = GGUFReader(file), {}
     for ours, theirs in _compared(file, spec.tower).items():
-        is_bound = ours.endswith(".bounds")
-        parts = [bounds_of(file, theirs)] if is_bound else [read_whole(reader, name) for name in theirs]
+        parts = read_parts(file, reader, ours, theirs)
         tensors[ours] = _ours(ours, parts, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
     return tower_of(spec.tower, tensors, (spec.mean, spec.std))
+
+
+def load_ear_gguf(file: Checkpoint, spec: HearingSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Ear:
+    """As `hearing.load_ear`."""
+    reader, tensors = GGUFReader(file), {}
+    for ours, theirs in _compared_ear(file, spec.tower).items():
+        parts = read_parts(file, reader, ours, theirs)
+        parts = [part.flatten() if _FRONT_BIAS.fullmatch(ours) else part for part in parts]
+        tensors[ours] = put_together(ours, parts, spec.tower, of_file=True).to(device, ear_dtype(ours, dtype)).contiguous()
+    return Ear(spec.tower, tensors)
 
 
 def checked_mmproj(path: str | Path, model: Checkpoint, hidden_size: int) -> Senses:
@@ -167,6 +184,20 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
         wanted |= {name: (own, *others) for name, own in zip(names[ours], each, strict=True)}
     there = {name: (name, shape) for name, shape in shapes.items() if name in wanted or not _UNREAD.fullmatch(name)}
     match_tensors(file.path, wanted, there)
+    return names
+
+
+def _compared_ear(file: Checkpoint, spec: AnyEar) -> dict[str, tuple[str, ...]]:
+    """The same of what hears. What the file may have beside it, to see by, is left aside."""
+    names = ear_names_in_gguf(spec, ear_projector_of(_metadata(file)))
+    wanted: dict[str, tuple[int, ...]] = {}
+    for ours, (rows, *others) in stored_ear_shapes(spec, of_file=True).items():
+        ones = (1,) * (1 if spec.front == "line" else 2) if _FRONT_BIAS.fullmatch(ours) else ()  # a row for each channel there
+        wanted |= dict.fromkeys(names[ours], (rows // len(names[ours]), *others, *ones))
+    sees = not hears(_metadata(file))
+    there = {name: shape for name, shape in _shapes(file).items() if not sees or _HEARS.match(name)}
+    shapes = {name: (name, shape) for name, shape in there.items() if spec.positions or name != "a.position_embd.weight"}
+    match_tensors(file.path, wanted, shapes)
     return names
 
 

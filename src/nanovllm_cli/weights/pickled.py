@@ -26,7 +26,7 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, read_generation_config
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, as_bytes, read_generation_config
 from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, folder_of, is_setting, some, stays_inside
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES, SafetensorsWriter, TensorOut
@@ -92,8 +92,7 @@ class PickledCheckpoint(Checkpoint):
         return torch.frombuffer(self._read(num_bytes), dtype=torch.uint8).view(stored).reshape(shape)
 
     def raw(self, name: str) -> torch.Tensor:
-        tensor = self.tensor(name).contiguous()
-        return tensor.view(torch.uint8).reshape(len(tensor) if tensor.ndim > 1 else 1, -1)
+        return as_bytes(self.tensor(name))
 
     def close(self) -> None:
         self._child.kill()

@@ -20,7 +20,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.quant.rows import IntegerRows
-from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo, as_bytes
 from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, modules
 
 FORMAT = Integer(2, 0, activation="int8", scales="float32")
@@ -163,7 +163,7 @@ class _AsNumbers(CheckpointView):
         return FORMAT.dequantize(weight.rows(*(rows or (0, weight.shape[0])))).to(dtype)
 
     def raw(self, name: str) -> torch.Tensor:
-        return self.tensor(name).contiguous().view(torch.uint8) if name in self._weights else super().raw(name)
+        return as_bytes(self.tensor(name)) if name in self._weights else super().raw(name)
 
     def release(self, name: str) -> None:
         for part in self._weights[name].parts if name in self._weights else ():

@@ -19,7 +19,7 @@ import torch
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.mtp import mtp_spec
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, as_bytes
 from nanovllm_cli.weights.convert_names import mtp_shapes, tensor_shapes
 from nanovllm_cli.weights.tensor_names import mtp_names
 
@@ -77,8 +77,8 @@ class RandomCheckpoint(Checkpoint):
         return values.view(last - first, *shape[1:])
 
     def raw(self, name: str) -> torch.Tensor:
-        values = self.tensor(name)
-        return values.reshape(values.shape[0] if values.dim() > 1 else 1, -1).view(torch.uint8)
+        return as_bytes(self.tensor(name))
+
 
 @functools.cache
 def _pool(seed: int) -> torch.Tensor:

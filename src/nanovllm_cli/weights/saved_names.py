@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo, as_bytes
 
 _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
 _TAPS = re.compile(r"(model\.layers\.\d+\.linear_attn)\.q_conv1d\.weight")
@@ -26,11 +26,11 @@ _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
 class _Piece(NamedTuple):
-    """Rows of a tensor of the files; end None: all."""
+    """Rows of a tensor of the files."""
 
     stored: str
     first: int
-    end: int | None
+    end: int
 
 
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -39,20 +39,21 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba"):
         return checkpoint
     names = set(checkpoint.names())
-    pieces: dict[str, list[_Piece]] = {}
+    renamed: dict[str, str] = {}
+    divided: dict[str, list[_Piece]] = {}
     for name in names:
         if kind == "mamba":
             if name == _FIRST_EMBEDDING:
-                pieces["backbone.embeddings.weight"] = [_Piece(name, 0, None)]
+                renamed["backbone.embeddings.weight"] = name
         elif kind == "kimi_linear" and (found := _DENSE.fullmatch(name)):
-            pieces[f"{found[1]}.mlp.{found[2]}"] = [_Piece(name, 0, None)]
+            renamed[f"{found[1]}.mlp.{found[2]}"] = name
         elif found := _NORM.fullmatch(name):
             saved, published = (f"{found[1]}.{norm}.weight" for norm in ("feedforward_layer_norm", "post_attention_layernorm"))
             if saved in names and published not in names:
-                pieces[published] = [_Piece(saved, 0, None)]
+                renamed[published] = saved
         elif kind == "olmo_hybrid" and (found := _TAPS.fullmatch(name)):
-            pieces |= _divided(checkpoint, names, [f"{found[1]}.{part}_conv1d.weight" for part in "qkv"])
-    return _Published(checkpoint, pieces) if pieces else checkpoint
+            divided |= _divided(checkpoint, names, [f"{found[1]}.{part}_conv1d.weight" for part in "qkv"])
+    return _Published(checkpoint, renamed, divided) if renamed or divided else checkpoint
 
 
 def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[str, list[_Piece]]:
@@ -63,9 +64,9 @@ def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[s
         return {}
     num_keys, key_dim, num_values, value_dim = (int(each or 0) for each in said)
     wanted = [num_keys * key_dim, num_keys * key_dim, num_values * value_dim]
-    shapes = [checkpoint.info(name).shape for name in taps]
-    there = [shape[0] if shape else 0 for shape in shapes]
-    if there == wanted or sum(there) != sum(wanted) or len({shape[1:] for shape in shapes}) > 1:
+    infos = [checkpoint.info(name) for name in taps]
+    there = [info.shape[0] if info.shape else 0 for info in infos]
+    if there == wanted or sum(there) != sum(wanted) or len({(info.shape[1:], info.dtype_name) for info in infos}) > 1:
         return {}
     starts, ends = ([0, *itertools.accumulate(counts)] for counts in (there, wanted))
     found: dict[str, list[_Piece]] = {}
@@ -79,11 +80,14 @@ def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[s
 
 
 class _Published(CheckpointView):
-    def __init__(self, inner: Checkpoint, pieces: dict[str, list[_Piece]]) -> None:
+    """renamed: names -> those of the files. divided: names -> what lies behind each other in theirs."""
+
+    def __init__(self, inner: Checkpoint, renamed: dict[str, str], divided: dict[str, list[_Piece]]) -> None:
         super().__init__(inner)
-        self._pieces = pieces
-        gone = {piece.stored for each in pieces.values() for piece in each}
-        self._names = [*(name for name in inner.names() if name not in gone), *pieces]
+        self._renamed = renamed
+        self._divided = divided
+        gone = {*renamed.values(), *(piece.stored for pieces in divided.values() for piece in pieces)}
+        self._names = [*(name for name in inner.names() if name not in gone), *renamed, *divided]
 
     def close(self) -> None:
         self._inner.close()
@@ -92,30 +96,22 @@ class _Published(CheckpointView):
         return self._names
 
     def info(self, name: str) -> TensorInfo:
-        if name not in self._pieces:
-            return super().info(name)
-        infos = [(super(_Published, self).info(piece.stored), piece) for piece in self._pieces[name]]
-        counts = [info.shape[0] if piece.end is None else piece.end - piece.first for info, piece in infos]
-        num_bytes = sum(info.num_bytes // info.shape[0] * count for (info, _), count in zip(infos, counts, strict=True))
-        return TensorInfo(name, (sum(counts), *infos[0][0].shape[1:]), infos[0][0].dtype_name, num_bytes)
+        if name not in self._divided:
+            return super().info(self._renamed.get(name, name))._replace(name=name)
+        pieces = self._divided[name]
+        info, count = super().info(pieces[0].stored), sum(piece.end - piece.first for piece in pieces)
+        return info._replace(name=name, shape=(count, *info.shape[1:]), num_bytes=info.num_bytes // info.shape[0] * count)
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        if name not in self._pieces:
-            return super().tensor(name, rows)
-        (first, *others) = self._pieces[name]
-        if not others and first.end is None:
-            return super().tensor(first.stored, rows)
-        whole = torch.cat([super(_Published, self).tensor(piece.stored)[piece.first : piece.end] for piece in (first, *others)])
+        if name not in self._divided:
+            return super().tensor(self._renamed.get(name, name), rows)
+        whole = torch.cat([self._inner.tensor(piece.stored, (piece.first, piece.end)) for piece in self._divided[name]])
         return whole if rows is None else whole[rows[0] : rows[1]]
 
     def raw(self, name: str) -> torch.Tensor:
-        if name not in self._pieces:
-            return super().raw(name)
-        (first, *others) = self._pieces[name]
-        return super().raw(first.stored) if not others and first.end is None else self.tensor(name).contiguous().view(torch.uint8)
+        return as_bytes(self.tensor(name)) if name in self._divided else super().raw(self._renamed.get(name, name))
 
     def release(self, name: str) -> None:
         """Pages of what lies in several tensors go with the file."""
-        pieces = self._pieces.get(name, [_Piece(name, 0, None)])
-        if len(pieces) == 1 and pieces[0].end is None:
-            super().release(pieces[0].stored)
+        if name not in self._divided:
+            super().release(self._renamed.get(name, name))

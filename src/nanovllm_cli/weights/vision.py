@@ -80,12 +80,9 @@ def load_tower(
 ) -> Tower | SamTower:
     """The tower with its weights, to compute in `dtype`. CheckpointError names missing, extra and misshapen tensors, and those
     with NaN."""
-    reader = open_reader(checkpoint)
-    parts = _compared(checkpoint, spec.tower, reader)
-    tensors = {}
-    for ours, theirs in parts.items():
-        is_bound = ours.endswith(".bounds")
-        whole = bounds_of(checkpoint, theirs) if is_bound else torch.cat([read_whole(reader, name) for name in theirs])
+    reader, tensors = open_reader(checkpoint), {}
+    for ours, theirs in _compared(checkpoint, spec.tower, reader).items():
+        whole = torch.cat(read_parts(checkpoint, reader, ours, theirs))
         tensors[ours] = arranged(ours, whole, spec.tower).to(device, tower_dtype(ours, dtype)).contiguous()
     return tower_of(spec.tower, tensors, (spec.mean, spec.std))
 
@@ -249,6 +246,11 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
 def _axes_joined(stored: torch.Tensor, heads: int) -> torch.Tensor:
     """Heads whose halves, of columns and of lines, each turn by themselves, as ones that turn as a whole, lines first."""
     return stored.view(heads, 4, len(stored) // (4 * heads), *stored.shape[1:])[:, [2, 0, 3, 1]].flatten(0, 2)
+
+
+def read_parts(checkpoint: Checkpoint, reader: WeightReader, ours: str, theirs: Iterable[str]) -> list[torch.Tensor]:
+    """What one of our tensors is made of, as plain numbers; bounds are one tensor already."""
+    return [bounds_of(checkpoint, theirs)] if ours.endswith(".bounds") else [read_whole(reader, name) for name in theirs]
 
 
 def bounds_of(checkpoint: Checkpoint, names: Iterable[str]) -> torch.Tensor:

@@ -207,18 +207,15 @@ class OutputFolder(_Output):
 
     def write(self, name: str, data: bytes) -> None:
         """A small file, whole."""
-        self._place(name).write_bytes(data)
+        place = self.path / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(data)
 
     def copy(self, source: Path, name: str) -> None:
         """Of a small file. Raises CheckpointError or AccessRefusedError where it cannot be read."""
         with reading(source):
             data = source.read_bytes()
         self.write(name, data)
-
-    def _place(self, name: str) -> Path:
-        place = self.path / name
-        place.parent.mkdir(exist_ok=True)
-        return place
 
     def commit(self) -> None:
         """Everything in `path` is the folder, on the disk, under its name."""
@@ -402,9 +399,8 @@ def shard_names(count: int) -> list[str]:
 
 def index_file(groups: list[list[TensorOut]]) -> bytes:
     """model.safetensors.index.json of these shards."""
-    weight_map = {
-        tensor.name: name for name, group in zip(shard_names(len(groups)), groups, strict=True) for tensor in group
-    }
+    named = zip(shard_names(len(groups)), groups, strict=True)
+    weight_map = {tensor.name: name for name, group in named for tensor in group}
     total = sum(tensor.num_bytes for group in groups for tensor in group)
     return as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
 
