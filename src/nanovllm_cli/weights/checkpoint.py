@@ -280,13 +280,8 @@ class GGUFCheckpoint(_FilesCheckpoint):
             raise
         self.config = parts[0].metadata
         self.metadata_types = parts[0].metadata_types
-        sampling = {
-            SAMPLING_KEYS[key.rpartition(".")[2]]: value
-            for key, value in self.config.items()
-            if key.startswith("general.sampling.") and key.rpartition(".")[2] in SAMPLING_KEYS
-        }
-        suppressed = self.config.get(SUPPRESSED_KEY)
-        self.generation_config = sampling if suppressed is None else {**sampling, "suppress_tokens": suppressed}
+        keys = {f"general.sampling.{key}": name for key, name in SAMPLING_KEYS.items()} | {SUPPRESSED_KEY: "suppress_tokens"}
+        self.generation_config = {name: self.config[key] for key, name in keys.items() if key in self.config}
 
 
 def _open_parts(path: Path) -> list[GGUFFile]:

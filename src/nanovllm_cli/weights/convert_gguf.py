@@ -32,6 +32,7 @@ from nanovllm_cli.weights.further import as_gguf, gguf_sayable, read_further
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
 from nanovllm_cli.weights.heads import gguf_head
 from nanovllm_cli.weights.pooling import GGUF_POOLINGS, Embedding, embedding_of, use_of
+from nanovllm_cli.weights.tokenizer import declared_ends
 
 MAX_CARD_BYTES = 1 << 20
 QUANTIZATION_VERSION = 2  # of the block types' layout
@@ -158,7 +159,7 @@ def gguf_header(
         _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
-    end_ids = _end_ids(checkpoint.generation_config, spec.vocab_size)
+    end_ids = declared_ends(checkpoint.generation_config, spec.vocab_size)
     vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, config)
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
@@ -361,12 +362,6 @@ def _add_sampling(builder: HeaderBuilder, generation_config: Mapping[str, Any]) 
         builder.add_array(SUPPRESSED_KEY, suppressed if isinstance(suppressed, list) else [suppressed])
     if generation_config.get("do_sample") is False:
         builder.add_sampling_temp(0.0)
-
-
-def _end_ids(generation_config: Mapping[str, Any], vocab_size: int) -> list[int]:
-    declared = generation_config.get("eos_token_id")
-    listed = declared if isinstance(declared, list) else [declared]
-    return [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size]
 
 
 def _unused_keys(checkpoint: Checkpoint) -> list[str]:

@@ -19,7 +19,6 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -278,17 +277,12 @@ class _Meter:
     def __init__(self, progress: LoadProgress, size: int) -> None:
         self.size = size
         self.highest = 0
-        self._progress = progress
-        self._lock = threading.Lock()  # Xet reports from threads of its own
+        self.progress = progress
 
     def reached(self, position: int) -> None:
-        with self._lock:
-            if (more := min(position, self.size) - self.highest) > 0:
-                self.highest += more
-                self._progress.advance(more)
-
-    def note(self, message: str) -> None:
-        self._progress.note(message)
+        if (more := min(position, self.size) - self.highest) > 0:
+            self.highest += more
+            self.progress.advance(more)
 
 
 def _with_retries(action: Callable[[], T], attempts: int, meter: _Meter | None = None) -> T:
@@ -304,7 +298,7 @@ def _with_retries(action: Callable[[], T], attempts: int, meter: _Meter | None =
                 raise
             wait = RETRY_WAITS[min(failures, len(RETRY_WAITS)) - 1]
             if meter:
-                meter.note(f"{error.message}; trying again in {wait:g} s")
+                meter.progress.note(f"{error.message}; trying again in {wait:g} s")
             time.sleep(wait)
 
 

@@ -7,6 +7,7 @@ somebody cuts while it is mapped ends the process (SIGBUS), as with every mapped
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import stat
@@ -56,9 +57,7 @@ class MappedFile:
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A view of `shape` over the file: writing to it is a fault. A copy where the file's offset is not a multiple
         of the item size, which torch does not promise to read."""
-        num_bytes = dtype.itemsize
-        for dim in shape:
-            num_bytes *= dim
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
         array = self.array(start, num_bytes)

@@ -127,14 +127,7 @@ def resolve(
 
 def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: LoadProgress | None = None) -> tuple[Lora, ...]:
     """The same, by their paths on this machine; a name on the hub is downloaded. Raises what `resolve` raises."""
-    found = []
-    for each in lora:
-        try:
-            path = resolve(each.name, offline=offline, progress=progress, pick=choose_adapter).path
-        except ModelNotFoundError as error:
-            raise ModelNotFoundError(f"no adapter {each.name}: {error.message}", error.hint) from error
-        found.append(Lora(str(path), each.scale))
-    return tuple(found)
+    return tuple(Lora(str(_part("adapter", each.name, offline, progress, choose_adapter)), each.scale) for each in lora)
 
 
 def find_parts(config: EngineConfig, *, offline: bool = False, progress: LoadProgress | None = None) -> EngineConfig:
@@ -150,10 +143,7 @@ def find_parts(config: EngineConfig, *, offline: bool = False, progress: LoadPro
         config = replace(config, mmproj=str(_mmproj(config.mmproj, offline, progress)))
     if config.draft_model is None:
         return config
-    try:
-        return replace(config, draft_model=str(resolve(config.draft_model, offline=offline, progress=progress).path))
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"no draft model {config.draft_model}: {error.message}", error.hint) from error
+    return replace(config, draft_model=str(_part("draft model", config.draft_model, offline, progress, choose)))
 
 
 def files_for(config: EngineConfig) -> Choose:
@@ -162,13 +152,18 @@ def files_for(config: EngineConfig) -> Choose:
 
 
 def _mmproj(name: str, offline: bool, progress: LoadProgress | None) -> Path:
-    try:
-        path = resolve(name, offline=offline, progress=progress, pick=choose_mmproj).path
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"no mmproj {name}: {error.message}", error.hint) from error
+    path = _part("mmproj", name, offline, progress, choose_mmproj)
     if not path.is_dir():
         return path
     return path / choose_mmproj([file.name for file in path.iterdir()], str(path)).files[0]
+
+
+def _part(what: str, name: str, offline: bool, progress: LoadProgress | None, pick: Choose) -> Path:
+    """Where it is on this machine; its name alone may look like a model's, so an error says what was looked for."""
+    try:
+        return resolve(name, offline=offline, progress=progress, pick=pick).path
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"no {what} {name}: {error.message}", error.hint) from error
 
 
 def locate(

@@ -33,7 +33,11 @@ def check_size(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def end_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """What ends an answer: generation_config.json's eos_token_id, and what the tokenizer knows as ends."""
+    return tuple(dict.fromkeys([*declared_ends(generation_config, vocab_size), *tokenizer.eos_ids]))
+
+
+def declared_ends(generation_config: Mapping[str, Any], vocab_size: int) -> list[int]:
+    """Those of generation_config.json alone: one, a list, or none."""
     declared = generation_config.get("eos_token_id")
     listed = declared if isinstance(declared, list) else [declared]
-    ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size]
-    return tuple(dict.fromkeys([*ids, *tokenizer.eos_ids]))
+    return [i for i in listed if type(i) is int and 0 <= i < vocab_size]
