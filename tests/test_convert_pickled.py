@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from engines import random_model
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.weights import convert, pickled_child
 from nanovllm_cli.weights.pickled import PickledCheckpoint
 from test_convert import BASE, SETTINGS, TINY, converted, stored
@@ -193,14 +193,10 @@ def test_what_asks_for_code_is_said_so(tmp_path: Path) -> None:
         converted(folder, tmp_path / "out", "hf")
 
 
-INDEXES: dict[str, tuple[Any, str]] = {
+INDEXES: dict[str, tuple[Any, str]] = {  # what else an index may say: test_weights_safetensors.py
     "a shard that is not there": ({"a": "x.bin"}, "missing"),
     "a path that leads out": ({"a": "../m.bin"}, "not a file"),
-    "an absolute path": ({"a": "/etc/passwd.bin"}, "not a file"),
-    "another format": ({"a": "x.txt"}, "not a file"),
-    "a number": ({"a": 5}, "not a file"),
-    "a list": ({"a": ["x.bin"]}, "not a file"),
-    "nothing": ({}, "weight_map"),
+    "another format": ({"a": "x.txt"}, r"not a \.bin or"),
 }
 
 
@@ -209,7 +205,7 @@ def test_bad_indexes_are_refused(case: str, tmp_path: Path) -> None:
     weight_map, words = INDEXES[case]
     folder = folder_with(tmp_path / "m", {"a": torch.ones(3)})
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises((CheckpointError, UnsupportedError), match=words):
         convert.open_source(folder)
 
 

@@ -32,6 +32,7 @@ from nanovllm_cli.weights.files import (
     pickle_error,
     some,
 )
+from nanovllm_cli.weights.fingerprint import Stamps, stamps_of
 from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
@@ -181,12 +182,10 @@ class _Alphas:
         return alpha / (math.sqrt(rank) if self._by_root else rank)
 
 
-def stamps(path: Path) -> list[tuple[str, int, int]]:
+def stamps(path: Path) -> Stamps:
     """Of an adapter's files, as `file_stamps` has them of a model's."""
     weights = _file_of(path) if path.is_dir() else path
-    files = [weights, *([weights.with_name(ADAPTER_CONFIG)] if weights.suffix == ".safetensors" else [])]
-    stats = [(file.name, file.stat()) for file in files]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return stamps_of([weights, *([weights.with_name(ADAPTER_CONFIG)] if weights.suffix == ".safetensors" else [])])
 
 
 # ---- GGUF ----

@@ -218,9 +218,7 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
     if size.kind == "tiles":
         keys["clip.vision.preproc_image_size"] = size.longest_side
-    if size.kind == "canvas":
-        keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
-    if size.kind == "pages":
+    if size.kind in ("canvas", "pages"):
         keys |= {"clip.vision.preproc_min_tiles": size.least_tiles, "clip.vision.preproc_max_tiles": size.most_tiles}
     if (sam := tower.sam) is not None:
         keys |= {"clip.vision.sam.block_count": sam.num_layers, "clip.vision.sam.embedding_length": sam.hidden_size,

@@ -97,10 +97,8 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
     quantization (what is there is listed), UnsupportedError when nothing here can be read.
     """
     names = [name for name in names if stays_inside(name)]
-    if file is not None:
-        return _chosen_file(names, where, file)
-    if quant is not None:
-        return _chosen_quant(names, where, quant)
+    if (picked := _picked(names, where, quant, file)) is not None:
+        return picked
     settings = sorted(
         name for name in names
         if is_setting(name) or name == "README.md" or name.startswith("additional_chat_templates/")
@@ -129,10 +127,8 @@ def choose_adapter(names: Collection[str], where: str, *, quant: str | None = No
     """The same for a LoRA adapter: PEFT's two files, weights last, or the GGUF file, picked where there are several. Raises as
     `choose`."""
     names = [name for name in names if stays_inside(name)]
-    if file is not None:
-        return _chosen_file(names, where, file)
-    if quant is not None:
-        return _chosen_quant(names, where, quant)
+    if (picked := _picked(names, where, quant, file)) is not None:
+        return picked
     if {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names):
         return Weights((ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     if (models := _gguf_models(names)) and len(models) == 1:
@@ -228,8 +224,8 @@ def gguf_models(folder: Path) -> list[Path]:
     return [folder / name for name in _gguf_models(file.name for file in folder.glob("*.gguf"))]
 
 
-def read_index(index_path: Path) -> dict[str, str]:
-    """The weight map of a `*.safetensors.index.json`: tensor name -> shard, a name that stays inside the folder."""
+def read_index(index_path: Path, kinds: tuple[str, ...] = (".safetensors",)) -> dict[str, str]:
+    """The weight map of a `*.index.json`: tensor name -> shard, a name that stays inside the folder and ends as `kinds` do."""
     hint = "the file is damaged or incomplete: download it again"
     weight_map = read_json_file(index_path, MAX_INDEX_BYTES, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -240,9 +236,9 @@ def read_index(index_path: Path) -> dict[str, str]:
                 f"{index_path}: tensor {name!r} is said to be in {shard_name!r}, which is not a file of this folder",
                 "do not use this model: its index points outside its folder",
             )
-        if not shard_name.endswith(".safetensors"):
+        if not shard_name.endswith(kinds):
             raise UnsupportedError(
-                f"{index_path}: tensor {name!r} is in {shard_name!r}, which is not a .safetensors file",
+                f"{index_path}: tensor {name!r} is in {shard_name!r}, which is not a {' or '.join(kinds)} file",
                 "use a repository or a copy that has .safetensors or .gguf files",
             )
     return weight_map
@@ -336,6 +332,13 @@ def _gguf_models(names: Iterable[str]) -> list[str]:
         if base.endswith(".gguf") and not base.startswith("imatrix") and not is_mmproj(base):
             models.setdefault(split_parts(name)[0], name)
     return list(models.values())
+
+
+def _picked(names: list[str], where: str, quant: str | None, file: str | None) -> Weights | None:
+    """What was asked for by name; None where nobody says which."""
+    if file is not None:
+        return _chosen_file(names, where, file)
+    return None if quant is None else _chosen_quant(names, where, quant)
 
 
 def _chosen_file(names: list[str], where: str, file: str) -> Weights:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_cli.weights.files import ADAPTER_CONFIG, is_setting, split_parts
+from nanovllm_cli.weights.files import ADAPTER_CONFIG, folder_of, is_setting, split_parts
 from nanovllm_cli.weights.shapes import RANDOM
 
 if TYPE_CHECKING:
@@ -32,18 +32,17 @@ def file_stamps(path: Path) -> Stamps:
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
     else:
         files = [path.with_name(part) for part in split_parts(path.name)]
-    return _stamps(files)
+    return stamps_of(files)
 
 
 def setting_stamps(path: Path) -> Stamps:
     """The same of what a model or an adapter has beside its tensors: config, tokenizer, template. A GGUF file has them within."""
     if str(path).startswith(RANDOM) or path.suffix == ".gguf":
         return []
-    folder = path if path.is_dir() else path.parent
-    return _stamps(sorted(file for file in folder.iterdir() if is_setting(file.name) or file.name == ADAPTER_CONFIG))
+    return stamps_of(sorted(file for file in folder_of(path).iterdir() if is_setting(file.name) or file.name == ADAPTER_CONFIG))
 
 
-def _stamps(files: Iterable[Path]) -> Stamps:
+def stamps_of(files: Iterable[Path]) -> Stamps:
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 

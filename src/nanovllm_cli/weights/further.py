@@ -24,6 +24,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import PICKLES
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
+from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.safetensors import SafetensorsFile
 
 ACTIVATIONS = {
@@ -46,7 +47,6 @@ TORCH_NAMES = {
 _GGUF = ("dense_2", "dense_3")
 _DENSE_KEYS = {"in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name"}
 _POOLED = "sentence_embedding"
-_DAMAGED = "the file is damaged, or incomplete: download it again"
 _BROKEN = "the folder is incomplete or damaged: download it again"
 
 
@@ -160,11 +160,11 @@ def gguf_dense(checkpoint: Checkpoint) -> tuple[Layer, ...]:
         sizes = [checkpoint.config.get(f"{arch}.{part}_feat_{side}") for side in ("out", "in")]
         if f"{part}.weight" not in names:
             if any(sizes):
-                raise CheckpointError(f"{checkpoint.path}: tensor '{part}.weight' is missing", _DAMAGED)
+                raise CheckpointError(f"{checkpoint.path}: tensor '{part}.weight' is missing", DOWNLOAD_AGAIN)
             continue
         shape = checkpoint.info(f"{part}.weight").shape
         if len(shape) != 2 or any(said not in (None, there) for said, there in zip(sizes, shape, strict=True)):
-            raise CheckpointError(f"{checkpoint.path}: {part}.weight is {list(shape)}, its keys say {sizes}", _DAMAGED)
+            raise CheckpointError(f"{checkpoint.path}: {part}.weight is {list(shape)}, its keys say {sizes}", DOWNLOAD_AGAIN)
         layer = Layer(f"{part}.weight", f"{part}.bias" if f"{part}.bias" in names else None, (shape[0], shape[1]))
         check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
         layers.append(layer)

@@ -30,6 +30,8 @@ from nanovllm_cli.folders import in_home
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import stays_inside
 from nanovllm_cli.weights.hub_http import (
+    COMMIT,
+    LOOK,
     FileInfo,
     HubUnreachableError,
     Listing,
@@ -44,7 +46,6 @@ T = TypeVar("T")
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each further attempt; an attempt that brought data starts them anew
 _MAX_SKIPPED = 64 << 20  # bytes that are read in vain to get at a part of a file
 _SPARE_BYTES = 64 << 20  # that a download leaves free on the disk
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def offline_by_environment() -> bool:
@@ -82,7 +83,7 @@ def cached_snapshot(repo: str, revision: str) -> tuple[str, Path] | None:
     """The commit that a branch, tag or commit stood for when it was last downloaded, and its folder. Commits may be short."""
     folder = repo_folder(repo)
     commit = revision
-    if not _COMMIT.fullmatch(revision):
+    if not COMMIT.fullmatch(revision):
         try:
             ref = folder / "refs" / revision
             if not ref.is_file():  # a pipe, which another user of a shared cache may have made, would keep us waiting
@@ -95,7 +96,7 @@ def cached_snapshot(repo: str, revision: str) -> tuple[str, Path] | None:
                 return None
             commit = meant[0]
     snapshot = folder / "snapshots" / commit
-    return (commit, snapshot) if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
+    return (commit, snapshot) if COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
 def list_repo(repo: str, revision: str, *, attempts: int = 1) -> Listing:
@@ -168,9 +169,9 @@ def _fetch_file(repo: str, listing: Listing, name: str, meter: _Meter) -> None:
             info = file_info(repo, listing.commit, name)
             size = meter.size if info.size is None else info.size
             if info.size is None and not size:
-                raise HubUnreachableError(f"{endpoint()} does not say how large {repo}/{name} is", _LIES)
+                raise HubUnreachableError(f"{endpoint()} does not say how large {repo}/{name} is", LOOK)
             if meter.size not in (0, size):
-                raise DownloadError(f"{repo}: {name} has {meter.size} bytes in the hub's listing, and {size} by itself", _LIES)
+                raise DownloadError(f"{repo}: {name} has {meter.size} bytes in the hub's listing, and {size} by itself", LOOK)
             if not meter.size:
                 _check_disk(repo, size)
             _fetch_blob(repo, listing, name, info, size, meter)
@@ -249,7 +250,7 @@ def _continue_part(repo: str, commit: str, name: str, part: Path, size: int, met
                 raise HubUnreachableError(f"{endpoint()} has no more of {repo}/{name}", "try again")
             came = answer.headers.get("Content-Range", "")
             if done and answer.status_code == 206 and not came.startswith(f"bytes {done}-"):
-                raise HubUnreachableError(f"{endpoint()} sends another part of {repo}/{name}: {came[:60]!r}", _LIES)
+                raise HubUnreachableError(f"{endpoint()} sends another part of {repo}/{name}: {came[:60]!r}", LOOK)
             if done and answer.status_code != 206:  # the server does not know Range and sends everything
                 file.truncate(0)
                 digest, done = hashlib.sha256(), 0
@@ -325,7 +326,6 @@ def _translated(what: str) -> Iterator[None]:
         raise _unreachable(what, error) from error
 
 
-_LIES = "check HF_ENDPOINT and the proxy"
 _ROOM = "free some space, or set HF_HOME to a folder on a larger disk"
 
 

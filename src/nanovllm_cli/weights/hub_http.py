@@ -22,10 +22,10 @@ REQUEST_TIMEOUT = 10.0  # seconds without an answer
 MAX_LISTING_BYTES = 16 << 20  # one of ten thousand files has two of them
 _MAX_FILE_BYTES = 1 << 50
 _MAX_REDIRECTS = 10
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 _FILE_NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
-_LOOK = "check HF_ENDPOINT and the proxy"
+LOOK = "check HF_ENDPOINT and the proxy"
 
 
 class Listing(NamedTuple):
@@ -68,11 +68,11 @@ def list_files(repo: str, revision: str) -> Listing:
         for chunk in answer.iter_bytes(1 << 16):
             data += chunk
             if len(data) > MAX_LISTING_BYTES:
-                raise HubUnreachableError(f"{endpoint()} lists {repo} in more than {MAX_LISTING_BYTES >> 20} MiB", _LOOK)
+                raise HubUnreachableError(f"{endpoint()} lists {repo} in more than {MAX_LISTING_BYTES >> 20} MiB", LOOK)
     try:
         return _listing(parse_json(bytes(data), f"{endpoint()}: what it says of {repo}"), repo)
     except CheckpointError as error:
-        raise HubUnreachableError(error.message, _LOOK) from error
+        raise HubUnreachableError(error.message, LOOK) from error
 
 
 def file_info(repo: str, commit: str, name: str) -> FileInfo:
@@ -83,9 +83,9 @@ def file_info(repo: str, commit: str, name: str) -> FileInfo:
         etag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").removeprefix("W/").strip('"')
         size = headers.get("X-Linked-Size") or (None if answer.has_redirect_location else headers.get("Content-Length"))
     if not etag:
-        raise HubUnreachableError(f"{endpoint()} gives no ETag for {repo}/{name}", _LOOK)
+        raise HubUnreachableError(f"{endpoint()} gives no ETag for {repo}/{name}", LOOK)
     if size is not None and not (size.isascii() and size.isdigit() and len(size) < 16 and int(size) <= _MAX_FILE_BYTES):
-        raise HubUnreachableError(f"{endpoint()} gives no size for {repo}/{name} that makes sense: {size[:40]!r}", _LOOK)
+        raise HubUnreachableError(f"{endpoint()} gives no size for {repo}/{name} that makes sense: {size[:40]!r}", LOOK)
     if not _FILE_NAME.fullmatch(etag) or etag.endswith(".incomplete"):
         etag = hashlib.sha1(etag.encode(), usedforsecurity=False).hexdigest()
     digest = etag.lower() if _SHA256.fullmatch(etag) else None
@@ -128,9 +128,9 @@ def _answer(
                 yield answer
                 return
         if following.url.scheme not in ("http", "https") or (request.url.scheme, following.url.scheme) == ("https", "http"):
-            raise HubUnreachableError(f"{endpoint()} leads from {request.url.scheme} to {following.url.scheme} for {what}", _LOOK)
+            raise HubUnreachableError(f"{endpoint()} leads from {request.url.scheme} to {following.url.scheme} for {what}", LOOK)
         request = following
-    raise HubUnreachableError(f"{endpoint()} leads on and on for {what}: more than {_MAX_REDIRECTS} redirects", _LOOK)
+    raise HubUnreachableError(f"{endpoint()} leads on and on for {what}: more than {_MAX_REDIRECTS} redirects", LOOK)
 
 
 def _origin(url: Any) -> tuple[str, str, int | None]:
@@ -143,7 +143,7 @@ def _check(answer: Any, repo: str, revision: str, what: str) -> None:
     if status in (200, 206, 416) or answer.has_redirect_location:
         coded = answer.headers.get("Content-Encoding", "identity")
         if coded.lower() != "identity":  # a few bytes could become gigabytes, which the client makes of them at once
-            raise HubUnreachableError(f"{endpoint()} answers compressed ({coded[:20]!r}) for {what}, unasked", _LOOK)
+            raise HubUnreachableError(f"{endpoint()} answers compressed ({coded[:20]!r}) for {what}, unasked", LOOK)
         return
     code = answer.headers.get("X-Error-Code")
     if code == "RevisionNotFound":
@@ -170,8 +170,8 @@ def _refusal(status: int, code: str | None, repo: str, what: str) -> NanovllmErr
 def _listing(told: Mapping[str, Any], repo: str) -> Listing:
     """Raises HubUnreachableError for what is no listing."""
     commit, files = told.get("sha"), told.get("siblings") or []
-    if not (isinstance(commit, str) and _COMMIT.fullmatch(commit)):
-        raise HubUnreachableError(f"{endpoint()} gave no commit for {repo}", _LOOK)
+    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
+        raise HubUnreachableError(f"{endpoint()} gave no commit for {repo}", LOOK)
     sizes: dict[str, int] = {}
     etags: dict[str, str] = {}
     for file in files if isinstance(files, list) else [None]:
@@ -180,7 +180,7 @@ def _listing(told: Mapping[str, Any], repo: str) -> Listing:
         is_size = size is None or (isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= _MAX_FILE_BYTES)
         is_digest = digest is None or (isinstance(digest, str) and _SHA256.fullmatch(digest))
         if not (isinstance(name, str) and is_size and is_digest):
-            raise HubUnreachableError(f"{endpoint()} lists a file of {repo} in a way that makes no sense: {file!r:.100}", _LOOK)
+            raise HubUnreachableError(f"{endpoint()} lists a file of {repo} in a way that makes no sense: {file!r:.100}", LOOK)
         sizes[name] = size or 0
         if digest is not None:
             etags[name] = digest.lower()

@@ -192,11 +192,7 @@ class WeightFormats:
             )
         if stored is not None or self._plain.fullmatch(name):
             return stored
-        return (
-            self._outer_wanted
-            if name in self._outer
-            else self._wanted
-        )
+        return self._outer_wanted if name in self._outer else self._wanted
 
     def num_bytes(self, dtype: torch.dtype, dense_bytes: DenseBytes, names: Collection[str] | None = None) -> int:
         """What the weights will take, those without a format in dtype. names: some of the file's, if not all of the model."""

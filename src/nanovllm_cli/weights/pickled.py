@@ -27,7 +27,7 @@ import torch
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, as_bytes, read_generation_config
-from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, folder_of, is_setting, some, stays_inside
+from nanovllm_cli.weights.files import PICKLES, folder_of, is_setting, read_index, some
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES, SafetensorsWriter, TensorOut
 
@@ -174,8 +174,8 @@ def _as_safetensors(source: Checkpoint) -> bytes:
 def _files(path: Path) -> list[Path]:
     """The one file, or all that the folder's index names. Of several without an index nobody knows which belong together."""
     if not path.is_dir():
-        index = next((i for i in sorted(path.parent.glob("*.bin.index.json")) if path.name in _shards(i)), None)
-        return [path] if index is None else [path.parent / name for name in _shards(index)]
+        shards = map(_shards, sorted(path.parent.glob("*.bin.index.json")))
+        return next(([path.parent / name for name in names] for names in shards if path.name in names), [path])
     indexes = sorted(path.glob("*.bin.index.json"))
     if indexes:
         names = _shards(indexes[0])
@@ -196,15 +196,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[str]:
-    weight_map = read_json_file(index, MAX_INDEX_BYTES, unique_keys=True).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: no weight_map in it", "download it again")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not stays_inside(name) or not name.endswith(PICKLES):
-            raise CheckpointError(
-                f"{index}: {name!r} is not a file of pickled weights in this folder", "do not use this model"
-            )
-    return list(dict.fromkeys(weight_map.values()))
+    return list(dict.fromkeys(read_index(index, PICKLES).values()))
 
 
 def _infos(path: Path, tensors: Sequence[_Listed]) -> dict[str, TensorInfo]:

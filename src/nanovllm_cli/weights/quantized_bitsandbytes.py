@@ -21,7 +21,7 @@ from nanovllm_cli.quant.format import NF4, Integer, Nf4
 from nanovllm_cli.quant.rows import IntegerRows, Nf4Rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.json_file import parse_json
-from nanovllm_cli.weights.quantized_weight import Module, Part, QuantizedWeight, modules, those
+from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, QuantizedWeight, modules, those
 
 NF4_STATE, FP4_STATE = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"
 SUFFIXES = (
@@ -31,7 +31,6 @@ SUFFIXES = (
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 STORAGE_TYPES = ("U8", "I8", "F16", "BF16", "F32")  # bnb_4bit_quant_storage: how the bytes are labelled
 MAX_STATE_BYTES = 10_000
-BYTES = ("U8",)
 FLOAT32 = ("F32",)
 
 

@@ -114,18 +114,10 @@ def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantiz
         raise UnsupportedError(
             f"{config.where}: rotated weights ({config.values['rotation']!r:.40})", "take a model without them"
         )
-    symmetric = config.flag("sym", True)
-    # gptqmodel's rules by module: bits and groups then follow from the tensors' shapes, and any module may have zero points.
-    varies = bool(config.values.get("dynamic"))
-    ordered = config.flag("desc_act", False)
-    weights: dict[str, QuantizedWeight] = {}
-    for module in modules(checkpoint, SUFFIXES):
-        if ordered:
-            module.part("g_idx", ("I32", "I64"))  # without it nobody knows the order
-        weights[module.weight_name] = _gptq_weight(
-            module, None if varies else bits, None if varies else group, symmetric and not varies, GPTQ_FORMATS[layout]
-        )
-    return weights
+    symmetric, varies = config.flag("sym", True), bool(config.values.get("dynamic"))  # gptqmodel's rules by module
+    for module in modules(checkpoint, SUFFIXES) if config.flag("desc_act", False) else ():
+        module.part("g_idx", ("I32", "I64"))  # without it nobody knows the order
+    return _gptq_weights(checkpoint, bits, group, symmetric, GPTQ_FORMATS[layout], varies=varies)
 
 
 def _checked_bits(config: ConfigReader) -> int:
@@ -146,14 +138,8 @@ def read_auto_round(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Q
         return read_awq(checkpoint, config)
     bits, group, symmetric = _checked_bits(config), _group_size(config), config.flag("sym", True)
     layers = config.section("extra_config")
-    # Modules with settings of their own: bits and groups follow from the tensors' shapes, and any may have zero points.
     varies = any(_differs(layers.section(name), bits, group, symmetric) for name in layers.values)
-    weights: dict[str, QuantizedWeight] = {}
-    for module in modules(checkpoint, SUFFIXES):
-        weights[module.weight_name] = _gptq_weight(
-            module, None if varies else bits, None if varies else group, symmetric and not varies, GPTQ_FORMATS["gptq"]
-        )
-    return weights
+    return _gptq_weights(checkpoint, bits, group, symmetric, GPTQ_FORMATS["gptq"], varies=varies)
 
 
 def _differs(layer: ConfigReader, bits: int, group: int, symmetric: bool) -> bool:
@@ -161,6 +147,15 @@ def _differs(layer: ConfigReader, bits: int, group: int, symmetric: bool) -> boo
     own = layer.integer("bits", bits)
     same = (own, layer.integer("group_size", group, least=-1), layer.flag("sym", symmetric)) == (bits, group, symmetric)
     return own < 16 and not same
+
+
+def _gptq_weights(
+    checkpoint: Checkpoint, bits: int, group: int, symmetric: bool, zero_shift: int, *, varies: bool
+) -> dict[str, QuantizedWeight]:
+    """By their names. varies: modules have settings of their own, so that bits and groups follow from shapes, and any may have
+    zero points."""
+    said = (None, None, False) if varies else (bits, group, symmetric)
+    return {module.weight_name: _gptq_weight(module, *said, zero_shift) for module in modules(checkpoint, SUFFIXES)}
 
 
 def _gptq_weight(module: Module, bits: int | None, group: int | None, symmetric: bool, zero_shift: int) -> GPTQWeight:

@@ -20,21 +20,17 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
-from nanovllm_cli.weights.quantized_weight import Module, Part, QuantizedWeight
+from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, QuantizedWeight, ggml_nibbles
 from nanovllm_cli.weights.stacked import stack_of
 
 BLOCK, BLOCK_BYTES = 32, 17
 NAN_SCALE = 255
-BYTES = ("U8",)
 SCALE_TYPES = ("U8", "F8_E8M0")
 
 
 def mxfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """uint8 [n, K / 32 * 17], GGUF's blocks, of codes uint8 [n, K / 2] and scales uint8 [n, K / 32]."""
-    pairs = codes.reshape(len(codes), -1, BLOCK // 2)
-    numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
-    halves = numbers[..., : BLOCK // 2] | numbers[..., BLOCK // 2 :] << 4
-    return torch.cat([scales.unsqueeze(-1), halves], -1).flatten(-2)
+    return torch.cat([scales.unsqueeze(-1), ggml_nibbles(codes.reshape(len(codes), -1, BLOCK // 2))], -1).flatten(-2)
 
 
 @dataclass(frozen=True)

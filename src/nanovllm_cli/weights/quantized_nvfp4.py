@@ -16,19 +16,17 @@ import torch
 
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows
-from nanovllm_cli.weights.quantized_weight import Module, Part, those
+from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, ggml_nibbles, those
+from nanovllm_cli.weights.weight_reader import LARGEST_FACTOR
 
 GROUP = 16
 _BLOCK_GROUPS = 4
-_LARGEST = torch.finfo(torch.float32).max / (6 * 448)
-BYTES, SCALE_TYPES = ("U8",), ("F8_E4M3",)
+SCALE_TYPES = ("F8_E4M3",)
 
 
 def nvfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """uint8 [n, K / 64 * 36], GGUF's blocks, of codes uint8 [n, K / 2] and scales uint8 [n, K / 16]."""
-    pairs = codes.reshape(len(codes), -1, _BLOCK_GROUPS, GROUP // 2)
-    numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
-    halves = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
+    halves = ggml_nibbles(codes.reshape(len(codes), -1, _BLOCK_GROUPS, GROUP // 2))
     return torch.cat([scales.reshape(len(codes), -1, _BLOCK_GROUPS), halves.flatten(-2)], -1).flatten(-2)
 
 
@@ -62,7 +60,7 @@ class NVFP4Weight:
             raise self.scales.damaged("has scales below 0")
         factor = self.factor.checked_scales(self.factor.read().float().reshape(1))
         factor = factor.reciprocal() if self.divides else factor
-        if not 0 < float(factor) <= _LARGEST:
+        if not 0 < float(factor) < LARGEST_FACTOR:
             raise self.factor.damaged(f"is {float(self.factor.read().float()):.1e}, with which weights are infinite, or 0")
         return BlockRows(nvfp4_blocks(self.codes.read()[first:end], scales & 0x7F), factor.expand(end - first).contiguous())
 

@@ -23,6 +23,7 @@ from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 QUANTIZED_ELSEWHERE = "the checkpoint is incomplete, or was written by a tool that does it another way"
 FLOATS = ("F16", "BF16", "F32")
+BYTES = ("U8",)
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 448  # the largest number of any 8-bit code: fp8's
 _SCALE_NAMES: dict[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
@@ -179,6 +180,13 @@ def unpack(data: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     eight = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
     codes = torch.stack([(eight >> shift) & 7 for shift in range(0, 24, 3)], -1)
     return codes.to(torch.uint8).flatten(-2)[..., :count]
+
+
+def ggml_nibbles(pairs: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n / 2] of numbers of four bits, of which 2 i and 2 i + 1 share one, as ggml has them: i beside i + n / 2."""
+    numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+    half = pairs.shape[-1]
+    return numbers[..., :half] | numbers[..., half:] << 4
 
 
 def unpack_columns(words: torch.Tensor, bits: int, first: int, end: int) -> torch.Tensor:

@@ -66,6 +66,7 @@ from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
 _ALL = slice(None)
+_HALF = "{part}_proj.weight"
 _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 
 
@@ -100,7 +101,7 @@ def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
     if "language_model." in place and _inner_kind(config) != "gpt_oss":
         return
     if _has_halves(config):
-        yield from _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
+        yield from _halves(f"{place}.{{e}}.{_HALF}", stack, shape[0], None if which == "down" else shape[1])
         return
     parts = {"down": _ALL} if which == "down" else {"gate": _EVEN, "up": _ODD}
     for e in range(shape[0]):
@@ -117,7 +118,7 @@ def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
     width = text.get("hidden_size") if isinstance(text, Mapping) else None
     turned = shape[2 if which == "down" else 1] == width and not _has_halves(config)
     num_rows = None if which == "down" else shape[2 if turned else 1]
-    yield from _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
+    yield from _halves(f"{place}.{{e}}.{_HALF}", stack, shape[0], num_rows, turned=turned)
 
 
 def _numbers(kind: str, found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -144,37 +145,32 @@ def _has_halves(config: _Config) -> bool:
 
 
 def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    half = shape[1] // 2
-    for e in range(shape[0]):
-        for part, rows in (("gate", slice(0, half)), ("up", slice(half, None))):
-            yield f"{found[1]}.ffn_{part}_exps.{e}.weight", _Part(stack, e, rows)
+    return _halves(f"{found[1]}.ffn_{{part}}_exps.{{e}}.weight", stack, shape[0], shape[1])
 
 
 def _gguf_shared_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     if config.get("general.architecture") == "granite_swa":
-        half = shape[0] // 2
-        for part, rows in (("gate", slice(0, half)), ("up", slice(half, None))):
-            yield f"{found[1]}.ffn_{part}_shexp.weight", _Part(stack, None, rows)
+        yield from _halves(f"{found[1]}.ffn_{{part}}_shexp.weight", stack, None, shape[0])
 
 
 def _gemma4(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which = found.groups()
-    return _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
+    return _halves(f"{place}.{{e}}.{_HALF}", stack, shape[0], None if which == "down" else shape[1])
 
 
 def _llama4(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which = found.groups()
-    return _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[2], turned=True)
+    return _halves(f"{place}.{{e}}.{_HALF}", stack, shape[0], None if which == "down" else shape[2], turned=True)
 
 
 def _granite(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which = found.groups()
-    return _halves(f"{place}.experts.{{e}}", stack, shape[0], None if which == "output" else shape[1])
+    return _halves(f"{place}.experts.{{e}}.{_HALF}", stack, shape[0], None if which == "output" else shape[1])
 
 
 def _granite_shared(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     (place,) = found.groups()
-    return _halves(place, stack, None, shape[0])
+    return _halves(f"{place}.{_HALF}", stack, None, shape[0])
 
 
 def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -270,12 +266,12 @@ def _delta_parts(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
         yield f"{found[1]}.in_proj_{part}.weight", _Part(stack, None, slice(end - rows[part], end))
 
 
-def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
-    """Gate and up, of so many rows together, or down."""
+def _halves(name: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
+    """Gate and up, of so many rows together, or down. name: of each, with places for {e} and {part}."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
     for e in [None] if num_experts is None else range(num_experts):
         for part, rows in parts.items():
-            yield f"{place.format(e=e)}.{part}_proj.weight", _Part(stack, e, rows, turned)
+            yield name.format(e=e, part=part), _Part(stack, e, rows, turned)
 
 
 _MIXTURE = r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.mlp\.experts)"

@@ -20,7 +20,8 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.stacked import expert_of, stack_of
 
-_LARGEST_FACTOR = torch.finfo(torch.float32).max / (6 * 448)
+LARGEST_FACTOR = torch.finfo(torch.float32).max / (6 * 448)
+"""Of all of a weight in NVFP4, whose largest number and scale that are."""
 SLICE_BYTES = 16 << 20
 ROWS_TOGETHER = 128
 """Slices begin at multiples of it, so that blocks of rows that share a scale are never cut."""
@@ -112,7 +113,7 @@ class GGUFReader(PlainReader):
                 DOWNLOAD_AGAIN,
             )
         factor = found[expert or 0]
-        if not 0 < float(factor) < _LARGEST_FACTOR:
+        if not 0 < float(factor) < LARGEST_FACTOR:
             raise CheckpointError(
                 f"{self.checkpoint.path}: tensor {beside!r} has {float(factor):.1e}, by which nothing can be multiplied",
                 DOWNLOAD_AGAIN,
