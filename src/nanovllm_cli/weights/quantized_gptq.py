@@ -154,8 +154,11 @@ def _gptq_weights(
 ) -> dict[str, QuantizedWeight]:
     """By their names. varies: modules have settings of their own, so that bits and groups follow from shapes, and any may have
     zero points."""
-    said = (None, None, False) if varies else (bits, group, symmetric)
-    return {module.weight_name: _gptq_weight(module, *said, zero_shift) for module in modules(checkpoint, SUFFIXES)}
+    said_bits, said_group = (None, None) if varies else (bits, group)
+    return {
+        module.weight_name: _gptq_weight(module, said_bits, said_group, symmetric and not varies, zero_shift)
+        for module in modules(checkpoint, SUFFIXES)
+    }
 
 
 def _gptq_weight(module: Module, bits: int | None, group: int | None, symmetric: bool, zero_shift: int) -> GPTQWeight:

@@ -51,21 +51,24 @@ _QWEN35: dict[str, Any] = {
 _LFM2: dict[str, Any] = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000}
 
 
+def _llama3_rope(factor: float, high: float = 4.0) -> dict[str, Any]:
+    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high,
+            "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+def _windows(layers: int, every: int = 4) -> list[str]:
+    """Each so many-th layer sees everything."""
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+
+
 def _llama(factor: float) -> dict[str, Any]:
-    scaling = {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+    scaling = _llama3_rope(factor)
     return {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
 
 
 def _gemma4(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, every: int, **more: Any) -> dict[str, Any]:
-    """every: each so many-th layer sees everything."""
-    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    own = {
-        "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "layer_types": types,
-        "final_logit_softcapping": 30.0,
-    }  # fmt: skip
+    own = {"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "layer_types": _windows(layers, every),
+           "final_logit_softcapping": 30.0}  # fmt: skip
     return _config("Gemma4", layers, hidden, inner, heads, kv_heads, 262144, tied=True, **own | more)
 
 
@@ -118,7 +121,7 @@ def _olmo(generation: int, layers: int, hidden: int, inner: int, heads: int, kv_
     if generation == 3:
         own = {
             "rope_theta": 5e5, "max_position_embeddings": 65536, "sliding_window": 4096,
-            "layer_types": ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)],
+            "layer_types": _windows(layers),
             "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32,
                              "beta_slow": 1, "attention_factor": 1.2079441541679836},
         }  # fmt: skip
@@ -127,10 +130,9 @@ def _olmo(generation: int, layers: int, hidden: int, inner: int, heads: int, kv_
 
 
 def _exaone4(layers: int, hidden: int, inner: int, heads: int, *, tied: bool, window: int | None) -> dict[str, Any]:
-    types = ["sliding_attention" if window and (i + 1) % 4 else "full_attention" for i in range(layers)]
-    scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
-    own = {"sliding_window": window, "layer_types": types, "rope_theta": 1e6, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
+    types = _windows(layers) if window else ["full_attention"] * layers
+    own = {"sliding_window": window, "layer_types": types, "rope_theta": 1e6, "rope_scaling": _llama3_rope(16.0),
+           "rms_norm_eps": 1e-5}  # fmt: skip
     most = 131072 if window else 65536
     return _config("Exaone4", layers, hidden, inner, heads, 8, 102400, tied=tied, max_position_embeddings=most, **own)
 
@@ -263,7 +265,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "ExaoneMoE", 48, 6144, 18432, 64, 8, 153600, tied=False, head_dim=128, num_experts=128, num_experts_per_tok=8,
         num_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=1, norm_topk_prob=True,
         routed_scaling_factor=2.5, n_group=1, topk_group=1, sliding_window=128, max_position_embeddings=262144, rope_theta=1e6,
-        rms_norm_eps=1e-5, layer_types=["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(48)],
+        rms_norm_eps=1e-5, layer_types=_windows(48),
     ),
     "hunyuan-1.8b": _config(
         "HunYuanDenseV1", 32, 2048, 6144, 16, 4, 120818, tied=True, rms_norm_eps=1e-5, max_position_embeddings=262144,
@@ -289,8 +291,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-4-scout": _config(
         "Llama4", 48, 5120, 8192, 40, 8, 202048, tied=False, intermediate_size_mlp=16384, num_local_experts=16,
         interleave_moe_layer_step=1, rope_theta=5e5, rms_norm_eps=1e-5, max_position_embeddings=10485760, use_qk_norm=True,
-        rope_scaling={"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
-                      "original_max_position_embeddings": 8192},
+        rope_scaling=_llama3_rope(16.0, high=1.0),
     ),
     "llama-4-maverick": _config(
         "Llama4", 48, 5120, 8192, 40, 8, 202048, tied=False, intermediate_size_mlp=16384, num_local_experts=128,
