@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -20,8 +19,8 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.quant.rows import IntegerRows
-from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo, as_bytes
-from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, modules
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, as_bytes
+from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, Unpacked, modules
 
 FORMAT = Integer(2, 0, activation="int8", scales="float32")
 PACKED = 4
@@ -133,20 +132,7 @@ def as_numbers(checkpoint: Checkpoint) -> Checkpoint:
     return _AsNumbers(checkpoint, read_bitnet(checkpoint, ConfigReader(settings, f"{checkpoint.path}: quantization_config")))
 
 
-class _AsNumbers(CheckpointView):
-    def __init__(self, inner: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
-        super().__init__(inner)
-        self.config = {key: value for key, value in inner.config.items() if key != "quantization_config"}
-        self._weights = weights
-        self._parts = {part.name for weight in weights.values() for part in weight.parts} - weights.keys()
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [name for name in self._inner.names() if name not in self._parts]
-
-    def names(self) -> list[str]:
-        return self._names
-
+class _AsNumbers(Unpacked):
     def info(self, name: str) -> TensorInfo:
         if name not in self._weights:
             return super().info(name)
@@ -164,9 +150,3 @@ class _AsNumbers(CheckpointView):
 
     def raw(self, name: str) -> torch.Tensor:
         return as_bytes(self.tensor(name)) if name in self._weights else super().raw(name)
-
-    def release(self, name: str) -> None:
-        for part in self._weights[name].parts if name in self._weights else ():
-            self._inner.release(part.name)
-        if name not in self._weights:
-            super().release(name)

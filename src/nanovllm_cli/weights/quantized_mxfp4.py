@@ -19,9 +19,8 @@ import torch
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows
-from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
-from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, QuantizedWeight, ggml_nibbles
-from nanovllm_cli.weights.stacked import stack_of
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
+from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, QuantizedWeight, Unpacked, ggml_nibbles
 
 BLOCK, BLOCK_BYTES = 32, 17
 NAN_SCALE = 255
@@ -72,17 +71,7 @@ def as_blocks(checkpoint: Checkpoint) -> Checkpoint:
     return _AsBlocks(checkpoint, read_mxfp4(checkpoint, ConfigReader(settings, "quantization_config")))
 
 
-class _AsBlocks(CheckpointView):
-    def __init__(self, inner: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
-        super().__init__(inner)
-        self.config = {key: value for key, value in inner.config.items() if key != "quantization_config"}
-        self._weights = weights
-        parts = {part.name for weight in weights.values() for part in weight.parts}
-        self._names = [*(name for name in inner.names() if name not in parts), *weights]
-
-    def names(self) -> list[str]:
-        return self._names
-
+class _AsBlocks(Unpacked):
     def info(self, name: str) -> TensorInfo:
         if name not in self._weights:
             return super().info(name)
@@ -96,13 +85,6 @@ class _AsBlocks(CheckpointView):
         if name not in self._weights:
             return super().tensor(name, rows)
         return Blocks("MXFP4").dequantize(self._rows(name, rows))
-
-    def release(self, name: str) -> None:
-        if name not in self._weights:
-            super().release(name)
-            return
-        for part in self._weights[name].parts:
-            self._inner.release(stack_of(self._inner, part.name))
 
     def _rows(self, name: str, rows: tuple[int, int] | None) -> BlockRows:
         found = self._weights[name].rows(*(rows or (0, self._weights[name].shape[0])))

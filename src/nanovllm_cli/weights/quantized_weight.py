@@ -18,8 +18,9 @@ import torch
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.quant.format import Format, ScaleType
 from nanovllm_cli.quant.rows import QuantizedRows
-from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+from nanovllm_cli.weights.stacked import stack_of
 
 QUANTIZED_ELSEWHERE = "the checkpoint is incomplete, or was written by a tool that does it another way"
 FLOATS = ("F16", "BF16", "F32")
@@ -164,6 +165,28 @@ def modules(checkpoint: Checkpoint, suffixes: Collection[str]) -> list[Module]:
                 found[name.removesuffix(f".{suffix}")][suffix] = name
                 break
     return [Module(checkpoint, name, own) for name, own in found.items()]
+
+
+class Unpacked(CheckpointView):
+    """A checkpoint that has weights in place of what they are made of, and says nothing of quantization; what they become,
+    others say."""
+
+    def __init__(self, inner: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
+        super().__init__(inner)
+        self.config = {key: value for key, value in inner.config.items() if key != "quantization_config"}
+        gone = {part.name for weight in weights.values() for part in weight.parts} - weights.keys()
+        self._names = list(dict.fromkeys([*(name for name in inner.names() if name not in gone), *weights]))
+        self._weights = weights
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def release(self, name: str) -> None:
+        if name not in self._weights:
+            super().release(name)
+            return
+        for part in self._weights[name].parts:
+            self._inner.release(stack_of(self._inner, part.name))
 
 
 def unpack(data: torch.Tensor, bits: int, count: int) -> torch.Tensor:
