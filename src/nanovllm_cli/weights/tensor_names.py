@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.families import text_config
@@ -28,6 +29,7 @@ _LAYER, _BLOCK = re.compile(r"(?:model\.(?:language_model\.)?)?layers\.(\d{1,6})
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
+_NUM_LAYERS = "num_hidden_layers", "block_count"
 _SEES = "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator"
 """Where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL, HunYuan-VL and DeepSeek-OCR 2."""
 
@@ -157,31 +159,31 @@ def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Layers behind the model's own that are for speculation."""
     if family_of(checkpoint).assists:
         return set()
-    config, is_folder = checkpoint.config, checkpoint.format == "hf"
-    config = text_config(config) if is_folder else config
-    pattern, prefix = (_LAYER, "") if is_folder else (_BLOCK, f"{config.get('general.architecture')}.")
-    count = config.get("num_nextn_predict_layers" if is_folder else prefix + "nextn_predict_layers")
-    end = config.get("num_hidden_layers" if is_folder else prefix + "block_count")
+    is_folder = checkpoint.format == "hf"
+    count, end = _said(checkpoint, "num_nextn_predict_layers", "nextn_predict_layers"), _said(checkpoint, *_NUM_LAYERS)
     apart = {name for name in names if is_folder and name.startswith(_ALWAYS_APART)}
     if not isinstance(count, int) or count < 1 or not isinstance(end, int):
         return apart
     end -= 0 if is_folder else count
-    places = {name: pattern.match(name) for name in names}
+    places = {name: (_LAYER if is_folder else _BLOCK).match(name) for name in names}
     behind = {name for name, found in places.items() if found is not None and int(found[1]) >= end}
     return apart | behind | {name for name in names if name.startswith(_GUESSES)}
 
 
 def _unread(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Keys and values of layers that read those of others, which published Gemmas have all the same."""
-    config, is_folder = checkpoint.config, checkpoint.format == "hf"
-    config = text_config(config) if is_folder else config
-    arch = "" if is_folder else f"{config.get('general.architecture')}."
-    count = config.get("num_kv_shared_layers" if is_folder else arch + "attention.shared_kv_layers")
-    layers = config.get("num_hidden_layers" if is_folder else arch + "block_count")
+    count, layers = _said(checkpoint, "num_kv_shared_layers", "attention.shared_kv_layers"), _said(checkpoint, *_NUM_LAYERS)
     if type(count) is not int or type(layers) is not int or count < 1:
         return set()
     found = {name: _KEY_OR_VALUE.search(name) for name in names}
     return {name for name, place in found.items() if place is not None and int(place[1]) >= layers - count}
+
+
+def _said(checkpoint: Checkpoint, of_folder: str, of_file: str) -> Any:
+    """Of the part that writes text, by a key of its config, or by one of a GGUF file's without the architecture."""
+    if checkpoint.format == "hf":
+        return text_config(checkpoint.config).get(of_folder)
+    return checkpoint.config.get(f"{checkpoint.config.get('general.architecture')}.{of_file}")
 
 
 def _prefix(checkpoint: Checkpoint) -> str | None:
