@@ -90,6 +90,16 @@ def test_what_reads_the_residual_stream_as_it_is_keeps_its_columns(monkeypatch: 
     assert {"v.weight", "o.weight"} <= changed <= {"v.weight", "v.bias", "o.weight", "up.weight", "up.bias", "down.weight"}
 
 
+def test_norms_without_gains_and_values_that_are_held_between_limits_take_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo has both: only what lies between up and down can be scaled."""
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    spec, weights, seen = block()
+    assert isinstance(spec.mixer, AttentionSpec)
+    bare = {name: weight for name, weight in weights.items() if not name.endswith(("norm.weight", "norm.bias"))}
+    after = scale_and_clip(bare, seen, replace(spec, mixer=replace(spec.mixer, clip=8.0)), 0.0, formats(Integer(3, 32)))
+    assert {name for name in bare if not torch.equal(after[name], bare[name])} == {"up.weight", "up.bias", "down.weight"}
+
+
 @pytest.mark.parametrize("order", ["pre", "sandwich", "parallel"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

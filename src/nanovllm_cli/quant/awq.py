@@ -34,8 +34,8 @@ CLIP_PASSES = 2
 
 
 class _Fold(NamedTuple):
-    """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. input: where the
-    statistics of what they read are. heads: (key-value heads, query heads each serves) where one row of the source is read by
+    """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. Where a block has no
+    such weight (norms without gains), columns are clipped alone. input: where the statistics of what they read are. heads: (key-value heads, query heads each serves) where one row of the source is read by
     several columns. rows: those of the source that it is about. power: of what the source's rows give, as the readers read it."""
 
     source: str
@@ -63,7 +63,7 @@ def scale_and_clip(
     hessians = {name: statistics.hessian for name, statistics in seen.items()}
     for fold in _folds(spec):
         formed = {name: form for name in fold.readers if (form := formats.get(f"{name}.weight")) is not None}
-        if not formed:
+        if not formed or f"{fold.source}.weight" not in result:
             continue
         scales = _search([(result[f"{name}.weight"], form) for name, form in formed.items()], seen[fold.input], fold)
         _apply(result, fold, scales, norm_offset)
@@ -106,7 +106,8 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
         kept = () if mixer.reads is not None else ("k",) if mixer.keys_are_values else ("k", "v")
         return [_Fold("attention_norm", ("q", *kept), "qkv"), *mlp]
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
-    inner = _Fold("found_norm", ("o",), "o") if mixer.found_norm else inner
+    if mixer.found_norm or mixer.clip is not None:  # limits that hold values would hold others of them once they are scaled
+        inner = _Fold("found_norm", ("o",), "o")
     if spec.order == "parallel":
         read = ("gate", "up") if isinstance(spec.mlp, MLPSpec) and spec.mlp.gated else ("up",)
         return [_Fold("attention_norm", ("q", "k", "v", *read), "qkv"), inner, *mlp[1:]]
