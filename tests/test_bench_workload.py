@@ -92,7 +92,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 def test_only_newlines_end_a_line(tmp_path: Path) -> None:
     """JSON may hold other ends of lines as they are, and so may a text."""
     path = tmp_path / "prompts.jsonl"
-    path.write_bytes('{"prompt": "a\u2028b"}\r\na\fb\x85\u2029c\n'.encode())
+    path.write_bytes('{"prompt": "a\u2028b"}\r\na\fb\x85\u2029c\r\n'.encode())
     assert list(prompts_file(path, None, 5)) == [("a\u2028b", 5), ("a\fb\x85\u2029c", 5)]
 
 

@@ -62,6 +62,7 @@ def test_every_name_that_is_listed_is_known(name: str) -> None:
         ("int4:group=33", "known: 0, 32"),
         ("int4:group=", "known: 0, 32"),
         ("int4:group=99999999999999999999", "known: 0, 32"),
+        ("int4:group=0000001280", "known: 0, 32"),
         ("int4:group=-32", "known: 0, 32"),
         ("int4:group=³", "known: 0, 32"),
         ("int4:zeros=1", "write :zeros"),

@@ -145,12 +145,12 @@ def test_a_text_comes_in_windows() -> None:
 
 
 def test_lines_of_json_may_hold_text_prompt_or_messages() -> None:
-    lines = '{"text": "one two"}\n\n{"prompt": "three four"}\n{"messages": [{"role": "user", "content": "five"}]}\n'
+    lines = '{"text": "one two"}\n\n{"prompt": "three\u2028four"}\r\n{"messages": [{"role": "user", "content": "five"}]}\n'
     first, second, third = pieces("a.jsonl", lines)
     with open_original("tiny", TINY) as original:
         tokenizer = original.tokenizer()
         assert tokenizer.decode(first).strip() == "one two"
-        assert tokenizer.decode(second).strip() == "three four"
+        assert tokenizer.decode(second).strip() == "three\u2028four"
         assert "<|im_start|>user\nfive" in tokenizer.decode(third, skip_special_tokens=False)
 
 

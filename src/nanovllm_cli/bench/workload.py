@@ -157,7 +157,7 @@ def prompts_file(path: str | Path, count: int | None, output_len: int) -> Worklo
         if len(requests) == count:
             break
         if line.strip():
-            requests.append(_request(line, f"{path}:{number}", output_len))
+            requests.append(_request(line.removesuffix("\r"), f"{path}:{number}", output_len))
     return Workload("file", _enough(requests, count, path), {"path": str(path), "output_len": output_len})
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm_cli.errors import UsageError
@@ -40,17 +41,17 @@ def parse_format(spec: str) -> Format:
     base = name.removesuffix("-weight-only")
     activation: Any = "none" if base != name else None
     if name.upper() in BLOCK_TYPES:
-        _options(spec, words, ())
+        _options(spec, words, {})
         return Blocks(name.upper())
     if match := re.fullmatch(r"int([2348])", base):
-        given = _options(spec, words, ("group", "zeros"))
+        given = _options(spec, words, {"group": (0, *GROUPS), "zeros": ()})
         bits: Any = int(match[1])
         group = given.get("group", 0 if bits == 8 else DEFAULT_GROUP)
         return Integer(bits, group, "zeros" in given, activation or "int8")
     if base == "fp8":
-        return Fp8(128 if "block" in _options(spec, words, ("block",)) else 0, activation or "dynamic")
+        return Fp8(128 if _options(spec, words, {"block": (128,)}) else 0, activation or "dynamic")
     if name == "nf4":
-        return Nf4(**_options(spec, words, ("group",)))
+        return Nf4(**_options(spec, words, {"group": GROUPS}))
     raise unknown_format(spec, FORMAT_NAMES)
 
 
@@ -75,30 +76,19 @@ def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
     return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")
 
 
-def _options(spec: str, words: list[str], allowed: tuple[str, ...]) -> dict[str, int]:
-    """What stands behind a name's colons; 1 for zeros."""
-    found: dict[str, str] = {}
+def _options(spec: str, words: list[str], allowed: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """What stands behind a name's colons. allowed: the numbers that each option may have; one that takes none is 1."""
+    found: dict[str, int] = {}
     for word in words:
         key, _, value = word.partition("=")
         if key not in allowed:
-            known = (
-                f"{spec.split(':')[0]} takes {', '.join(allowed)}" if allowed else f"{spec.split(':')[0]} takes none"
-            )
+            known = f"{spec.split(':')[0]} takes {', '.join(allowed) or 'none'}"
             raise UsageError(f"unknown option {word[:40]!r} in the format {spec[:80]!r}", known)
         if key in found:
             raise UsageError(f"{key} stands twice in the format {spec[:80]!r}")
-        found[key] = value
-    if found.get("zeros"):
-        raise UsageError(f"zeros takes no value in the format {spec[:80]!r}", "write :zeros")
-    sizes = {"group": (0, *GROUPS), "block": (128,)}
-    numbers = {"zeros": 1} if "zeros" in found else {}
-    for key in found.keys() & sizes.keys():
-        if not found[key].isascii() or not found[key].isdigit() or int(found[key][:9]) not in sizes[key]:
-            raise UsageError(
-                f"{key}={found[key][:20]} has no meaning in the format {spec[:80]!r}",
-                f"known: {', '.join(map(str, sizes[key]))}",
-            )
-        numbers[key] = int(found[key])
-    if numbers.get("group") == 0 and spec.lower().startswith("nf4"):
-        raise UsageError("nf4 needs a group", f"known: {', '.join(map(str, GROUPS))}")
-    return numbers
+        numbers = {str(number): number for number in allowed[key]} or {"": 1}
+        if value not in numbers:
+            hint = f"known: {', '.join(numbers)}" if allowed[key] else f"write :{key}"
+            raise UsageError(f"{word[:40]!r} has no meaning in the format {spec[:80]!r}", hint)
+        found[key] = numbers[value]
+    return found

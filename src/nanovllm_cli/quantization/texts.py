@@ -56,7 +56,7 @@ def documents(text: NamedText, tokenizer: Tokenizer) -> Iterator[str]:
     if not text.name.endswith((".jsonl", ".ndjson")):
         yield text.text
         return
-    for number, line in enumerate(text.text.splitlines(), 1):
+    for number, line in enumerate(text.text.split("\n"), 1):  # splitlines would cut within JSON's strings
         if line.strip():
             yield _document(line, f"{text.name}, line {number}", tokenizer)
 
