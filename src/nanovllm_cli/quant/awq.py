@@ -34,9 +34,10 @@ CLIP_PASSES = 2
 
 
 class _Fold(NamedTuple):
-    """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. Where a block has no
-    such weight (norms without gains), columns are clipped alone. input: where the statistics of what they read are. heads: (key-value heads, query heads each serves) where one row of the source is read by
-    several columns. rows: those of the source that it is about. power: of what the source's rows give, as the readers read it."""
+    """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. Where a block has
+    no such weight (norms without gains), columns are clipped alone. input: where the statistics of what they read are. heads:
+    (key-value heads, query heads each serves) where one row of the source is read by several columns. rows: those of the source
+    that it is about. power: of what the source's rows give, as the readers read it."""
 
     source: str
     readers: tuple[str, ...]
