@@ -476,6 +476,12 @@ def test_what_was_planned_is_what_happens(commands: Commands, home: Path) -> Non
     assert all(row["found"] > 0 for row in found.values())
 
 
+def test_a_context_with_no_room_for_an_answer_is_compared_by_its_prompt(commands: Commands, home: Path) -> None:
+    found = {row["what"]: row["found"] for row in planned(commands, home, "tiny", "--check", "-c", "4")["check"]}
+    assert found.keys() == {"weights", "KV cache", "whole process", "prompt of 4"}
+    assert found["prompt of 4"] > 0
+
+
 @pytest.mark.parametrize(("name", "code", "words"), [
     ("org/missing", 3, "private, or there is no such model|not on"), ("org/gated", 4, "gated"),
     ("org/empty", 6, "no .safetensors"),

@@ -40,8 +40,9 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     Speeds are the best of a few prompts and answers. Prompts are random, so that nothing of them is cached.
     """
     row = plan.formats[0]
-    answers = llm.spec.has_head
-    answer_len = min(ANSWER_LEN, llm.max_model_len // 4) if answers else 0
+    answer_len = min(ANSWER_LEN, llm.max_model_len // 4) if llm.spec.has_head else 0
+    answers = answer_len > 1  # of one token no rate can be told
+    answer_len *= answers
     prompt_len = min(estimate.PROMPT_LEN, llm.max_model_len - answer_len - answers)
     prefill, decode = _rates(llm, prompt_len, answer_len)
     cache, process = None, None
@@ -64,7 +65,7 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
 
 
 def _rates(llm: LLM, prompt_len: int, answer_len: int) -> tuple[float, float]:
-    """Tokens a second of a prompt and of an answer, 0 without a head. The first run is for what is made on first use."""
+    """Tokens a second of a prompt and of an answer, 0 without one. The first run is for what is made on first use."""
     generator = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=max(1, answer_len), ignore_eos=True)
     prefill, decode = 0.0, 0.0
