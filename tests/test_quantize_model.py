@@ -282,6 +282,8 @@ def test_a_card_never_takes_anothers_place(tmp_path: Path) -> None:
     assert (tmp_path / "n.quality.json").read_text() == "mine", "no card was asked for"
     quantize("q8_0", tmp_path / "n.gguf", verify_tokens=50, replace=True)
     assert json.loads((tmp_path / "n.quality.json").read_text())["format"] == "q8_0"
+    quantize("q4_0", tmp_path / "n.gguf", replace=True)
+    assert not (tmp_path / "n.quality.json").exists(), "it was that of another file"
 
 
 def test_a_folder_has_its_card_twice_behind_what_its_readme_begins_with(tmp_path: Path) -> None:
@@ -351,6 +353,23 @@ def test_a_run_says_what_an_earlier_one_has_finished(tmp_path: Path) -> None:
     quantize("int8", tmp_path / "out", progress=second)
     assert second.notes == ["an earlier run has finished 1 of 4 parts: going on from there"]
     assert not part.exists()
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_other_files_beside_the_original_change_nothing(tmp_path: Path, form: str) -> None:
+    """Of several quantizations in the original's own folder, as users have them, one that was stopped goes on."""
+    shutil.copytree(TINY, tmp_path / "folder")
+    source = tmp_path / "folder"
+    if form == "gguf":
+        source = tmp_path / "folder" / "tiny.gguf"
+        quantize("q8_0", source)
+    stop, again = StopAt("writing", 0, KeyboardInterrupt()), Notes()
+    with pytest.raises(KeyboardInterrupt):
+        quantize("q4_0", tmp_path / "folder" / "a.gguf", source, requantize=True, progress=stop)
+    for name in ("b.gguf", "b.quality.json"):
+        (tmp_path / "folder" / name).write_text("another")
+    quantize("q4_0", tmp_path / "folder" / "a.gguf", source, requantize=True, progress=again)
+    assert any("an earlier run has finished" in note for note in again.notes)
 
 
 @pytest.mark.parametrize("changed", [{"num_samples": 3}, {"text": "calibration"}])

@@ -8,6 +8,7 @@ The original is only read. What is done twice gives the same bytes: nothing depe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -175,7 +176,7 @@ def _write_folder(run: _Run, replace: bool) -> Card | None:
 
 
 def _write_file(run: _Run, replace: bool) -> Card | None:
-    """The card lies beside the file."""
+    """The card lies beside the file. One of a file that is replaced goes with it."""
     card_path = _card_path(run.output)
     with OutputFile(run.output, replace=replace) as file:
         if run.verification is not None and not replace and os.path.lexists(card_path):
@@ -192,6 +193,9 @@ def _write_file(run: _Run, replace: bool) -> Card | None:
         with OutputFile(card_path, replace=replace) as beside:
             beside.file.write(as_json(card.as_json()))
             beside.commit()
+    elif replace:
+        with contextlib.suppress(OSError):
+            card_path.unlink()
     parts.remove()
     return card
 
@@ -211,10 +215,14 @@ def plan_with_target(
 def check_apart(original: Original, plan: Plan, output: Path) -> None:
     """UsageError where the output is the input, or a folder that holds it or lies in it."""
     source, target = Path(os.path.realpath(original.checkpoint.path)), Path(os.path.realpath(output))
-    inputs = {Path(os.path.realpath(source.with_name(name))) for name in split_parts(source.name)}
     nested = plan.kind == "hf" and (original.folder.resolve() in (target, *target.parents) or target in source.parents)
-    if target in inputs or nested:
+    if target in map(Path, map(os.path.realpath, _parts_of(source))) or nested:
         raise UsageError(f"{output}: the output would be where the model itself is", "-o names another output")
+
+
+def _parts_of(file: Path) -> list[Path]:
+    """All files of a GGUF model of which this is one."""
+    return [file.with_name(name) for name in split_parts(file.name)]
 
 
 def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, progress: LoadProgress) -> None:
@@ -271,8 +279,13 @@ def _model_card(original: Original, plan: Plan, card: Card | None) -> str:
 
 
 def _identity(original: Original, plan: Plan, method: Method) -> dict[str, Any]:
-    """What the parts depend on. The original by its files' sizes and times: reading them all would take as long as the work."""
-    files = [file for file in sorted(original.folder.iterdir()) if file.suffix in (".safetensors", ".gguf", ".json")]
+    """What the parts depend on. The original by its files' sizes and times: reading them all would take as long as the work. What
+    else lies beside them may change: other models, and cards of what was quantized before."""
+    if original.checkpoint.format == "gguf":
+        files = _parts_of(original.checkpoint.path)
+    else:
+        files = [file for file in sorted(original.folder.iterdir()) if file.suffix in (".safetensors", ".json")]
+        files = [file for file in files if not file.name.endswith(QUALITY_FILE)]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     return {
         "version": _VERSION,
