@@ -74,6 +74,9 @@ def test_settings_that_say_the_same_are_named_once_and_folders_do_not_matter() -
 def test_a_test_that_was_run_twice_has_all_repetitions() -> None:
     [row] = compare({"a": [record(10.0), record(20.0)], "b": [record(15.0)]}).rows
     assert row.before == pytest.approx(15.0)
+    [row] = compare({"a": [run(slower=2.0), run(slower=4.0)], "b": [run(), run()]}, metrics=["mean_ttft_ms"]).rows
+    assert row.ratio == pytest.approx(3.0)
+    assert row.error == pytest.approx(1.0), "of 2 and 4 the standard error is 1"
 
 
 def test_a_lower_latency_is_a_ratio_above_one() -> None:

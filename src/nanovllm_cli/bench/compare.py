@@ -129,31 +129,27 @@ def _rows(
 
 def _by_key(results: Sequence[Result], names: Sequence[str]) -> dict[Key, dict[str, _Value]]:
     """What was measured, by test. A test that is there twice is one with the repetitions of both."""
-    samples: dict[Key, list[float]] = {}
-    found: dict[Key, dict[str, _Value]] = {}
+    groups: dict[Key, list[Result]] = {}
     for result in results:
         base = result.test if isinstance(result, Record) else result.kind
         settings = settings_of(result)
         key = (base, *said(settings, [name for name in names if name in settings and name != "kind"]))
-        if isinstance(result, Record):
-            samples.setdefault(key, []).extend(result.samples_ts)
-            found[key] = {SPEED: _mean(samples[key])}
-        else:
-            found[key] = _values(result)
-    return found
+        groups.setdefault(key, []).append(result)
+    return {key: _values(group) for key, group in groups.items()}
 
 
-def _values(run: Summary) -> dict[str, _Value]:
-    """What of a run can be better or worse. A mean has an error where the run tells its samples."""
-    values = {}
-    for name, value in run.metrics.items():
+def _values(results: Sequence[Result]) -> dict[str, _Value]:
+    """What of a test can be better or worse. A mean of a single run has an error where the run tells its samples."""
+    speeds = [speed for each in results if isinstance(each, Record) for speed in each.samples_ts]
+    runs = [each for each in results if isinstance(each, Summary)]
+    values = {SPEED: _mean(speeds)} if speeds else {}
+    for name in dict.fromkeys(name for run in runs for name in run.metrics):
         kind, _, rest = name.partition("_")
-        latency = rest.removesuffix("_ms")
-        if name in RATES:
-            values[name] = _Value(value, None)
-        elif rest.endswith("_ms") and latency in LATENCIES and kind != "std":
-            error = _mean(run.series.get(rest, ())).error if kind == "mean" else None
-            values[name] = _Value(value, error)
+        is_latency = rest.endswith("_ms") and rest.removesuffix("_ms") in LATENCIES and kind != "std"
+        if name in RATES or is_latency:
+            values[name] = _mean([run.metrics[name] for run in runs if name in run.metrics])
+        if is_latency and kind == "mean" and len(runs) == 1:
+            values[name] = values[name]._replace(error=_mean(runs[0].series.get(rest, ())).error)
     return values
 
 
