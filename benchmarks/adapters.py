@@ -11,18 +11,16 @@ run; the median over rounds is reported.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nanovllm_cli.bench.machine import this_machine
+from common import made_up, medians, save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.sampling_params import SamplingParams
@@ -38,19 +36,16 @@ def rates(llm: LLM, names: list[str]) -> dict[str, float]:
         chosen = names[index % len(names)] if names else ()
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, lora=chosen)
 
-    def prompt(count: int, salt: int) -> list[int]:
-        return [(7919 * (i + 1) + 104729 * salt) % llm.spec.vocab_size for i in range(count)]
-
     def prefill() -> float:
         begin = time.perf_counter()
-        llm.generate(prompt(PREFILL, 99), params(0, 1))
+        llm.generate(made_up(PREFILL, 99, llm.spec.vocab_size), params(0, 1))
         return PREFILL / (time.perf_counter() - begin)
 
     def decode(batch: int) -> float:
         engine = llm.engine
         before = engine.stats().generated_tokens
         for i in range(batch):
-            engine.add(f"{i}", prompt(PROMPT, i), params(i, STEPS + 1))
+            engine.add(f"{i}", made_up(PROMPT, i, llm.spec.vocab_size), params(i, STEPS + 1))
         while engine.stats().generated_tokens - before < batch:
             engine.step()
         first, begin = engine.stats().generated_tokens, time.perf_counter()
@@ -90,17 +85,14 @@ def main() -> None:
             for name, (llm, names) in settings.items():
                 rounds[name].append(rates(llm, names))
                 print(f"{name}: {rounds[name][-1]}", file=sys.stderr)
-    medians = {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in rounds.items()}
-    keys = list(medians["no adapters"])
+    found = medians(rounds)
+    keys = list(found["no adapters"])
     print(f"| {options.shape}, {options.quant or 'bf16'}, rank {options.rank} | {' | '.join(keys)} |")
     print("|---" * (len(keys) + 1) + "|")
-    for name, found in medians.items():
-        print(f"| {name} | {' | '.join(f'{found[key]:.1f}' for key in keys)} |")
-    if options.output:
-        facts = {name: getattr(options, name) for name in ("shape", "layers", "quant", "rank", "count")}
-        report = {"machine": asdict(this_machine()), **facts, "rounds": rounds}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    for name, own in found.items():
+        print(f"| {name} | {' | '.join(f'{own[key]:.1f}' for key in keys)} |")
+    facts = {name: getattr(options, name) for name in ("shape", "layers", "quant", "rank", "count")}
+    save(options.output, facts | {"rounds": rounds})
 
 
 if __name__ == "__main__":

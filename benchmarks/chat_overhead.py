@@ -31,6 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from common import made_up, medians, save
+
 PROMPT, CHARACTERS = 32, 4
 TOKENS = {"tiny": 400, "small": 400}
 DEFAULT_TOKENS = 96
@@ -89,7 +91,7 @@ def measure(model: str, num_tokens: int, threads: int, rounds: int) -> list[dict
 
     llm = LLM(model, config=EngineConfig(threads=threads, max_model_len=2048, enable_prefix_caching=False))
     scripted: Any = Scripted(llm)
-    ids = [(7919 * (i + 1)) % llm.spec.vocab_size for i in range(PROMPT)]
+    ids = made_up(PROMPT, 0, llm.spec.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     screen = console()
     assert screen.out.moves_cursor, "this side belongs on a terminal"
@@ -167,9 +169,8 @@ def main() -> None:
         options.output.write_text(json.dumps(results))
         return
     from shapes import SHAPES, write_gguf
-    from vs_llama_cpp import machine
 
-    report: dict[str, Any] = {"machine": machine(), "threads": options.threads, "rounds": {}, "loss": {}}
+    report: dict[str, Any] = {"threads": options.threads, "rounds": {}, "loss": {}}
     print("| model | run tok/s | chat tok/s | loss | chat, no markdown | loss |")
     print("|---|---|---|---|---|---|")
     for model in options.models:
@@ -180,14 +181,12 @@ def main() -> None:
             command += ["--tokens", str(TOKENS.get(model, DEFAULT_TOKENS)), "--threads", str(options.threads)]
             on_a_terminal([*command, "--rounds", str(options.rounds)])
             rounds = json.loads(result.read_text())
-        medians = {side: statistics.median(each[side] for each in rounds) for side in rounds[0]}
+        (found,) = medians({model: rounds}).values()
         loss = {side: 1 - statistics.median(each[side] / each["run"] for each in rounds) for side in rounds[0]}
         report["rounds"][model], report["loss"][model] = rounds, loss
-        cells = [f"{medians[side]:.1f} | {loss[side]:.1%}" for side in ("chat", "chat, no markdown")]
-        print(f"| {model} | {medians['run']:.1f} | {' | '.join(cells)} |", flush=True)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        cells = [f"{found[side]:.1f} | {loss[side]:.1%}" for side in ("chat", "chat, no markdown")]
+        print(f"| {model} | {found['run']:.1f} | {' | '.join(cells)} |", flush=True)
+    save(options.output, report)
 
 
 if __name__ == "__main__":

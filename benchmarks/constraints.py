@@ -25,7 +25,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from nanovllm_cli.bench.machine import this_machine
+from common import made_up, save
 from nanovllm_cli.constrain.grammar import compiled
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.matcher import Matcher
@@ -243,7 +242,7 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
         settings = filters if kind in ("filtered", "undecided") else {"temperature": 1.0}
         for i in range(BATCH):
             params = SamplingParams(seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form, **settings)
-            engine.add(f"r{i}", [ids[(7919 * (j + 1) + 104729 * i) % len(ids)] for j in range(PROMPT)], params)
+            engine.add(f"r{i}", [ids[place] for place in made_up(PROMPT, i, len(ids))], params)
         begun: set[str] = set()
         while len(begun) < BATCH:
             begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
@@ -348,7 +347,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     tokenizer = Tokenizer.from_folder(options.tokenizer)
-    result: dict[str, Any] = {"machine": asdict(this_machine())}
+    result: dict[str, Any] = {}
     if options.schemas:
         result["schemas"] = measure_schemas(options.schemas, tokenizer)
     if options.masks:
@@ -356,9 +355,7 @@ def main() -> None:
     if options.model:
         result["overhead"] = measure_overhead(options.model, tokenizer, options.rounds, options.threads)
     print(json.dumps(result, indent=1))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.output, result)
 
 
 if __name__ == "__main__":

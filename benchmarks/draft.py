@@ -20,7 +20,6 @@ import random
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from nanovllm_cli.bench.machine import this_machine
+from common import save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.draft import Draft
@@ -163,10 +162,7 @@ def main() -> None:
             print(f"right {right}, {batch}", json.dumps(found[f"right {right}, {batch}"]), flush=True)
     kind = "mtp" if options.mtp else "assistant" if options.assistant else "draft"
     names = ("model", "quant", kind) if options.mtp else ("model", "quant", kind, "draft_quant")
-    settings = {name: getattr(options, name) for name in names}
-    result = {"machine": asdict(this_machine()), **settings, "decoding": found}
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.output, {name: getattr(options, name) for name in names} | {"decoding": found})
 
 
 if __name__ == "__main__":

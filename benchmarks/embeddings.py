@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from common import made_up, medians, said_by, save
+
 SHAPES = {"bge-small": (384, 12, 12, 1536), "bge-base": (768, 12, 12, 3072)}
 VOCABULARY = 30522
 WORK = {"64 x 32": (64, 32), "32 x 128": (32, 128), "8 x 512": (8, 512), "1 x 32": (1, 32)}
@@ -33,7 +33,7 @@ REPEATS = 3
 
 
 def texts(count: int, length: int) -> list[list[int]]:
-    return [[(7919 * (i + 1) + 104729 * salt) % (VOCABULARY - 200) + 200 for i in range(length)] for salt in range(count)]
+    return [[200 + token for token in made_up(length, salt, VOCABULARY - 200)] for salt in range(count)]
 
 
 def fastest(run: Callable[[list[list[int]]], Any]) -> dict[str, float]:
@@ -149,10 +149,7 @@ def main() -> None:
         side, kind, path = options.side
         print(json.dumps(SIDES[side](Path(path), kind, options.threads)))
         return
-    from vs_llama_cpp import machine
-
-    report: dict[str, Any] = {"machine": machine(), "shape": options.shape, "threads": options.threads}
-    report |= {"rounds": {}, "ratios": {}}
+    report: dict[str, Any] = {"shape": options.shape, "threads": options.threads, "rounds": {}, "ratios": {}}
     with tempfile.TemporaryDirectory() as temporary:
         make(Path(temporary), options.shape)
         for kind in KINDS:
@@ -160,24 +157,20 @@ def main() -> None:
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for _ in range(options.rounds):
                 for side in sides:
-                    command = [sys.executable, __file__, "--side", side, kind, temporary, "--threads", str(options.threads)]
-                    done = subprocess.run(command, check=True, capture_output=True, text=True)
-                    rounds[side].append(json.loads(done.stdout.splitlines()[-1]))
-            medians = {
-                side: {name: statistics.median(run[name] for run in runs) for name in WORK} for side, runs in rounds.items()
-            }
+                    words = ("--side", side, kind, temporary, "--threads", options.threads)
+                    rounds[side].append(said_by(__file__, *words))
+            found = medians(rounds)
             report["rounds"][kind] = rounds
             report["ratios"][kind] = {
-                side: {name: medians["nanovllm"][name] / medians[side][name] for name in WORK} for side in sides[1:]
+                side: {name: found["nanovllm"][name] / found[side][name] for name in WORK} for side in sides[1:]
             }
             print(f"| {options.shape}, {kind}, {options.threads} threads, tokens/s | {' | '.join(sides)} |")
             print("|---" * (1 + len(sides)) + "|")
             for name in WORK:
-                own = medians["nanovllm"][name]
-                others = (f"{medians[side][name]:,.0f} ({own / medians[side][name]:.2f})" for side in sides[1:])
+                own = found["nanovllm"][name]
+                others = (f"{found[side][name]:,.0f} ({own / found[side][name]:.2f})" for side in sides[1:])
                 print(f"| {name} | {own:,.0f} | {' | '.join(others)} |", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    save(options.output, report)
 
 
 if __name__ == "__main__":

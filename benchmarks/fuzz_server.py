@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    from common import save
     from live_server import live_server
-    from nanovllm_cli.bench.machine import this_machine
 
     with live_server("tiny", "-c", str(CONTEXT)) as server:
         before = server.post("/v1/chat/completions", CHAT)[1]["choices"]
@@ -80,8 +79,6 @@ def main() -> None:
         status, answer = server.post("/v1/chat/completions", CHAT)
         lives = status == 200 and answer["choices"] == before and server.process.poll() is None
     result = {
-        "benchmark": "fuzz_server",
-        "machine": asdict(this_machine()),
         "examples": options.examples,
         "seed": options.seed,
         "seconds": round(seconds, 1),
@@ -91,10 +88,8 @@ def main() -> None:
         "failures": report["failures"],
         "errors": report["errors"],
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    save(options.output, result)
     sys.exit(0 if lives and not report["failures"] and not report["errors"] else 1)
 
 

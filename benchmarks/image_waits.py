@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import save
 from images import VOCABULARY, WORDS, picture, save_with_tokenizer
 
 AT_ONCE = 10**15
@@ -99,8 +100,7 @@ def main() -> None:
     results = {way: {name: round(statistics.median(each[name] for each in rounds), 2) for name in rounds[0]}
                for way, rounds in found.items()}  # fmt: skip
     print(json.dumps(results, indent=2))
-    if args.output is not None:
-        args.output.write_text(json.dumps(results, indent=2) + "\n")
+    save(args.output, results)
 
 
 if __name__ == "__main__":

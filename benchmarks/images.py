@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import said_by, save
+
 BUNDLED = Path(__file__).resolve().parents[1] / "src/nanovllm_cli/assets/tiny"
 WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")  # behind the bundled model's vocabulary
 VOCABULARY = 4096
@@ -209,18 +211,13 @@ def main() -> None:
                 seconds: dict[str, list[float]] = {side: [] for side in sides}
                 for _ in range(args.rounds):
                     for side in sides:
-                        words = [sys.executable, __file__, *sys.argv[1:], "--side", side, str(folder), dtype]
-                        done = subprocess.run(words, capture_output=True, text=True, check=False)
-                        if done.returncode:
-                            raise SystemExit(done.stderr)
-                        seconds[side].append(json.loads(done.stdout.splitlines()[-1]))
+                        seconds[side].append(said_by(__file__, *sys.argv[1:], "--side", side, folder, dtype))
                 found = {side: statistics.median(each) for side, each in seconds.items()}
                 ratios = {side: round(each / found["ours"], 2) for side, each in found.items() if side != "ours"}
                 results[f"{shape}, {args.layers or 'all'} layers, {dtype}"] = {"seconds": found, "times ours": ratios}
                 told = ", ".join(f"{side} {each:.2f} s" for side, each in found.items())
                 print(f"{shape:18} {dtype:9} {told}; {ratios}", flush=True)
-    if args.output is not None:
-        args.output.write_text(json.dumps(results, indent=2) + "\n")
+    save(args.output, results)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from common import made_up, said_by, save
 
 MIB = 1 << 20
 PROMPT, ANSWER = 32, 64
@@ -89,7 +90,7 @@ def measure(path: str, threads: int, kv_bytes: int) -> dict[str, Any]:
         config = EngineConfig(threads=threads, kv_cache_bytes=kv_bytes, max_num_seqs=1)
         llm = LLM(path, config=config)
     with watch.stage("answer"):
-        prompt = [(7919 * (i + 1)) % llm.spec.vocab_size for i in range(PROMPT)]
+        prompt = made_up(PROMPT, 0, llm.spec.vocab_size)
         (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == ANSWER
     blocks = -(-(PROMPT + ANSWER) // config.block_size)
@@ -146,19 +147,11 @@ def main() -> None:
             from shapes import write_gguf
 
             write_gguf(path, options.shape)
-        given = {"--file": path, "--threads": options.threads, "--kv-mib": options.kv_mib}
-        words = [str(word) for pair in given.items() for word in pair]
+        words = ("--file", path, "--threads", options.threads, "--kv-mib", options.kv_mib)
         for _ in range(2):
-            done = subprocess.run(
-                [sys.executable, __file__, "--measure", *words], check=True, stdout=subprocess.PIPE, text=True
-            )
-    found = json.loads(done.stdout.splitlines()[-1])
+            found = said_by(__file__, "--measure", *words)
     report(found, f"{options.shape}, {options.threads} threads")
-    if options.output:
-        from vs_llama_cpp import machine
-
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"machine": machine(), "shape": options.shape} | found, indent=1) + "\n")
+    save(options.output, {"shape": options.shape} | found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ threads together, which a loaded machine changes least.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -23,11 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from common import save
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.sampling_params import SamplingParams
-from vs_llama_cpp import machine
 
 VOCAB = 151_936
 CASES: dict[str, dict[str, Any]] = {
@@ -95,10 +94,7 @@ def main() -> None:
                 f"| {name} | {rows} | {times['fastest']:.3f} | {times['median']:.3f} | {times['threads']:.3f} |",
                 flush=True,
             )
-    if options.output:
-        result = {"machine": machine(), "vocabulary": VOCAB, "threads": options.threads, "milliseconds": found}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.output, {"vocabulary": VOCAB, "threads": options.threads, "milliseconds": found})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from nanovllm_cli.bench.machine import this_machine
+from common import save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.llm import LLM
@@ -124,9 +124,7 @@ def main() -> None:
                 for count in GUESSES[1:]
             }
             print(f"{name}, {batch}", json.dumps(found[f"{name}, {batch}"]), flush=True)
-    result = {"machine": asdict(this_machine()), "model": options.model.name, "quant": options.quant, "decoding": found}
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.output, {"model": options.model.name, "quant": options.quant, "decoding": found})
 
 
 def again(llm: LLM, config: EngineConfig, count: int) -> Engine:

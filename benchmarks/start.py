@@ -10,7 +10,6 @@ to its end. Reported: the median and the fastest.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vs_llama_cpp import machine
+from common import save
 
 
 class Times(NamedTuple):
@@ -81,10 +80,7 @@ def main() -> None:
     print(f"| {options.model}, {options.threads} threads | median s | fastest s |\n|---|---|---|")
     for name, values in seconds.items():
         print(f"| {name} | {statistics.median(values):.3f} | {min(values):.3f} |")
-    if options.output:
-        found = {"machine": machine(), "model": options.model, "threads": options.threads, "seconds": seconds}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    save(options.output, {"model": options.model, "threads": options.threads, "seconds": seconds})
 
 
 if __name__ == "__main__":

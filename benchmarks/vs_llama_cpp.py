@@ -25,9 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from common import made_up, medians, said_by, save
 
 PREFILL, PROMPT, STEPS, BATCH = 512, 32, 48, 16
 # Pair: (our --quant or None, llama.cpp's type or None, whether we load llama.cpp's file)
@@ -62,10 +61,9 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: s
         lora=() if lora is None else (Lora(lora),),
     )
     llm = LLM(path, config=config)
-    vocab = llm.spec.vocab_size
 
     def prompt(n: int, salt: int) -> list[int]:
-        return [(7919 * (i + 1) + 104729 * salt) % vocab for i in range(n)]
+        return made_up(n, salt, llm.spec.vocab_size)
 
     def params(n: int) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
@@ -149,7 +147,7 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: st
         lib.llama_batch_free(batch)
 
     def prompt(n: int, salt: int) -> list[int]:
-        return [(7919 * (i + 1) + 104729 * salt) % vocab for i in range(n)]
+        return made_up(n, salt, vocab)
 
     def prefill() -> float:
         lib.llama_memory_clear(lib.llama_get_memory(contexts[1]), True)
@@ -206,19 +204,6 @@ def quantize_by_llama_cpp(source: Path, target: Path, kind: str) -> None:
         raise SystemExit(f"llama.cpp could not make {kind} of {source}")
 
 
-def machine() -> dict[str, Any]:
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-0.6b")
@@ -260,48 +245,23 @@ def main() -> None:
         rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for number in range(options.rounds):
             for side in SIDES:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--side",
-                    side,
-                    "--file",
-                    str(files[side]),
-                    "--threads",
-                    str(options.threads),
-                    "--depth",
-                    str(options.depth),
-                ]
-                if side == "nanovllm" and quant is not None:
-                    command += ["--quant", quant]
-                if lora is not None:
-                    command += ["--lora", str(lora)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                rounds[side].append(json.loads(done.stdout.splitlines()[-1]))
+                given = {"--side": side, "--file": files[side], "--threads": options.threads, "--depth": options.depth}
+                given |= {"--quant": quant} if side == "nanovllm" and quant is not None else {}
+                given |= {"--lora": lora} if lora is not None else {}
+                rounds[side].append(said_by(__file__, *(word for pair in given.items() for word in pair)))
                 print(f"round {number + 1}, {side}: {rounds[side][-1]}", file=sys.stderr)
-    medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
-    ratios = {k: medians["nanovllm"][k] / medians["llama.cpp"][k] for k in medians["nanovllm"]}
+    found = medians(rounds)
+    ratios = {k: found["nanovllm"][k] / found["llama.cpp"][k] for k in found["nanovllm"]}
     behind = f" behind {options.depth} tokens" if options.depth else ""
     behind += f", adapter of rank {options.lora}" if options.lora else ""
     behind += f", {options.layers} layers" if options.layers else ""
     print(f"| {options.shape}, {options.pair}, {options.threads} threads{behind} | nanovllm tok/s | llama.cpp tok/s | ratio |")
     print("|---|---|---|---|")
     for k, ratio in ratios.items():
-        print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians['llama.cpp'][k]:.1f} | {ratio:.2f} |")
-    if options.output:
-        report = {
-            "machine": machine(),
-            "shape": options.shape,
-            "layers": options.layers,
-            "pair": options.pair,
-            "threads": options.threads,
-            "depth": options.depth,
-            "lora": options.lora and int(options.lora),
-            "rounds": rounds,
-            "ratios": ratios,
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"| {k} | {found['nanovllm'][k]:.1f} | {found['llama.cpp'][k]:.1f} | {ratio:.2f} |")
+    settings = {name: getattr(options, name) for name in ("shape", "layers", "pair", "threads", "depth")}
+    settings["lora"] = options.lora and int(options.lora)
+    save(options.output, settings | {"rounds": rounds, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from common import made_up, medians, save
 from shapes import SHAPES
-from vs_llama_cpp import machine
 
 PROMPT, STEPS = 32, 48
 REQUESTS, BATCHES = 32, (8, 32)
@@ -43,10 +42,6 @@ class Request(NamedTuple):
     answer_len: int
 
 
-def prompt(n: int, salt: int, vocab: int) -> list[int]:
-    return [(7919 * (i + 1) + 104729 * salt) % vocab for i in range(n)]
-
-
 def mixed(vocab: int) -> list[Request]:
     """Lengths spread evenly over the logarithm of their range, short and long ones in turn; the two are unrelated."""
 
@@ -54,7 +49,7 @@ def mixed(vocab: int) -> list[Request]:
         return round(low * (high / low) ** (place / (REQUESTS - 1)))
 
     return [
-        Request(prompt(length(*PROMPTS, 13 * i % REQUESTS), i, vocab), length(*ANSWERS, 5 * i % REQUESTS))
+        Request(made_up(length(*PROMPTS, 13 * i % REQUESTS), i, vocab), length(*ANSWERS, 5 * i % REQUESTS))
         for i in range(REQUESTS)
     ]
 
@@ -79,7 +74,7 @@ def measure_ours(folder: str, threads: int) -> dict[str, float]:
 
     def decode() -> float:
         """Over the steps after the one that ended the prompt."""
-        steps = llm.stream(prompt(PROMPT, 0, llm.spec.vocab_size), params(STEPS + 1))
+        steps = llm.stream(made_up(PROMPT, 0, llm.spec.vocab_size), params(STEPS + 1))
         while not next(steps).outputs[0].token_ids:
             pass
         return rate(STEPS, lambda: list(steps))
@@ -124,7 +119,7 @@ def measure_transformers(folder: str, threads: int) -> dict[str, float]:
 
     def decode() -> float:
         times: list[float] = []
-        generate([prompt(PROMPT, 0, vocab)], STEPS + 1, lambda: times.append(time.perf_counter()))
+        generate([made_up(PROMPT, 0, vocab)], STEPS + 1, lambda: times.append(time.perf_counter()))
         return STEPS / (times[-1] - times[0])
 
     def in_batches(requests: list[Request], size: int) -> None:
@@ -216,23 +211,14 @@ def compare(
             printed = measure_peer() if side == peer and measure_peer else run_side(side, options, folder)
             runs.append(json.loads(printed.splitlines()[-1]))
             print(f"round {number + 1}, {side}: {runs[-1]}", file=sys.stderr)
-    medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
-    ratios = {k: ours / medians[peer][k] for k, ours in medians["nanovllm"].items()}
+    found = medians(rounds)
+    ratios = {k: ours / found[peer][k] for k, ours in found["nanovllm"].items()}
     title = f"{options.shape}, bf16, {options.threads} threads"
     print(f"| {title} | nanovllm tok/s | {peer} tok/s | ratio |\n|---|---|---|---|")
     for k, ratio in ratios.items():
-        print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians[peer][k]:.1f} | {ratio:.2f} |")
-    if options.output:
-        report = {
-            "machine": machine(),
-            "shape": options.shape,
-            "threads": options.threads,
-            "rounds": rounds,
-            "medians": medians,
-            "ratios": ratios,
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"| {k} | {found['nanovllm'][k]:.1f} | {found[peer][k]:.1f} | {ratio:.2f} |")
+    settings = {"shape": options.shape, "threads": options.threads}
+    save(options.output, settings | {"rounds": rounds, "medians": found, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from common import made_up, save
+
 FORMATS = (
     "int8", "int8-weight-only", "fp8", "fp8-weight-only", "fp8:block=128", "int4:group=128", "int4:group=32",
     "int4:group=64:zeros",
@@ -108,10 +110,10 @@ def ask(python: str, threads: int, **asked: Any) -> subprocess.CompletedProcess[
 
 def measure_vllm(options: argparse.Namespace, folder: Path) -> str:
     from shapes import SHAPES
-    from vs_transformers import PROMPT, STEPS, mixed, prompt
+    from vs_transformers import PROMPT, STEPS, mixed
 
     vocab = SHAPES[options.shape]["vocab"]
-    work = {"prompt": prompt(PROMPT, 0, vocab), "steps": STEPS, "requests": mixed(vocab)}
+    work = {"prompt": made_up(PROMPT, 0, vocab), "steps": STEPS, "requests": mixed(vocab)}
     done = ask(options.vllm_python, options.threads, folder=str(folder), kind="rates", **work)
     if done.returncode:
         raise SystemExit(f"vLLM ended with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -159,9 +161,7 @@ def main() -> None:
     if not options.vllm_python:
         parser.error("--vllm-python is needed")
     if options.check:
-        found = check(options)
-        if options.output:
-            options.output.write_text(json.dumps(found, indent=1) + "\n")
+        save(options.output, check(options))
         return
     from vs_transformers import compare
 
