@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, PairSpec, ScanSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, MoESpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
@@ -79,43 +79,49 @@ def scale_and_clip(
 
 
 def _folds(spec: BlockSpec) -> list[_Fold]:
-    mixer, mlp = spec.mixer, _mlp_folds(spec.mlp)
-    if mixer is None:
-        return mlp
-    if isinstance(mixer, ConvSpec):
-        middle = slice(mixer.channels, 2 * mixer.channels)
-        return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
-    if isinstance(mixer, PairSpec):
-        gains = [_Fold("delta.norm", ("mamba_out",), "mamba_out")] if mixer.state.normed else []
-        inner = _Fold("v", ("o",), "o", (mixer.attention.num_kv_heads, mixer.attention.queries_a_key))
-        return [_Fold("attention_norm", ("q", "k", "v", "mamba_in"), "qkv"), inner, *gains, *mlp]
-    if isinstance(mixer, ScanSpec):
-        return [_Fold("attention_norm", ("scan_in",), "scan_in"), *mlp]
-    if isinstance(mixer, DeltaSpec) and mixer.mamba:
-        return [
-            _Fold("attention_norm", ("mamba_in",), "mamba_in"), _Fold("delta.norm", ("mamba_out",), "mamba_out"), *mlp,
-        ]  # fmt: skip
-    if isinstance(mixer, AttentionSpec) and (latent := mixer.latent) is not None:
-        queries = [] if latent.query_rank is None else [_Fold("q_a_norm", ("q_b",), "q_b")]
-        first = "q" if latent.query_rank is None else "q_a"
-        return [_Fold("attention_norm", (first, "kv_a"), "qkv"), *queries, *mlp]
-    if isinstance(mixer, DeltaSpec):
-        parts = ("delta_q", "delta_k", "delta_v") if mixer.apart else ("delta_qkv",)
-        gates = ("delta_b", "delta_f_a", "delta_g_a") if mixer.channel_rank else ("delta_z", "delta_b", "delta_a")
-        return [_Fold("attention_norm", (*parts, *gates), "delta_qkv"), *mlp]
-    if mixer.value_norm:  # which takes a scale of values off again
-        kept = () if mixer.reads is not None else ("k",) if mixer.keys_are_values else ("k", "v")
-        return [_Fold("attention_norm", ("q", *kept), "qkv"), *mlp]
-    inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
-    if mixer.found_norm or mixer.clip is not None:  # limits that hold values would hold others of them once they are scaled
-        inner = _Fold("found_norm", ("o",), "o")
-    if spec.order == "parallel":
-        read = ("gate", "up") if isinstance(spec.mlp, MLPSpec) and spec.mlp.gated else ("up",)
-        return [_Fold("attention_norm", ("q", "k", "v", *read), "qkv"), inner, *mlp[1:]]
-    if spec.order in ("post", "original"):  # what reads the residual stream as it is has nothing before it to take scales
-        return [inner, *mlp[1:]]
-    gate = ("attention_gate",) if mixer.gate_apart else ()
-    return [_Fold("attention_norm", (*gate, "q", "k", "v"), "qkv"), inner, *mlp]
+    mlp = _mlp_folds(spec.mlp)
+    if spec.order in ("parallel", "post", "original"):  # its MLP reads what attention does, or the residual stream as it is
+        mlp = mlp[1:]
+    return [*_mixer_folds(spec), *mlp]
+
+
+def _mixer_folds(spec: BlockSpec) -> list[_Fold]:
+    match spec.mixer:
+        case None:
+            return []
+        case ConvSpec() as conv:
+            middle = slice(conv.channels, 2 * conv.channels)
+            return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle)]
+        case PairSpec() as pair:
+            gains = [_Fold("delta.norm", ("mamba_out",), "mamba_out")] if pair.state.normed else []
+            return [_Fold("attention_norm", ("q", "k", "v", "mamba_in"), "qkv"), _behind_values(pair.attention), *gains]
+        case ScanSpec():
+            return [_Fold("attention_norm", ("scan_in",), "scan_in")]
+        case DeltaSpec(mamba=True):
+            return [_Fold("attention_norm", ("mamba_in",), "mamba_in"), _Fold("delta.norm", ("mamba_out",), "mamba_out")]
+        case DeltaSpec() as delta:
+            parts = ("delta_q", "delta_k", "delta_v") if delta.apart else ("delta_qkv",)
+            gates = ("delta_b", "delta_f_a", "delta_g_a") if delta.channel_rank else ("delta_z", "delta_b", "delta_a")
+            return [_Fold("attention_norm", (*parts, *gates), "delta_qkv")]
+        case AttentionSpec(latent=LatentSpec(query_rank=None)):
+            return [_Fold("attention_norm", ("q", "kv_a"), "qkv")]
+        case AttentionSpec(latent=LatentSpec()):
+            return [_Fold("attention_norm", ("q_a", "kv_a"), "qkv"), _Fold("q_a_norm", ("q_b",), "q_b")]
+        case AttentionSpec(value_norm=True) as attention:  # which takes a scale of values off again
+            kept = () if attention.reads is not None else ("k",) if attention.keys_are_values else ("k", "v")
+            return [_Fold("attention_norm", ("q", *kept), "qkv")]
+        case attention:
+            if spec.order in ("post", "original"):  # what reads the residual stream has nothing before it to take scales
+                return [_behind_values(attention)]
+            gate = ("attention_gate",) if attention.gate_apart else ()
+            beside = _mlp_folds(spec.mlp)[0].readers if spec.order == "parallel" else ()
+            return [_Fold("attention_norm", (*gate, "q", "k", "v", *beside), "qkv"), _behind_values(attention)]
+
+
+def _behind_values(attention: AttentionSpec) -> _Fold:
+    if attention.found_norm or attention.clip is not None:  # limits that hold values would hold others once they are scaled
+        return _Fold("found_norm", ("o",), "o")
+    return _Fold("v", ("o",), "o", (attention.num_kv_heads, attention.queries_a_key))
 
 
 def _mlp_folds(mlp: MLPSpec | MoESpec | None) -> list[_Fold]:

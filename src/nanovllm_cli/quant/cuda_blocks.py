@@ -12,7 +12,7 @@ from typing import Unpack
 import torch
 
 from nanovllm_cli.kernels import block_gemv, block_unpack
-from nanovllm_cli.kernels.experts import FEW_ROWS, Tasks
+from nanovllm_cli.kernels.experts import Tasks
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -54,10 +54,6 @@ class CudaBlocks(CudaStorage):
     @property
     def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self._weight.data,)
-
-    @property
-    def task_rows(self) -> int:
-        return FEW_ROWS
 
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
         return block_gemv.expert_gemv(self._launcher, x, self._weight, tasks, matrix, activation=activation)

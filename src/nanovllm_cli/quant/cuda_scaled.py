@@ -13,7 +13,7 @@ import torch
 
 from nanovllm_cli.kernels import quantize_activations, scaled_gemv, scaled_matmul
 from nanovllm_cli.kernels.embedding import scaled_rows
-from nanovllm_cli.kernels.experts import FEW_ROWS, Tasks
+from nanovllm_cli.kernels.experts import Tasks
 from nanovllm_cli.kernels.gemv import MAX_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
@@ -84,10 +84,6 @@ class CudaScaled(CudaStorage):
     @property
     def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self._weight
-
-    @property
-    def task_rows(self) -> int:
-        return FEW_ROWS
 
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
         rounded = self._rounded(x)

@@ -12,6 +12,7 @@ import torch
 
 from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import norm
+from nanovllm_cli.kernels.experts import FEW_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -19,9 +20,11 @@ from nanovllm_cli.quant.rows import QuantizedRows
 
 
 class CudaStorage(ABC):
-    """A WeightStorage. dtype: what is computed in. deterministic: a row's bits may not depend on how many rows there are."""
+    """A WeightStorage. dtype: what is computed in. deterministic: a row's bits may not depend on how many rows there are.
+    task_rows: of an expert's at once (see `kernels/cuda_mixture.py`)."""
 
     recordable = True
+    task_rows = FEW_ROWS
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool) -> None:
         self.num_rows = num_rows

@@ -22,6 +22,8 @@ class CudaDense(CudaStorage):
     """A WeightStorage in the compute type. Up to eight rows have kernels of their own, with norm, gate and residual in them; a
     deterministic GPU multiplies any number of rows by one kernel instead."""
 
+    task_rows = MANY_ROWS
+
     def __init__(
         self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool
     ) -> None:
@@ -46,10 +48,6 @@ class CudaDense(CudaStorage):
     @property
     def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self._weight,)
-
-    @property
-    def task_rows(self) -> int:
-        return MANY_ROWS
 
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
         if tasks.rows == FEW_ROWS:

@@ -25,14 +25,7 @@ from nanovllm_cli.weights.convert_tensors import NARROW
 
 _BASES = {
     **{name.lower(): name for name in BLOCK_TYPES},
-    "q2_k_m": "Q2_K",
-    "q3_k_s": "Q3_K",
-    "q3_k_m": "Q3_K",
-    "q3_k_l": "Q3_K",
-    "q4_k_s": "Q4_K",
-    "q4_k_m": "Q4_K",
-    "q5_k_s": "Q5_K",
-    "q5_k_m": "Q5_K",
+    **{name: name[:4].upper() for name in ("q2_k_m", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m")},
 }
 MIXES = tuple(_BASES)
 _OF_ONE_TYPE = ("q2_k", "q3_k", "q4_k", "q5_k")  # here; llama.cpp's names for mixes

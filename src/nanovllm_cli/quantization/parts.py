@@ -39,15 +39,15 @@ class Parts:
         self.folder = target.with_name(f".{target.name}.quantizing")
         self._begin = json.dumps(identity, sort_keys=True)
         try:
-            self._digests = self._read_journal()
-            if self._digests is None:
+            done = self._read_journal()
+            if done is None:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder.mkdir(exist_ok=True)
                 self._append(self._begin)
                 sync_folder(self.folder.parent)
-                self._digests = {}
         except OSError as failure:
             raise _failed(self.folder, failure) from failure
+        self._done = done or {}
 
     @property
     def num_finished(self) -> int:
@@ -106,11 +106,6 @@ class Parts:
     def remove(self) -> None:
         """Once the output is there."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    @property
-    def _done(self) -> dict[str, str]:
-        assert self._digests is not None
-        return self._digests
 
     def _path(self, unit: str) -> Path:
         return self.folder / f"{unit}.safetensors"

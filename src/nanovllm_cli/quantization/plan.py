@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -119,11 +119,7 @@ class Plan:
 
     def units(self) -> dict[str, list[Planned]]:
         """What is quantized, in order: the unit's name and its weights that change."""
-        found: dict[str, list[Planned]] = {}
-        for item in self.items:
-            if item.format is not None:
-                found.setdefault(item.weight.unit, []).append(item)
-        return found
+        return _grouped((item for item in self.items if item.format is not None), lambda item: item.weight.unit)
 
     @property
     def num_weights(self) -> int:
@@ -145,9 +141,7 @@ class Plan:
 
     def rows(self) -> list[Row]:
         """The weights by what they become."""
-        found: dict[str, list[Planned]] = {}
-        for item in self.items:
-            found.setdefault("as they are" if item.format is None else item.format.name, []).append(item)
+        found = _grouped(self.items, lambda item: "as they are" if item.format is None else item.format.name)
         return [
             Row(
                 name,
@@ -161,10 +155,7 @@ class Plan:
 
     def by_output(self) -> dict[str, list[Planned]]:
         """What becomes of each tensor of the output, in the order in which it is written there."""
-        found: dict[str, list[Planned]] = {}
-        for item in self.items:
-            found.setdefault(item.weight.output, []).append(item)
-        return found
+        return _grouped(self.items, lambda item: item.weight.output)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -176,6 +167,13 @@ class Plan:
             "weights": {name: _as_json(items) for name, items in self.by_output().items()},
             "notes": list(self.notes),
         }
+
+
+def _grouped(items: Iterable[Planned], key: Callable[[Planned], str]) -> dict[str, list[Planned]]:
+    found: dict[str, list[Planned]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def _as_json(items: list[Planned]) -> dict[str, Any]:
