@@ -96,6 +96,10 @@ def write_adapter(path: Path, model: Path, rank: int, seed: int = 0) -> Path:
             for side, dims in (("a", (rank, width)), ("b", (rows, rank))):
                 values = 0.02 * rng.standard_normal(dims, np.float32)
                 writer.add_tensor(f"{tensor.name}.lora_{side}", values.astype(np.float16))
+    return _written(writer, path)
+
+
+def _written(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -178,11 +182,7 @@ def write_gguf(path: Path, shape_name: str, seed: int = 0, tokenizer: Path | Non
         for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             matrix(f"blk.{i}.ffn_{name}.weight", rows, columns)
     norm("token_embd_norm.weight" if arch == "lfm2" else "output_norm.weight", hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _written(writer, path)
 
 
 def _add_delta(writer: gguf.GGUFWriter, delta: tuple[int, ...], dim: int, attends: list[bool]) -> None:

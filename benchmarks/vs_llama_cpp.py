@@ -28,6 +28,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,7 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: s
         base[0] = llm.stats().generated_tokens
         return PREFILL / (time.perf_counter() - begin)
 
-    prefill(), decode(1)
-    if depth:
-        return deep()
-    decode(BATCH)
-    return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+    return measured(prefill, decode, deep if depth else None)
 
 
 def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: str | None) -> dict[str, float]:
@@ -177,8 +174,15 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: st
             run(contexts[1], [(step * 31 % vocab, depth + PREFILL + step, 0, True)])
         return deep_rates(*times, time.perf_counter())
 
+    return measured(prefill, decode, deep if depth else None)
+
+
+def measured(
+    prefill: Callable[[], float], decode: Callable[[int], float], deep: Callable[[], dict[str, float]] | None
+) -> dict[str, float]:
+    """Tokens a second. What runs first is for what is made on first use."""
     prefill(), decode(1)
-    if depth:
+    if deep is not None:
         return deep()
     decode(BATCH)
     return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}

@@ -220,17 +220,7 @@ def counting(r: Random, me: str) -> list[Turn]:
 def animals(r: Random, me: str) -> list[Turn]:
     """Facts on one animal; the follow-up says only `it`."""
     animal = r.choice(list(w.ANIMAL_FACTS))
-    sound, home, legs, young, food = w.ANIMAL_FACTS[animal]
-    has = f"{A(animal)} has {legs} legs." if legs else f"{A(animal)} has no legs."
-    says = f"{A(animal)} says {sound}." if sound != "nothing" else f"{A(animal)} makes no sound."
-    facts = [
-        ("What sound does {} make?", says),
-        ("Where does {} live?", f"{A(animal)} lives {home}."),
-        ("How many legs does {} have?", has),
-        ("What does {} eat?", f"{A(animal)} eats {food}."),
-        ("What is the baby of {} called?", f"The baby of {a(animal)} is called {a(young)}."),
-    ]
-    chosen = r.sample(facts, r.choice((1, 2, 2, 3)))
+    chosen = r.sample(list(facts_about(animal).items()), r.choice((1, 2, 2, 3)))
     turns = []
     for i, (ask, answer) in enumerate(chosen):
         first = i == 0
@@ -241,18 +231,22 @@ def animals(r: Random, me: str) -> list[Turn]:
         turns.append(Turn(polite(r, user) if first else user, think, answer))
     if r.random() < 0.3:
         other = r.choice([x for x in w.ANIMAL_FACTS if x != animal])
-        facts2 = w.ANIMAL_FACTS[other]
-        ask = chosen[-1][0]
-        answers = {
-            facts[0][0]: f"{A(other)} says {facts2[0]}." if facts2[0] != "nothing" else f"{A(other)} makes no sound.",
-            facts[1][0]: f"{A(other)} lives {facts2[1]}.",
-            facts[2][0]: f"{A(other)} has {facts2[2] or 'no'} legs.",
-            facts[3][0]: f"{A(other)} eats {facts2[4]}.",
-            facts[4][0]: f"The baby of {a(other)} is called {a(facts2[3])}.",
-        }
+        answer = facts_about(other)[chosen[-1][0]]
         user = r.choice((f"And {a(other)}?", f"What about {a(other)}?"))
-        turns.append(Turn(user, f"Now the same question for {a(other)}. {answers[ask]}", answers[ask]))
+        turns.append(Turn(user, f"Now the same question for {a(other)}. {answer}", answer))
     return turns
+
+
+def facts_about(animal: str) -> dict[str, str]:
+    """Questions, with {} where the animal's name goes, and answers."""
+    sound, home, legs, young, food = w.ANIMAL_FACTS[animal]
+    return {
+        "What sound does {} make?": f"{A(animal)} makes no sound." if sound == "nothing" else f"{A(animal)} says {sound}.",
+        "Where does {} live?": f"{A(animal)} lives {home}.",
+        "How many legs does {} have?": f"{A(animal)} has {legs or 'no'} legs.",
+        "What does {} eat?": f"{A(animal)} eats {food}.",
+        "What is the baby of {} called?": f"The baby of {a(animal)} is called {a(young)}.",
+    }
 
 
 def A(noun: str) -> str:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nanovllm_cli.bench.serve_answer import AnswerReader
+from nanovllm_cli.bench.serve_client import AnswerReader
 from nanovllm_cli.client.events import EventReader, StreamError
 from nanovllm_cli.client.http import HttpError, ResponseReader, Server
 from nanovllm_cli.errors import UsageError

@@ -22,7 +22,7 @@ from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quant.statistics import InputStatistics
 from nanovllm_cli.quantization import calibration as module
-from nanovllm_cli.quantization.calibrated import by_gptq
+from nanovllm_cli.quantization.algorithms import by_gptq
 from nanovllm_cli.quantization.calibration import Calibration, Routed
 from nanovllm_cli.quantization.original import Original, open_original
 from nanovllm_cli.quantization.walk import Walk

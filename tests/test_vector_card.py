@@ -22,7 +22,7 @@ from nanovllm_cli import LLM
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.quantization import vector_card
+from nanovllm_cli.quantization import card as cards
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.quantization.passages import DOCUMENTS, PASSAGE, Cut, Reading, embeds, passages, reading_of
@@ -380,10 +380,10 @@ def test_one_model_is_in_memory_at_a_time(model: tuple[Any, Path], monkeypatch: 
             super().__init__(*args, **options)
             made.extend(weakref.ref(each) for each in (self, self.model.embedding, self.model.blocks[0], self._cache))
 
-    monkeypatch.setattr(vector_card, "MeasuredModel", Counted)
+    monkeypatch.setattr(cards, "MeasuredModel", Counted)
     with open_original("m", model[1]) as original:
         read = reading(model[1], TEXT.text, Cut(most=20))
-        found = vector_card.measure_vectors(original.checkpoint, original.checkpoint, read, NullProgress())
+        found = cards.measure_vectors(original.checkpoint, original.checkpoint, read, NullProgress())
     assert len(made) == 8
     assert found.loss[1] == 0.0
 

@@ -151,7 +151,7 @@ def _crossover(output: Output, launcher: Launcher, kind: packed.Kind, plain: lis
         rows.append(row | {"gain": row["bf16 us"] / ours[best], "best": best})
         output.put(kind, rows)
     limits = ", ".join(map(str, (MAX_ROWS, *best_limits(rows))))  # our GEMV has norm and gate in it besides
-    lines.append(f'Line("{kind}", {launcher.capability}, {limits}, "measured, {outputs} x {width}")')
+    lines.append(f'Line(("{kind}",), {launcher.capability}, {limits}, "measured, {outputs} x {width}")')
     output.put("lines", lines)
 
 

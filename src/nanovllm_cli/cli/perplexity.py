@@ -1,5 +1,5 @@
 """`nanovllm perplexity`: how well a model knows a text; and what another form of it has lost. The work is in
-`quantization/perplexity.py`, `card.py` and `vector_card.py`."""
+`quantization/perplexity.py` and `card.py`."""
 
 from __future__ import annotations
 

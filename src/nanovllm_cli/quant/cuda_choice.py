@@ -16,10 +16,10 @@ Way = Literal["gemv", "gemm", "wgmma", "library"]
 
 
 class Line(NamedTuple):
-    """Up to gemv_rows rows by GEMV, up to gemm_rows by our GEMM, up to wgmma_rows by wgmma (0: never), above by the library. From
-    min_capability on."""
+    """For these kinds of weights up to gemv_rows rows by GEMV, up to gemm_rows by our GEMM, up to wgmma_rows by wgmma (0: never),
+    above by the library. From min_capability on."""
 
-    kind: str
+    kinds: tuple[str, ...]
     min_capability: int
     gemv_rows: int
     gemm_rows: int
@@ -31,29 +31,19 @@ class Line(NamedTuple):
 # An H200 (4.3 TB/s, 790 TFLOP/s by the vendor's matmul, perhaps 400 by mma.sync) unpacks 50 M weights of 4 bits in 29 us and
 # reads them again in 24; our GEMM of 192 rows takes 48. wgmma at 80 % of the vendor's rate loses as much as unpacking costs at
 # some 1,700 rows, at 85 % at 2,400. Up to 64 rows it reads x as often as our GEMM, whose stripes fill the GPU better.
+PACKED = ("int4", "nf4", "int8", "fp8")
 TABLE = (
-    Line("int4", 100, 8, 192, 0, "estimated, as sm_80: no wgmma"),
-    Line("nf4", 100, 8, 192, 0, "estimated, as int4"),
-    Line("int8", 100, 8, 192, 0, "estimated, as int4"),
-    Line("fp8", 100, 8, 192, 0, "estimated, as int4"),
-    Line("int4", 90, 8, 64, 2048, "estimated: unpacking costs as much as wgmma loses to the vendor's matmul at 2,048 rows"),
-    Line("nf4", 90, 8, 64, 1024, "estimated: its conversion takes as long as the products"),
-    Line("int8", 90, 8, 64, 2048, "estimated, as int4"),
-    Line("fp8", 90, 8, 64, 2048, "estimated, as int4"),
-    Line("int4", 80, 8, 192, 0, "estimated: unpacking costs as much as 192 rows"),
-    Line("nf4", 80, 8, 192, 0, "estimated, as int4"),
-    Line("int8", 80, 8, 192, 0, "estimated, as int4"),
-    Line("fp8", 80, 8, 192, 0, "estimated, as int4"),
-    Line("int4", 75, 8, 32, 0, "estimated: no asynchronous copies before sm_80"),
-    Line("nf4", 75, 8, 32, 0, "estimated, as int4"),
-    Line("int8", 75, 8, 32, 0, "estimated, as int4"),
-    Line("fp8", 75, 8, 32, 0, "estimated, as int4"),
-    Line("blocks", 75, 64, 64, 0, "estimated: GEMV reads the weight once for 32 rows, unpacking moves eight times as much"),
+    Line(PACKED, 100, 8, 192, 0, "estimated, as sm_80: no wgmma"),
+    Line(("nf4",), 90, 8, 64, 1024, "estimated: its conversion takes as long as the products"),
+    Line(PACKED, 90, 8, 64, 2048, "estimated: unpacking costs as much as wgmma loses to the vendor's matmul at 2,048 rows"),
+    Line(PACKED, 80, 8, 192, 0, "estimated: unpacking costs as much as 192 rows"),
+    Line(PACKED, 75, 8, 32, 0, "estimated: no asynchronous copies before sm_80"),
+    Line(("blocks",), 75, 64, 64, 0, "estimated: GEMV reads the weight once for 32 rows, unpacking moves eight times as much"),
 )
 
 
 def choose(kind: str, rows: int, capability: int) -> Way:
     """The way for so many rows; of a kind's lines the first that the GPU is new enough for counts."""
-    line = next(line for line in TABLE if line.kind == kind and line.min_capability <= capability)
+    line = next(line for line in TABLE if kind in line.kinds and line.min_capability <= capability)
     limits: tuple[tuple[Way, int], ...] = (("gemv", line.gemv_rows), ("gemm", line.gemm_rows), ("wgmma", line.wgmma_rows))
     return next((way for way, limit in limits if 0 < rows <= limit), "library")

@@ -1,11 +1,12 @@
 """The quality card: the quantized model against the original, on text that it was not calibrated with.
 
-    measure(original, quantized, windows)      both read the same tokens; see quality.py for the numbers. Of models that embed or
-                                               rank, `vector_card.measure_vectors` does
-    as_json, as_markdown                       what is kept beside the weights
+    measure                     both read the same tokens; see quality.py for the numbers
+    measure_vectors             of models that embed or rank both read the same passages or pairs; see vector_quality.py
+    as_json, as_markdown        what is kept beside the weights
 
 One model is in memory at a time: of the original only the hidden rows behind its last norm stay, [T, hidden], and its head, which
-makes the same logits of them again when the other model has read the text.
+makes the same logits of them again when the other model has read the text. Pooling, and what a vector goes through behind it, are
+of each model's own files, as they are when it is used.
 """
 
 from __future__ import annotations
@@ -14,18 +15,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import DoesNotFitError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.passages import DOCUMENTS, Reading
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.quality import Comparison, Quality
 from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
-from nanovllm_cli.quantization.vector_quality import AnyQuality
+from nanovllm_cli.quantization.vector_quality import (
+    AnyQuality,
+    ScoreQuality,
+    VectorQuality,
+    score_quality,
+    vector_quality,
+)
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.further import read_further
+from nanovllm_cli.weights.pooling import embedding_of, use_of
 
 LOGIT_ROWS = 64
 
@@ -125,3 +136,47 @@ def parts(windows: Sequence[Sequence[int]], at_once: int) -> Iterator[Sequence[S
     """So many at a time."""
     for i in range(0, len(windows), at_once):
         yield windows[i : i + at_once]
+
+
+def measure_vectors(
+    original: Checkpoint,
+    other: Checkpoint,
+    reading: Reading,
+    progress: LoadProgress,
+    *,
+    dtype: DTypeName = "auto",
+    threads: int | None = None,
+) -> VectorQuality | ScoreQuality:
+    """dtype: of both; auto is the original's own. Raises what loading raises, DoesNotFitError, and UsageError for models whose
+    vectors can't be compared."""
+    before, dtype = _vectors(original, reading, progress, "reading the text", dtype, threads)
+    after, _ = _vectors(other, reading, progress, "comparing", dtype, threads)
+    if before.shape != after.shape:
+        raise UsageError(
+            f"one model makes {before.shape[1]} numbers of a text and the other {after.shape[1]}", "name two forms of one model"
+        )
+    scoring = reading.scoring
+    if scoring is None:
+        return vector_quality(before, after, reading.num_tokens)
+    margins = [np.array([scoring.margin(row) for row in rows.tolist()]).reshape(-1, DOCUMENTS) for rows in (before, after)]
+    return score_quality(margins[0], margins[1], scoring.of_margin, reading.num_tokens)
+
+
+def _vectors(
+    checkpoint: Checkpoint, reading: Reading, progress: LoadProgress, stage: str, dtype: DTypeName, threads: int | None
+) -> tuple[torch.Tensor, DTypeName]:
+    """[texts, width] float64: what each text's pooled vector becomes; and what was computed in. The model's memory is free again
+    when this is left."""
+    model = MeasuredModel(checkpoint, max(map(len, reading.ids)), dtype=dtype, threads=threads, progress=progress)
+    embedding = use_of(embedding_of(checkpoint), model.model.spec)
+    further = read_further(checkpoint, embedding.layers)
+    found = []
+    progress.stage(stage, reading.num_tokens, "tokens")
+    for first in range(0, len(reading.ids), model.at_once):
+        part = slice(first, first + model.at_once)
+        texts = reading.ids[part]
+        rows = model.pooled(texts, reading.seconds[part], embedding.pooling or "mean")
+        found.append(rows if further is None else torch.tensor([further(row) for row in rows.tolist()], dtype=torch.float64))
+        progress.advance(sum(map(len, texts)))
+    progress.done()
+    return torch.cat(found), model.dtype_name

@@ -6,8 +6,7 @@
                 windows, all that have any: so does the quality card
     perplexity  exp of the mean of -log p(token) over all that are scored; its error as in quality.py
 
-Two models are compared over the same windows by card.measure; two that embed or rank, over passages, by
-vector_card.measure_vectors.
+Two models are compared over the same windows by card.measure; two that embed or rank, over passages, by card.measure_vectors.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, RequestError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quantization.card import LOGIT_ROWS, measure, parts
+from nanovllm_cli.quantization.card import LOGIT_ROWS, measure, measure_vectors, parts
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.passages import Cut, embeds, reading_of
 from nanovllm_cli.quantization.quality import Likelihood, Perplexity, Quality
 from nanovllm_cli.quantization.texts import NamedText
-from nanovllm_cli.quantization.vector_card import measure_vectors
 from nanovllm_cli.quantization.vector_quality import ScoreQuality, VectorQuality
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -155,7 +153,7 @@ def by_vectors(one: Original, other: Original) -> bool:
 def compare_vectors(
     one: Original, other: Original, text: NamedText, cut: Cut, progress: LoadProgress, *, dtype: DTypeName, threads: int | None
 ) -> VectorQuality | ScoreQuality:
-    """What `other` has lost: see vector_card.measure_vectors. UsageError for models that read other tokens, or of which one
+    """What `other` has lost: see card.measure_vectors. UsageError for models that read other tokens, or of which one
     embeds and the other ranks; RequestError where vectors are no numbers."""
     hint = "give a longer text, or another --ctx-size"
     readings = [reading_of(each.checkpoint, each.spec, each.tokenizer(), text, cut, hint) for each in (one, other)]

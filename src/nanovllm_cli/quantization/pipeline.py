@@ -19,10 +19,17 @@ from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quantization.algorithms import Algorithm, RoundToNearest
+from nanovllm_cli.quantization.algorithms import (
+    Algorithm,
+    Calibrated,
+    RoundToNearest,
+    by_awq,
+    by_gptq,
+    check_awq,
+    check_gptq,
+)
 from nanovllm_cli.quantization.allocation import with_target
-from nanovllm_cli.quantization.calibrated import Calibrated, by_awq, by_gptq, check_awq, check_gptq
-from nanovllm_cli.quantization.card import Card, measure, windows_of
+from nanovllm_cli.quantization.card import Card, measure, measure_vectors, windows_of
 from nanovllm_cli.quantization.folder import write_folder
 from nanovllm_cli.quantization.gguf_file import write_gguf
 from nanovllm_cli.quantization.importance import from_file, measured, weighable
@@ -31,7 +38,6 @@ from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.passages import Cut, Reading, embeds, reading_of
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
-from nanovllm_cli.quantization.vector_card import measure_vectors
 from nanovllm_cli.quantization.vector_quality import AnyQuality
 from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights import convert

@@ -5,7 +5,7 @@
     before sigmoid  differences of what a reranker's head gives; where it says yes or no, of the logits of the two
     best            of each query the document with the largest score, the first among equals
 
-Not covered: where vectors come from (`vector_card.py`), which texts (`passages.py`).
+Not covered: where vectors come from (`card.py`), which texts (`passages.py`).
 """
 
 from __future__ import annotations
