@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from nanovllm_cli.bench.metrics import Latency, Trace, goals_of, summarize
+from nanovllm_cli.bench.metrics import Trace, goals_of, latency_figures, summarize
 from nanovllm_cli.errors import UsageError
 
 
@@ -24,7 +24,7 @@ LOST = trace(0.6, done=2.0, error="HTTP 500")
 
 
 def test_figures_are_those_worked_out_by_hand() -> None:
-    record = summarize([A, B, LOST], (50.0, 99.0), {"ttft": 200.0}).record()
+    record = summarize([A, B, LOST], (50.0, 99.0), {"ttft": 200.0})
     expected = {
         "completed": 2, "failed": 1, "duration": 2.0, "total_input_tokens": 20, "total_output_tokens": 8,
         "request_throughput": 1.0, "output_throughput": 4.0, "total_token_throughput": 14.0, "request_goodput": 0.5,
@@ -42,29 +42,27 @@ def test_figures_are_those_worked_out_by_hand() -> None:
 
 def test_a_single_token_has_no_time_per_further_token() -> None:
     only = summarize([trace(0.0, (0.25, 1))], goals={"tpot": 1.0, "e2el": 250.0})
-    assert only.latencies["tpot"] is None
-    assert only.latencies["itl"] is None
-    assert only.good == 1
-    assert "mean_tpot_ms" not in only.record()
-    assert summarize([trace(0.0, (0.251, 1))], goals={"e2el": 250.0}).good == 0
+    assert only["request_goodput"] == 4.0, "one in a quarter of a second"
+    assert not {"mean_tpot_ms", "mean_itl_ms"} & only.keys()
+    assert summarize([trace(0.0, (0.251, 1))], goals={"e2el": 250.0})["request_goodput"] == 0
 
 
 def test_nothing_but_failures() -> None:
-    record = summarize([LOST]).record()
+    record = summarize([LOST])
     assert (record["completed"], record["failed"], record["output_throughput"]) == (0, 1, 0.0)
     assert "mean_ttft_ms" not in record
-    assert summarize([]).record()["request_throughput"] == 0.0
+    assert summarize([])["request_throughput"] == 0.0
 
 
 def test_one_that_ends_makes_room_for_one_that_begins() -> None:
     chain = [trace(start, (start + 1.0, 1)) for start in (0.0, 1.0, 2.0)]
-    assert summarize(chain).peak_concurrency == 1
-    assert summarize([*chain, trace(0.5, (1.5, 1))]).peak_concurrency == 2
+    assert summarize(chain)["max_concurrent_requests"] == 1
+    assert summarize([*chain, trace(0.5, (1.5, 1))])["max_concurrent_requests"] == 2
 
 
 def test_queueing_is_told_where_a_limit_held_requests_back() -> None:
     held = Trace(scheduled=0.0, woken=0.002, sent=0.5, pieces=((0.6, 1),), done=0.6, input_tokens=1)
-    record = summarize([held]).record()
+    record = summarize([held])
     assert record["mean_lateness_ms"] == pytest.approx(2.0)
     assert record["mean_queueing_ms"] == pytest.approx(498.0)
     assert record["mean_ttft_ms"] == pytest.approx(100.0)
@@ -73,14 +71,13 @@ def test_queueing_is_told_where_a_limit_held_requests_back() -> None:
 @pytest.mark.parametrize("count", [1, 2, 17, 101])
 def test_percentiles_are_those_of_the_standard_library(count: int) -> None:
     samples = [((i * 7919) % 1013) / 1000 for i in range(count)]
-    latency = Latency.of(samples, [float(p) for p in range(1, 100)])
-    assert latency is not None
+    figures = latency_figures("itl", samples, [float(p) for p in range(1, 100)])
     milliseconds = [1e3 * sample for sample in samples]
-    assert latency.median == pytest.approx(statistics.median(milliseconds))
-    assert latency.std == pytest.approx(statistics.pstdev(milliseconds))
+    assert figures["median_itl_ms"] == pytest.approx(statistics.median(milliseconds))
+    assert figures["std_itl_ms"] == pytest.approx(statistics.pstdev(milliseconds))
     if count > 1:
         expected = statistics.quantiles(milliseconds, n=100, method="inclusive")
-        assert list(latency.percentiles.values()) == pytest.approx(expected)
+        assert [figures[f"p{p}_itl_ms"] for p in range(1, 100)] == pytest.approx(expected)
 
 
 def test_goals() -> None:

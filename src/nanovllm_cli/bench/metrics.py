@@ -1,7 +1,6 @@
 """What a benchmark of a server reports, from the times at which its client saw things happen.
 
-Definitions are those of vLLM's `bench serve`, and so are the names in `ServeMetrics.record`, so that results can be held
-against each other:
+Definitions are those of vLLM's `bench serve`, and so are the names of figures, so that results can be held against each other:
 
     TTFT   time to first token: from sending a request to the first piece of its answer
     TPOT   time per output token after the first: (last token - first token) / (tokens - 1)
@@ -20,7 +19,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -77,101 +75,53 @@ class Trace:
         return all(1e3 * had[name] <= goal for name, goal in goals.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Of one kind of latency, in milliseconds. percentiles: 99.0 -> value, linear between the two nearest samples;
-    std is of the population (divided by n)."""
-
-    mean: float
-    median: float
-    std: float
-    percentiles: Mapping[float, float]
-
-    @classmethod
-    def of(cls, seconds: Sequence[float], percentiles: Sequence[float]) -> Latency | None:
-        """None where there is no sample."""
-        if not seconds:
-            return None
-        samples = np.asarray(seconds, dtype=np.float64) * 1e3
-        values = np.percentile(samples, list(percentiles)).tolist()
-        return cls(
-            float(samples.mean()),
-            float(np.median(samples)),
-            float(samples.std()),
-            dict(zip(percentiles, values, strict=True)),
-        )
-
-    def record(self, name: str) -> dict[str, float]:
-        """mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms, …"""
-        record = {f"mean_{name}_ms": self.mean, f"median_{name}_ms": self.median, f"std_{name}_ms": self.std}
-        return record | {f"p{p:g}_{name}_ms": value for p, value in self.percentiles.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ServeMetrics:
-    """Figures of a run. Rates are a second, over `duration` seconds: from the first request sent to the last one done."""
-
-    completed: int
-    failed: int
-    duration: float
-    total_input_tokens: int
-    total_output_tokens: int
-    peak_output_tokens_per_s: float
-    peak_concurrency: int
-    latencies: Mapping[str, Latency | None]
-    good: int | None
-    lateness: Latency | None
-    queueing: Latency | None
-
-    def rate(self, count: int) -> float:
-        return count / self.duration if self.duration > 0 else 0.0
-
-    def record(self) -> dict[str, Any]:
-        """vLLM's names; latencies as mean_ttft_ms, p99_ttft_ms, … and None where there was nothing to measure."""
-        total = self.total_input_tokens + self.total_output_tokens
-        record: dict[str, Any] = {
-            "duration": self.duration,
-            "completed": self.completed,
-            "failed": self.failed,
-            "total_input_tokens": self.total_input_tokens,
-            "total_output_tokens": self.total_output_tokens,
-            "request_throughput": self.rate(self.completed),
-            "request_goodput": None if self.good is None else self.rate(self.good),
-            "input_throughput": self.rate(self.total_input_tokens),
-            "output_throughput": self.rate(self.total_output_tokens),
-            "total_token_throughput": self.rate(total),
-            "max_output_tokens_per_s": self.peak_output_tokens_per_s,
-            "max_concurrent_requests": self.peak_concurrency,
-        }
-        for name, latency in (*self.latencies.items(), ("lateness", self.lateness), ("queueing", self.queueing)):
-            if latency is not None:
-                record |= latency.record(name)
-        return record
+def latency_figures(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms, … of seconds; nothing where there are none. std is of the
+    population (divided by n), percentiles are linear between the two nearest samples."""
+    if not seconds:
+        return {}
+    samples = np.asarray(seconds, dtype=np.float64) * 1e3
+    figures = {"mean": float(samples.mean()), "median": float(np.median(samples)), "std": float(samples.std())}
+    values = np.percentile(samples, list(percentiles)).tolist()
+    figures |= {f"p{p:g}": value for p, value in zip(percentiles, values, strict=True)}
+    return {f"{kind}_{name}_ms": value for kind, value in figures.items()}
 
 
 def summarize(
     traces: Iterable[Trace], percentiles: Sequence[float] = PERCENTILES, goals: Mapping[str, float] | None = None
-) -> ServeMetrics:
-    """The figures of `traces`. Failed ones count as failed, and for the duration, and for nothing else.
+) -> dict[str, float]:
+    """The figures of `traces`, by vLLM's names. Failed ones count as failed, for the duration, concurrency and lateness, and for
+    nothing else. Rates are a second, over `duration` seconds: from the first request sent to the last one done.
 
     goals: latencies in milliseconds by GOODPUT's names; a request that meets all of them is good.
     """
     everything = list(traces)
-    good_ones = [trace for trace in everything if trace.error is None]
+    good = [trace for trace in everything if trace.error is None]
     held_back = [trace.sent - trace.woken for trace in everything]
-    return ServeMetrics(
-        completed=len(good_ones),
-        failed=len(everything) - len(good_ones),
-        duration=max((t.done for t in everything), default=0.0) - min((t.sent for t in everything), default=0.0),
-        total_input_tokens=sum(trace.input_tokens for trace in good_ones),
-        total_output_tokens=sum(trace.output_tokens for trace in good_ones),
-        peak_output_tokens_per_s=_peak_rate(good_ones),
-        peak_concurrency=most_at_once((trace.sent, trace.done) for trace in everything),
-        latencies={name: Latency.of(seconds, percentiles) for name, seconds in latencies_of(good_ones).items()},
-        good=None if not goals else sum(trace.meets(goals) for trace in good_ones),
-        lateness=Latency.of([trace.woken - trace.scheduled for trace in everything], percentiles),
-        queueing=Latency.of(held_back, percentiles) if any(held_back) else None,
-    )
+    duration = max((t.done for t in everything), default=0.0) - min((t.sent for t in everything), default=0.0)
+    inputs, outputs = sum(trace.input_tokens for trace in good), sum(trace.output_tokens for trace in good)
+
+    def rate(count: int) -> float:
+        return count / duration if duration > 0 else 0.0
+
+    figures = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(everything) - len(good),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": rate(len(good)),
+        **({"request_goodput": rate(sum(trace.meets(goals) for trace in good))} if goals else {}),
+        "input_throughput": rate(inputs),
+        "output_throughput": rate(outputs),
+        "total_token_throughput": rate(inputs + outputs),
+        "max_output_tokens_per_s": _peak_rate(good),
+        "max_concurrent_requests": most_at_once((trace.sent, trace.done) for trace in everything),
+    }
+    waits = {"lateness": [t.woken - t.scheduled for t in everything], "queueing": held_back if any(held_back) else []}
+    for name, seconds in (latencies_of(good) | waits).items():
+        figures |= latency_figures(name, seconds, percentiles)
+    return figures
 
 
 def latencies_of(traces: Sequence[Trace]) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.bench.machine import Machine
-from nanovllm_cli.bench.metrics import Latency, most_at_once
+from nanovllm_cli.bench.metrics import latency_figures, most_at_once
 from nanovllm_cli.bench.record import Summary
 from nanovllm_cli.bench.table import format_names, greedy, peak_memory, reserved_tokens
 from nanovllm_cli.bench.workload import Request, Workload, drawn_ids
@@ -88,7 +88,7 @@ def measure_throughput(
         "preemptions": after.preemptions - before.preemptions,
     }
     for name, seconds in samples.items():
-        metrics |= _latencies(name, seconds, percentiles)
+        metrics |= latency_figures(name, seconds, percentiles)
     series: dict[str, list[float]] = {f"{name}_ms": [1e3 * value for value in values] for name, values in samples.items()}
     series |= {"input_tokens": [float(count) for count in inputs], "output_tokens": [float(count) for count in generated]}
     settings = _settings(llm) | {"dataset": workload.name, "num_prompts": len(timed)} | workload.settings
@@ -122,7 +122,7 @@ def measure_latency(
     progress.done()
     mean = sum(seconds) / len(seconds)
     tokens = batches.batch_size * batches.output_len
-    metrics = _latencies("latency", seconds, percentiles) | {
+    metrics = latency_figures("latency", seconds, percentiles) | {
         "output_throughput": tokens / mean,
         "total_token_throughput": (tokens + batches.batch_size * batches.input_len) / mean,
     }
@@ -134,11 +134,6 @@ def measure_latency(
 def peak_concurrency(requests: Sequence[RequestMetrics]) -> int:
     """The most requests between their first step and their last token at any one moment."""
     return most_at_once((metrics.first_scheduled or 0.0, metrics.finished or 0.0) for metrics in requests)
-
-
-def _latencies(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    latency = Latency.of(seconds, percentiles)
-    return {} if latency is None else latency.record(name)
 
 
 def _encoded(llm: LLM, number: int, request: Request) -> list[int]:

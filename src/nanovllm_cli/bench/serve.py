@@ -113,8 +113,7 @@ def measure(
         "num_prompts": len(requests),
     }
     settings |= {name: value for name, value in workload.settings.items() if name != "seed"} | plan.settings
-    figures = summarize(traces, plan.percentiles, plan.goals).record()
-    metrics = {name: value for name, value in figures.items() if value is not None}
+    metrics = summarize(traces, plan.percentiles, plan.goals)
     summary = Summary("serve", target.model, settings, metrics, _series(traces), machine)
     failures = Counter(trace.error for trace in traces if trace.error is not None).most_common()
     remarks = _remarks(load, summary)
