@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.quant.gguf_blocks import BLOCKS, block_type, decompose, dequantize
+from nanovllm_cli.quant.gguf_blocks import BLOCKS, BlockType, block_type, decompose, dequantize
 
 NAMES = list(BLOCKS)
 
@@ -73,6 +73,11 @@ def test_what_a_quantizer_wrote_dequantizes_as_gguf_does(name: str) -> None:
     assert_same_bits(dequantize(name, torch.from_numpy(data)).numpy(), expected(name, data))
 
 
+def d_span(kind: BlockType) -> int:
+    """Columns that share a d."""
+    return kind.group if kind.sub is None else kind.block_len
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_have_the_types_and_sizes_that_the_table_says(name: str) -> None:
     kind = BLOCKS[name]
@@ -83,8 +88,8 @@ def test_parts_have_the_types_and_sizes_that_the_table_says(name: str) -> None:
     assert parts.codes.shape == (7, width)
     assert parts.codes.dtype == torch.uint8
     assert int(parts.codes.max()) < 1 << kind.code_bits
-    assert parts.d.shape == (7, width // kind.d_span)
-    assert parts.d.dtype == kind.d
+    assert parts.d.shape == (7, width // d_span(kind))
+    assert parts.d.dtype == (torch.float16 if kind.d_values is None else torch.uint8)
     assert (None if parts.sub is None else parts.sub.dtype) == kind.sub
     assert (parts.dmin is not None) == kind.has_minimum
     assert (parts.sub_min is not None) == (kind.has_minimum and kind.sub is not None)
@@ -108,7 +113,7 @@ def test_the_parts_are_the_formula_of_the_module(name: str) -> None:
     def a_column(parts: torch.Tensor | None, span: int) -> np.ndarray | float:
         return 1.0 if parts is None else np.repeat(parts.numpy().astype(np.float64), span, 1)
 
-    outer = a_column(d, kind.d_span)
+    outer = a_column(d, d_span(kind))
     if name == "MXFP4":
         outer = 2.0 ** (outer - 128)
     elif name == "NVFP4":  # e4m3 without a sign, halved as the table is doubled
@@ -117,7 +122,7 @@ def test_the_parts_are_the_formula_of_the_module(name: str) -> None:
     with np.errstate(all="ignore"):
         weights = outer * kind.unit * a_column(sub, kind.group) * values
         if dmin is not None:
-            weights = weights - a_column(dmin, kind.d_span) * a_column(sub_min, kind.group)
+            weights = weights - a_column(dmin, d_span(kind)) * a_column(sub_min, kind.group)
     want = expected(name, data)
     finite = np.isfinite(want)
     np.testing.assert_allclose(weights[finite], want[finite], rtol=2e-7, atol=0)

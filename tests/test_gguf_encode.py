@@ -133,14 +133,14 @@ def test_every_code_is_the_nearest_for_the_scales_as_they_are_in_the_file(name: 
     """At the smaller size d is among float16's denormals, with few bits left."""
     x = np.float32(size) * weights("normal", rows=5)
     parts = decompose(name, encode(name, torch.from_numpy(x)))
-    scales = parts.scales().repeat_interleave(parts.group, 1).double().numpy()
+    scales = parts.scales().repeat_interleave(parts.kind.group, 1).double().numpy()
     minima = parts.minima()
-    low = 0.0 if minima is None else minima.repeat_interleave(parts.group, 1).double().numpy()
+    low = 0.0 if minima is None else minima.repeat_interleave(parts.kind.group, 1).double().numpy()
     codes = parts.codes.double().numpy()
-    taken = np.abs(scales * (codes - parts.offset) - low - x)
+    taken = np.abs(scales * (codes - parts.kind.offset) - low - x)
     for step in (-1, 1):
         other = np.clip(codes + step, 0, (1 << parts.kind.code_bits) - 1)
-        assert (taken <= np.abs(scales * (other - parts.offset) - low - x) + 1e-6 * np.abs(x).max()).all()
+        assert (taken <= np.abs(scales * (other - parts.kind.offset) - low - x) + 1e-6 * np.abs(x).max()).all()
 
 
 @pytest.mark.parametrize("name", K_TYPES)
@@ -150,9 +150,9 @@ def test_the_scales_of_a_block_fit_its_codes_about_as_well_as_any(name: str) -> 
     data = encode(name, torch.from_numpy(x))
     parts = decompose(name, data)
     assert parts.sub is not None
-    u = (parts.values() * parts.sub.float().repeat_interleave(parts.group, 1)).double().numpy().reshape(-1, 256, 1)
+    u = (parts.values() * parts.sub.float().repeat_interleave(parts.kind.group, 1)).double().numpy().reshape(-1, 256, 1)
     if parts.sub_min is not None:
-        v = parts.sub_min.double().repeat_interleave(parts.group, 1).numpy().reshape(-1, 256, 1)
+        v = parts.sub_min.double().repeat_interleave(parts.kind.group, 1).numpy().reshape(-1, 256, 1)
         u = np.concatenate([u, v], -1)
     least = sum(
         np.square(block - columns @ np.linalg.lstsq(columns, block, rcond=None)[0]).sum()

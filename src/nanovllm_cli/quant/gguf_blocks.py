@@ -55,18 +55,10 @@ class BlockType:
     def block_bytes(self) -> int:
         return int(GGML_QUANT_SIZES[GGMLQuantizationType[self.name]][1])
 
-    @property
-    def d(self) -> torch.dtype:
-        return torch.float16 if self.d_values is None else torch.uint8
-
-    @property
-    def d_span(self) -> int:
-        """Columns that share a d."""
-        return self.group if self.sub is None else self.block_len
-
 
 class Decomposed(NamedTuple):
-    """codes uint8 [n, K]; d [n, S] and sub [n, G] in the types that `kind` says; dmin float16 [n, S]; sub_min uint8 [n, G]."""
+    """codes uint8 [n, K]; d [n, S] float16, or uint8 where `kind` has values for it; sub [n, G] of the type that it says; dmin
+    float16 [n, S]; sub_min uint8 [n, G]."""
 
     kind: BlockType
     codes: torch.Tensor
@@ -74,14 +66,6 @@ class Decomposed(NamedTuple):
     sub: torch.Tensor | None = None
     dmin: torch.Tensor | None = None
     sub_min: torch.Tensor | None = None
-
-    @property
-    def offset(self) -> int:
-        return self.kind.offset
-
-    @property
-    def group(self) -> int:
-        return self.kind.group
 
     def scales(self) -> torch.Tensor:
         """float32 [n, G]."""
@@ -153,7 +137,7 @@ def dequantize(type_name: str, data: torch.Tensor, factors: torch.Tensor | None 
     """Of uint8 [n, bytes a row], float32 [n, K]. factors: see `BlockRows`. Errors as of `decompose`."""
     parts = decompose(type_name, data)
     n, width = parts.codes.shape
-    weights = parts.values().view(n, width // parts.group, parts.group)
+    weights = parts.values().view(n, width // parts.kind.group, parts.kind.group)
     scales = parts.scales() if factors is None else parts.scales() * factors.unsqueeze(-1)
     weights *= scales.unsqueeze(-1)
     minima = parts.minima()
