@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.quant import gptq
 from nanovllm_cli.quant.format import Format, Fp8, Integer
-from nanovllm_cli.quant.gptq import Gptq, quantize_gptq
-from nanovllm_cli.quant.rows import IntegerRows
+from nanovllm_cli.quant.gptq import quantize_gptq
 
 FORMATS: list[Integer | Fp8] = [
     Integer(4, 32, scales="float32"),
@@ -38,22 +38,23 @@ def loss(weight: torch.Tensor, hessian: torch.Tensor, form: Format, rows: object
     return np.einsum("nk,kj,nj->n", off, hessian.double().numpy(), off)
 
 
-def brute_force(weight: torch.Tensor, hessian: torch.Tensor, form: Integer, order: list[int], static: bool) -> np.ndarray:
+@pytest.fixture
+def largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales are those of the largest weights, as in the paper."""
+    monkeypatch.setattr(gptq, "SHARES", (1.0,))
+
+
+def brute_force(weight: torch.Tensor, hessian: torch.Tensor, form: Integer) -> np.ndarray:
     """Optimal brain surgery, a column at a time, with the inverse of the Hessian of what is left: values [N, K] in float64."""
     w, h = weight.double().numpy().copy(), hessian.double().numpy()
     inverse = np.linalg.inv(h + 0.01 * np.mean(np.diag(h)) * np.eye(len(h)))
     group = form.group or w.shape[1]
-    whole = replace(form, group=0, ordered=False)
+    parts = [replace(form, group=0).quantize(part) for part in weight.split(group, 1)]
+    scales = [part.scales[:, 0].double().numpy() for part in parts]
     values = np.zeros_like(w)
-    scales: dict[int, np.ndarray] = {}
-    for position, j in enumerate(order):
-        g = (j if static else position) // group
-        if g not in scales:
-            members = range(g * group, (g + 1) * group) if static else order[position : position + group]
-            source = weight if static else torch.from_numpy(w).float()
-            scales[g] = whole.quantize(source[:, list(members)]).scales[:, 0].double().numpy()
-        codes = np.clip(np.round(w[:, j] / scales[g]), -form.middle, form.most - form.middle)
-        values[:, j] = codes * scales[g]
+    for j in np.argsort(-np.diag(h), kind="stable").tolist():
+        codes = np.clip(np.round(w[:, j] / scales[j // group]), -form.middle, form.most - form.middle)
+        values[:, j] = codes * scales[j // group]
         error = (w[:, j] - values[:, j]) / inverse[j, j]
         w -= np.outer(error, inverse[j])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
@@ -63,54 +64,49 @@ def brute_force(weight: torch.Tensor, hessian: torch.Tensor, form: Integer, orde
 
 @pytest.mark.parametrize("width", [64, 192, 320])
 @pytest.mark.parametrize("group", [0, 32, 64])
-@pytest.mark.parametrize("order", ["columns", "activity", "activity-groups"])
-def test_it_is_the_column_by_column_update_of_the_paper(width: int, group: int, order: str) -> None:
+def test_it_is_the_column_by_column_update_of_the_paper(width: int, group: int, largest: None) -> None:
     weight, hessian = problem(width=width)
-    form = Integer(4, group, ordered=order == "activity-groups", scales="float32")
-    rows = quantize_gptq(weight, hessian, form, Gptq(order=order, search=False))  # type: ignore[arg-type]
-    busiest = np.argsort(-hessian.diagonal().numpy(), kind="stable").tolist()
-    expected = brute_force(
-        weight, hessian, form, list(range(width)) if order == "columns" else busiest, order == "activity" or not group
-    )
-    off = np.abs(form.dequantize(rows).double().numpy() - expected)
+    form = Integer(4, group, scales="float32")
+    rows = quantize_gptq(weight, hessian, form)
+    off = np.abs(form.dequantize(rows).double().numpy() - brute_force(weight, hessian, form))
     # A value that lies between two codes to the last bit of fp32 may go either way, and take its row with it.
     assert np.mean(off.max(axis=1) < 1e-4) > 0.8
-    assert isinstance(rows, IntegerRows)
-    assert (rows.order is not None) == (order == "activity-groups")
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize("order", ["columns", "activity"])
 @pytest.mark.parametrize("search", [True, False])
-def test_outputs_are_nearer_than_with_rounding_to_nearest(form: Integer | Fp8, order: str, search: bool) -> None:
+def test_outputs_are_nearer_than_with_rounding_to_nearest(
+    form: Integer | Fp8, search: bool, request: pytest.FixtureRequest
+) -> None:
+    if not search:
+        request.getfixturevalue("largest")
     weight, hessian = problem()
-    rows = quantize_gptq(weight, hessian, form, Gptq(order=order, search=search))  # type: ignore[arg-type]
+    rows = quantize_gptq(weight, hessian, form)
     nearest = loss(weight, hessian, form, form.quantize(weight))
     found = loss(weight, hessian, form, rows)
     assert (found <= nearest * (1 + 1e-4)).all()
     assert found.sum() < 0.8 * nearest.sum()
 
 
-def test_searched_scales_and_busy_columns_first_are_better() -> None:
+def test_searched_scales_are_better(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = problem(n=40, width=256)
-    form = Integer(4, 32)
-
-    def total(settings: Gptq) -> float:
-        return float(loss(weight, hessian, form, quantize_gptq(weight, hessian, form, settings)).sum())
-
-    plain, searched = total(Gptq(order="columns", search=False)), total(Gptq(order="columns"))
-    assert searched < 0.9 * plain
-    assert total(Gptq(order="activity")) < searched
+    form = Integer(4, 0)
+    searched = loss(weight, hessian, form, quantize_gptq(weight, hessian, form)).sum()
+    monkeypatch.setattr(gptq, "SHARES", (1.0,))
+    assert searched < 0.9 * loss(weight, hessian, form, quantize_gptq(weight, hessian, form)).sum()
 
 
-def test_no_row_is_worse_than_rounded_to_nearest_where_errors_cannot_be_made_up_for() -> None:
+@pytest.mark.parametrize("shares", [gptq.SHARES, (1.0,)], ids=["searched", "largest"])
+def test_no_row_is_worse_than_rounded_to_nearest_where_errors_cannot_be_made_up_for(
+    shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inputs that have nothing to do with each other: GPTQ's damping changes nothing, and its scales may lose."""
+    monkeypatch.setattr(gptq, "SHARES", shares)
     weight, _ = problem(n=64)
     form = Integer(2, 32)
     hessian = torch.eye(192)
-    for settings in (Gptq(), Gptq(search=False), Gptq(order="columns")):
-        found = loss(weight, hessian, form, quantize_gptq(weight, hessian, form, settings))
-        assert (found <= loss(weight, hessian, form, form.quantize(weight)) * (1 + 1e-5)).all()
+    found = loss(weight, hessian, form, quantize_gptq(weight, hessian, form))
+    assert (found <= loss(weight, hessian, form, form.quantize(weight)) * (1 + 1e-5)).all()
 
 
 def test_a_row_of_several_weights_is_the_row_of_one() -> None:
@@ -138,23 +134,25 @@ def test_arguments_are_left_alone() -> None:
     assert torch.equal(hessian, before[1])
 
 
-def test_columns_that_saw_nothing_are_rounded_to_nearest() -> None:
+def test_columns_that_saw_nothing_are_rounded_to_nearest(largest: None) -> None:
     weight, hessian = problem()
     dead = torch.tensor([3, 64, 65, 191])
     hessian[dead] = 0
     hessian[:, dead] = 0
     form = Integer(8, 0, scales="float32")
-    rows = quantize_gptq(weight, hessian, form, Gptq(search=False))
+    rows = quantize_gptq(weight, hessian, form)
     assert torch.equal(rows.codes[:, dead], form.quantize(weight).codes[:, dead])
     assert float(loss(weight, hessian, form, rows).sum()) < float(loss(weight, hessian, form, form.quantize(weight)).sum())
 
 
-def test_fewer_tokens_than_columns_and_none_at_all() -> None:
+def test_fewer_tokens_than_columns_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = problem(tokens=5)
     form = Integer(4, 32)
-    found = loss(weight, hessian, form, quantize_gptq(weight, hessian, form, Gptq(damping=1e-12)))
+    monkeypatch.setattr(gptq, "DAMPING", 1e-12)
+    found = loss(weight, hessian, form, quantize_gptq(weight, hessian, form))
     assert found.sum() < 0.5 * loss(weight, hessian, form, form.quantize(weight)).sum()
-    silent = quantize_gptq(weight, torch.zeros(192, 192), form, Gptq(search=False))
+    monkeypatch.setattr(gptq, "SHARES", (1.0,))
+    silent = quantize_gptq(weight, torch.zeros(192, 192), form)
     assert torch.equal(silent.codes, form.quantize(weight).codes)
 
 

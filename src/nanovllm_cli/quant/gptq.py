@@ -3,7 +3,7 @@
 Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers". With the Hessian H of
 the layer's inputs and U the upper triangular factor of its inverse, H^-1 = U^T U, rounding column j of W by e_j costs
 (e_j / U_jj)^2 and moves the columns k > j by -(e_j / U_jj) U_jk. The algorithm chooses codes; which numbers they stand for is
-the format's.
+the format's. Columns that see most go first; groups lie as they do in the weight, with the scales that have the least error.
 
 Legend: N rows of the weight (outputs), K columns (inputs), G groups. Inside, columns lie contiguous: [K, N], [G, N].
 """
@@ -11,8 +11,7 @@ Legend: N rows of the weight (outputs), K columns (inputs), G groups. Inside, co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,39 +21,27 @@ from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows
 from nanovllm_cli.quant.statistics import output_error
 
 BLOCK = 128
+"""Columns that are rounded before what lies behind them is updated."""
+DAMPING = 0.01
+"""Share of the Hessian's mean diagonal that is added to all of it; ten times as much until it has a factor."""
 MAX_ATTEMPTS = 8
-# Of the scale that reaches a group's largest weight: what a search tries.
 SHARES = tuple(1.0 - 0.02 * i for i in range(21))
+"""Of the scale that reaches a group's largest weight: what the search for a better one tries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gptq:
-    """damping: share of the Hessian's mean diagonal that is added to all of it; ten times as much until it has a factor.
-    order: "columns" as they are; "activity": the columns that see most first, with groups as they lie in the weight (static
-    groups); "activity-groups": groups follow that order too, which needs a format that is `ordered`. search: scales are searched
-    for the least error, rather than taken from the largest weight."""
-
-    damping: float = 0.01
-    order: Literal["columns", "activity", "activity-groups"] = "activity"
-    search: bool = True
-
-
-def quantize_gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, form: Integer | Fp8, settings: Gptq | None = None
-) -> IntegerRows | Fp8Rows:
+def quantize_gptq(weight: torch.Tensor, hessian: torch.Tensor, form: Integer | Fp8) -> IntegerRows | Fp8Rows:
     """weight [N, K] in the numbers of `form` that change its outputs least, for inputs with `hessian` [K, K].
 
     Several weights with the same inputs may come as one. Deterministic. No row is worse than rounded to nearest.
     CheckpointError if the Hessian isn't finite, UnsupportedError if the format can't have such rows.
     """
-    settings = settings or Gptq()
     form.check_width(weight.shape[1])
-    assert not isinstance(form, Integer) or form.ordered == (settings.order == "activity-groups")
     weight = weight.float()
     columns = weight.T.contiguous()
-    order = torch.arange(len(hessian)) if settings.order == "columns" else _busiest_first(hessian)
-    factor = _inverse_factor(hessian[order][:, order], settings.damping)
-    grid = _Fp8Grid(form, columns) if isinstance(form, Fp8) else _IntegerGrid(form, columns, order, factor, settings)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    factor = _inverse_factor(hessian[order][:, order])
+    importance = torch.empty(len(order)).index_copy_(0, order, factor.diagonal() ** -2)
+    grid = _Fp8Grid(form, columns) if isinstance(form, Fp8) else _IntegerGrid(form, columns, importance)
     codes = torch.empty(columns.shape, dtype=torch.uint8)
     codes[order] = _round_columns(columns[order], order.tolist(), factor, grid)
     return _better_rows(grid.rows(codes.T.contiguous()), weight, hessian, form)
@@ -64,38 +51,19 @@ def _better_rows(
     rows: IntegerRows | Fp8Rows, weight: torch.Tensor, hessian: torch.Tensor, form: Integer | Fp8
 ) -> IntegerRows | Fp8Rows:
     """Each row as it is, or rounded to nearest where that gives a smaller error."""
-    nearest = _nearest(weight, form, rows.order if isinstance(rows, IntegerRows) else None)
+    nearest = form.quantize(weight)
     errors = [output_error(form.dequantize(each) - weight, hessian) for each in (rows, nearest)]
     worse = (errors[0] > errors[1])[:, None]
     fields = {
-        name: torch.where(worse, getattr(nearest, name), value)
-        for name, value in rows._asdict().items()
-        if value is not None and name != "order"
+        name: torch.where(worse, getattr(nearest, name), value) for name, value in rows._asdict().items() if value is not None
     }
     return rows._replace(**fields)
 
 
-def _nearest(weight: torch.Tensor, form: Integer | Fp8, order: torch.Tensor | None) -> IntegerRows | Fp8Rows:
-    if order is None:
-        return form.quantize(weight)
-    assert isinstance(form, Integer)
-    rows = replace(form, ordered=False).quantize(weight[:, order.long()])
-    return rows._replace(codes=torch.empty_like(rows.codes).index_copy_(1, order.long(), rows.codes), order=order)
-
-
-def _busiest_first(hessian: torch.Tensor) -> torch.Tensor:
-    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
-
-
 class _Grid(Protocol):
-    """The numbers that a weight's columns are rounded to. block: columns that are rounded before what lies behind is updated."""
+    """The numbers that a weight's columns are rounded to."""
 
-    block: int
-
-    def begin(self, position: int, columns: torch.Tensor) -> None:
-        """The column at this position of the order is next; columns [K, N] as they are now."""
-
-    def round(self, position: int, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def round(self, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [N] and what they stand for, of the weight's column, whose values [N] are now these."""
 
     def rows(self, codes: torch.Tensor) -> IntegerRows | Fp8Rows:
@@ -107,12 +75,11 @@ def _round_columns(columns: torch.Tensor, order: list[int], factor: torch.Tensor
     lies behind it together, by a matmul."""
     width, n = columns.shape
     codes = torch.empty(width, n, dtype=torch.uint8)
-    for first in range(0, width, grid.block):
-        end = min(first + grid.block, width)
+    for first in range(0, width, BLOCK):
+        end = min(first + BLOCK, width)
         errors = torch.empty(end - first, n)
         for j in range(first, end):
-            grid.begin(j, columns)
-            codes[j], values = grid.round(j, order[j], columns[j])
+            codes[j], values = grid.round(order[j], columns[j])
             error = torch.sub(columns[j], values, out=errors[j - first]).div_(factor[j, j])
             columns[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
         columns[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
@@ -120,60 +87,32 @@ def _round_columns(columns: torch.Tensor, order: list[int], factor: torch.Tensor
 
 
 class _IntegerGrid:
-    """Scales and zero points [G, N] of a weight's groups. Groups that are runs of columns in the order of rounding are fitted
-    when their turn comes, to what their columns have become by then; others at the beginning."""
+    """Scales and zero points [G, N] of a weight's groups. importance [K]: what an error of a column costs in the end."""
 
-    def __init__(
-        self, form: Integer, columns: torch.Tensor, order: torch.Tensor, factor: torch.Tensor, settings: Gptq
-    ) -> None:
-        width, n = columns.shape
+    def __init__(self, form: Integer, columns: torch.Tensor, importance: torch.Tensor) -> None:
         self.form = form
-        self.search = settings.search
-        self.ordered = order if settings.order == "activity-groups" else None
-        self.group = form.group or width
-        self.early = settings.order == "activity" or not form.group
-        self.block = BLOCK if self.early else self.group * max(1, BLOCK // self.group)
-        self.scales = torch.empty(width // self.group, n)
-        self.zeros = torch.empty(width // self.group, n)
-        # What an error of a column costs in the end, by position.
-        self.importance = factor.diagonal() ** -2
-        if self.early:
-            self.importance[order] = self.importance.clone()
-            for first in range(0, width, self.group):
-                self._fit(first, columns)
+        self.group = form.group or len(columns)
+        groups = zip(columns.split(self.group), importance.split(self.group), strict=True)
+        self.scales, self.zeros = map(torch.stack, zip(*(_fit(form, *group) for group in groups), strict=True))
 
-    def begin(self, position: int, columns: torch.Tensor) -> None:
-        if not self.early and position % self.group == 0:
-            self._fit(position, columns)
-
-    def round(self, position: int, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        g = (column if self.early else position) // self.group
+    def round(self, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        g = column // self.group
         codes = _codes(self.form, values, self.scales[g], self.zeros[g])
         return codes, (codes - self.zeros[g]) * self.scales[g]
 
     def rows(self, codes: torch.Tensor) -> IntegerRows:
         scales = self.scales.T.to(SCALE_TYPES[self.form.scales]).contiguous()
-        zeros = self.zeros.T.to(torch.uint8).contiguous() if self.form.zeros else None
-        return IntegerRows(codes, scales, zeros, None if self.ordered is None else self.ordered.int())
+        return IntegerRows(codes, scales, self.zeros.T.to(torch.uint8).contiguous() if self.form.zeros else None)
 
-    def _fit(self, first: int, columns: torch.Tensor) -> None:
-        part = slice(first, first + self.group)
-        g = first // self.group
-        self.scales[g], self.zeros[g] = _fit(self.form, columns[part], self.importance[part], self.search)
 
 class _Fp8Grid:
     """Scales [G, N] are those of the largest weights: a float's relative error hardly depends on its scale."""
-
-    block = BLOCK
 
     def __init__(self, form: Fp8, columns: torch.Tensor) -> None:
         self.width = form.block or len(columns)
         self.scales = form.quantize(columns.T).scales.T.contiguous()
 
-    def begin(self, position: int, columns: torch.Tensor) -> None:
-        """Nothing depends on what columns become."""
-
-    def round(self, position: int, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def round(self, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = self.scales[column // self.width]
         codes = (values / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes.view(torch.uint8), codes.float() * scales
@@ -187,15 +126,13 @@ def _codes(form: Integer, values: torch.Tensor, scales: torch.Tensor, zeros: tor
     return (values / scales).round_().add_(zeros).clamp_(least, form.most)
 
 
-def _fit(
-    form: Integer, columns: torch.Tensor, importance: torch.Tensor, search: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zero points [N] of a group of columns [c, N], as they will be kept: those of the largest weights, or with a
-    search the ones that round with the least squared error, where each column's counts by its importance [c]."""
+def _fit(form: Integer, columns: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points [N] of a group of columns [c, N], as they will be kept: the ones that round with the least squared
+    error, where each column's counts by its importance [c]."""
     low, high = columns.amin(0).clamp_(max=0), columns.amax(0).clamp_(min=0)
     reach = (high - low) / form.most if form.zeros else torch.maximum(-low, high) / (127 if form.bits == 8 else form.most / 2)
     best = [torch.full_like(low, math.inf), reach, reach]
-    for share in SHARES if search else SHARES[:1]:
+    for share in SHARES:
         scales = (reach * share).to(SCALE_TYPES[form.scales]).float()
         scales.masked_fill_(scales == 0, 1.0)
         zeros = (-low * share / scales).round_().clamp_(0, form.most) if form.zeros else torch.full_like(low, form.middle)
@@ -206,7 +143,7 @@ def _fit(
     return best[1], best[2]
 
 
-def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     """U of H^-1 = U^T U, of the damped Hessian. With J the reversal of columns and J H J = L L^T, U is (J L J)^-1."""
     diagonal = hessian.diagonal()
     if not torch.isfinite(diagonal).all():
@@ -214,7 +151,7 @@ def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
             "calibration gave activations that are NaN or infinite",
             "the model's weights are damaged, or the texts are not for it; round to nearest needs no texts",
         )
-    mean = float(diagonal.mean()) or 1.0
+    mean, damping = float(diagonal.mean()) or 1.0, DAMPING
     for _ in range(MAX_ATTEMPTS):
         damped = hessian.clone()
         # A column that saw nothing has no error to make up for; it is rounded to nearest.
