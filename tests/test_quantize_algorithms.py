@@ -46,14 +46,11 @@ def test_a_calibrated_run_that_is_resumed_gives_the_same_bytes(tmp_path: Path, a
     assert (tmp_path / ".resumed.quantizing" / "blocks.1.safetensors").exists()
     quantize("int4", tmp_path / "resumed", algorithm=algorithm, tensor_types=layers, num_samples=2)
     assert digest_of(tmp_path / "resumed") == digest_of(tmp_path / "whole")
-
-
-def test_awq_writes_the_norms_that_it_changed(tmp_path: Path) -> None:
-    quantize("int4:group=32", tmp_path / "out", algorithm="awq", num_samples=4)
-    before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before, after = (load_file(folder / "model.safetensors") for folder in (TINY, tmp_path / "whole"))
     norms = [name for name in before if name.endswith("layernorm.weight")]
     assert all(after[name].dtype == before[name].dtype for name in norms)
-    assert any(not torch.equal(after[name], before[name]) for name in norms)
+    changed = {name.split(".")[2] for name in norms if not torch.equal(after[name], before[name])}
+    assert changed == ({"1", "2"} if algorithm == "awq" else set())
 
 
 def test_a_head_beside_calibrated_layers_is_rounded_to_nearest_and_resumed(tmp_path: Path) -> None:

@@ -148,16 +148,12 @@ def _speed_bars(records: Sequence[Named[Record]]) -> list[Bars]:
     for title, generates in (("Prompt speed", False), ("Generation speed", True)):
         chosen = [each for each in records if bool(each.result.n_gen) is generates]
         labels = tuple(dict.fromkeys(each.result.test for each in chosen))
-        series = tuple(
-            Series(
-                name or "speed",
-                tuple(
-                    Point(labels.index(each.result.test), each.result.avg_ts, each.result.stddev_ts) for each in found
-                ),
-            )
-            for name, found in _split(chosen, lambda each: each.name).items()
-        )
-        made.append(Bars(title, "Speed of each test.", Axis("tokens a second", "t/s"), labels, series))
+
+        def point(record: Record, labels: tuple[str, ...] = labels) -> Point:
+            return Point(labels.index(record.test), record.avg_ts, record.stddev_ts)
+
+        series = _by_name(chosen, point, "line", "speed")
+        made.append(Bars(title, "Speed of each test.", Axis("tokens a second", "t/s"), labels, tuple(series)))
     return made
 
 
@@ -218,23 +214,21 @@ def _distributions(runs: Sequence[Named[Summary]]) -> list[Chart]:
 
 
 def _memory(records: Sequence[Named[Record]], runs: Sequence[Named[Summary]]) -> list[Bars]:
-    labels, weights, peaks = [], [], []
-    for name, found in _split(records, lambda each: each.name).items():
-        peak = max(each.result.peak_memory for each in found)
-        labels.append(name or short_model(found[0].result))
-        weights.append(found[0].result.model_size / 2**30)
-        peaks.append(peak / 2**30)
-    for name, _, run in runs:
-        if peak_bytes := run.metrics.get("peak_memory"):
-            labels.append(name or run.model)
-            weights.append(run.metrics.get("model_size", 0.0) / 2**30)
-            peaks.append(peak_bytes / 2**30)
+    bars: list[tuple[str, float, float]] = [
+        (name or short_model(found[0].result), found[0].result.model_size, max(each.result.peak_memory for each in found))
+        for name, found in _split(records, lambda each: each.name).items()
+    ]
+    bars += [
+        (name or run.model, run.metrics.get("model_size", 0.0), run.metrics["peak_memory"])
+        for name, _, run in runs
+        if run.metrics.get("peak_memory")
+    ]
     series = tuple(
-        Series(kind, tuple(Point(i, value) for i, value in enumerate(values) if value))
-        for kind, values in (("weights", weights), ("peak", peaks))
+        Series(kind, tuple(Point(i, value / 2**30) for i, value in enumerate(values) if value))
+        for kind, values in (("weights", [weights for _, weights, _ in bars]), ("peak", [peak for _, _, peak in bars]))
     )
     about = "What the weights take, and the most that was in use: of the process on a CPU, of the device on a GPU."
-    return [Bars("Memory", about, Axis("GiB", "GiB"), tuple(labels), series)]
+    return [Bars("Memory", about, Axis("GiB", "GiB"), tuple(label for label, _, _ in bars), series)]
 
 
 def _roofline(records: Sequence[Named[Record]]) -> list[Chart]:
@@ -242,21 +236,16 @@ def _roofline(records: Sequence[Named[Record]]) -> list[Chart]:
     known = [each for each in known if each.result.roofline_gb_s and each.result.roofline_gflops]
     if not known:
         return []
-    intensities = [each.result.flops_per_token / each.result.bytes_per_token for each in known]
-    series = [
-        Series(
-            name or "tests",
-            tuple(
-                Point(
-                    each.result.flops_per_token / each.result.bytes_per_token, each.result.gflops,
-                    note=f"{each.result.test}: {each.result.limit_share:.0%} of the limit ({each.result.limit})",
-                )
-                for each in found
-            ),
-            "marks",
-        )
-        for name, found in _split(known, lambda each: each.name).items()
-    ]  # fmt: skip
+
+    def intensity(record: Record) -> float:
+        return record.flops_per_token / record.bytes_per_token
+
+    def point(record: Record) -> Point:
+        note = f"{record.test}: {record.limit_share:.0%} of the limit ({record.limit})"
+        return Point(intensity(record), record.gflops, note=note)
+
+    intensities = [intensity(each.result) for each in known]
+    series = _by_name(known, point, "marks", "tests")
     for bandwidth, compute in sorted({(each.result.roofline_gb_s, each.result.roofline_gflops) for each in known}):
         ridge = compute / bandwidth
         low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
@@ -276,16 +265,11 @@ def _bandwidth(records: Sequence[Named[Record]]) -> list[Chart]:
     known = [each for each in single if each.result.bytes_per_token]
     if not known:
         return []
-    series = [
-        Series(
-            name or "tests",
-            tuple(
-                Point(each.result.bytes_per_token / 2**20, each.result.gb_s, note=each.result.test) for each in found
-            ),
-            "marks",
-        )
-        for name, found in _split(known, lambda each: each.name).items()
-    ]
+
+    def point(record: Record) -> Point:
+        return Point(record.bytes_per_token / 2**20, record.gb_s, note=record.test)
+
+    series = _by_name(known, point, "marks", "tests")
     most = max(point.x for each in series for point in each.points) * 1.1
     series += [
         Series(f"limit: {limit:,.1f} GB/s", (Point(0.0, limit), Point(most, limit)), "limit")
@@ -297,6 +281,16 @@ def _bandwidth(records: Sequence[Named[Record]]) -> list[Chart]:
             Axis("MiB a token", "MiB"), Axis("GB a second", "GB/s"), tuple(series),
         )
     ]  # fmt: skip
+
+
+def _by_name(
+    records: Iterable[Named[Record]], point: Callable[[Record], Point], style: Literal["line", "marks"], unnamed: str
+) -> list[Series]:
+    """A series for each name."""
+    return [
+        Series(name or unnamed, tuple(point(each.result) for each in found), style)
+        for name, found in _split(records, lambda each: each.name).items()
+    ]
 
 
 def _of_runs(found: Iterable[Named[Summary]], x: str, y: str) -> tuple[Point, ...]:

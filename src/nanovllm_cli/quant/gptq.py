@@ -92,7 +92,7 @@ class _IntegerGrid:
     def __init__(self, form: Integer, columns: torch.Tensor, importance: torch.Tensor) -> None:
         self.form = form
         self.group = form.group or len(columns)
-        groups = zip(columns.split(self.group), importance.split(self.group), strict=True)
+        groups = zip(torch.split(columns, self.group), torch.split(importance, self.group), strict=True)
         self.scales, self.zeros = map(torch.stack, zip(*(_fit(form, *group) for group in groups), strict=True))
 
     def round(self, column: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_cli.config import DTypeName
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
-from nanovllm_cli.quantization.verify_text import folder_for_transformers
+from nanovllm_cli.quantization.verify_text import loaded_by_transformers
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
@@ -108,29 +108,23 @@ def context_of(path: Path) -> int:
 
 
 def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
-    """By transformers, in float32 on the CPU, with no code of the model's own. UnsupportedError where it is not installed, or
-    refuses the model."""
-    try:
-        from transformers import AutoModel, AutoModelForCausalLM
-        from transformers.utils import logging as messages
-    except ImportError as failure:
-        raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
-    folder = folder_for_transformers(path)
-    with open_checkpoint(folder) as checkpoint:
-        has_head = read_spec(checkpoint, open_reader(checkpoint)).has_head
-    messages.disable_progress_bar()  # type: ignore[no-untyped-call]  # what stderr shows is decided by who calls this
-    messages.set_verbosity_error()  # type: ignore[no-untyped-call]  # a head that is left aside is none
-    try:
-        model: Any = (AutoModelForCausalLM if has_head else AutoModel).from_pretrained(
+    """By transformers, in float32 on the CPU. Raises what `loaded_by_transformers` raises."""
+
+    def load(library: Any, folder: Path) -> Any:
+        library.utils.logging.disable_progress_bar()  # what stderr shows is decided by who calls this
+        library.utils.logging.set_verbosity_error()  # a head that is left aside is none
+        with open_checkpoint(folder) as checkpoint:
+            has_head = read_spec(checkpoint, open_reader(checkpoint)).has_head
+        kind = library.AutoModelForCausalLM if has_head else library.AutoModel
+        return kind.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
         )
-    except Exception as failure:  # whatever a library does with a model that it can't read
-        reason = str(failure).strip().split("\n")[0][:200]
-        raise UnsupportedError(f"transformers can't load {folder}: {reason}", "name a folder that it can") from failure
+
+    model = loaded_by_transformers(path, "", load)
     _check_ids(ids, model.config.vocab_size)
     with torch.inference_mode():
         out = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
-    logits = out.logits[0].float() if has_head else torch.empty(len(ids), 0)
+    logits = out.logits[0].float() if "logits" in out else torch.empty(len(ids), 0)
     return Trace([stream[0].float() for stream in out.hidden_states], logits, torch.float32)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,30 +60,35 @@ class OurWords:
             return None
 
 
-def folder_for_transformers(path: Path) -> Path:
-    """The folder of a model. UnsupportedError for a GGUF file: what lies beside it is another model."""
+def loaded_by_transformers(path: Path, what: str, load: Callable[[Any, Path], Any]) -> Any:
+    """What transformers makes of a model's folder, with no code of the model's own. what: it is called, in front of the folder.
+    UnsupportedError where transformers is not installed, or refuses it, and for a GGUF file: what lies beside that is another
+    model."""
+    try:
+        import transformers
+    except ImportError as failure:
+        raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
     if path.suffix == ".gguf":
         raise UnsupportedError(f"{path} is GGUF, and transformers reads folders", "nanovllm convert makes one of it")
-    return folder_of(path)
+    folder = folder_of(path)
+    try:
+        return load(transformers, folder)
+    except Exception as failure:  # whatever a library does with a model that it can't read
+        reason = str(failure).strip().split("\n")[0][:200]
+        raise UnsupportedError(f"transformers can't load {what}{folder}: {reason}", "name a folder that it can") from failure
 
 
 class TransformersWords:
-    """UnsupportedError where transformers is not installed, or refuses the tokenizer."""
+    """Raises what `loaded_by_transformers` raises."""
 
     ends: set[int] | None = None
     controls: dict[str, int] | None = None
 
     def __init__(self, path: Path) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as failure:
-            raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
-        folder = folder_for_transformers(path)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as failure:  # whatever a library does with a tokenizer that it can't read
-            reason = str(failure).strip().split("\n")[0][:200]
-            raise UnsupportedError(f"transformers can't load the tokenizer of {folder}: {reason}") from failure
+        def load(library: Any, folder: Path) -> Any:
+            return library.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+        self._tokenizer = loaded_by_transformers(path, "the tokenizer of ", load)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text).input_ids)
