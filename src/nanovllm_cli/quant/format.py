@@ -94,11 +94,7 @@ class Integer:
         return width // self.group if self.group else 1
 
     def check_width(self, width: int) -> None:
-        if self.group and width % self.group:
-            raise UnsupportedError(
-                f"{self.name}: rows of {width} don't divide into groups of {self.group}",
-                "take another group size, or int8",
-            )
+        _check_divides(self, width, "groups", self.group, "take another group size, or int8")
 
     def row_bytes(self, width: int) -> float:
         scale = SCALE_TYPES[self.scales].itemsize + (self.bits / 8 if self.zeros else 0)
@@ -203,10 +199,7 @@ class Nf4:
         return "nf4" + (f":group={self.group}" if self.group != 64 else "")
 
     def check_width(self, width: int) -> None:
-        if width % self.group:
-            raise UnsupportedError(
-                f"{self.name}: rows of {width} don't divide into groups of {self.group}", "take another format"
-            )
+        _check_divides(self, width, "groups", self.group, "take another format")
 
     def row_bytes(self, width: int) -> float:
         return width / 2 + 4 * (width // self.group)
@@ -239,12 +232,7 @@ class Blocks:
         return self.type.lower()
 
     def check_width(self, width: int) -> None:
-        size = block_type(self.type).block_len
-        if width % size:
-            raise UnsupportedError(
-                f"{self.name}: rows of {width} don't divide into blocks of {size}",
-                "q8_0 has blocks of 32, int8 has none",
-            )
+        _check_divides(self, width, "blocks", block_type(self.type).block_len, "q8_0 has blocks of 32, int8 has none")
 
     def row_bytes(self, width: int) -> float:
         kind = block_type(self.type)
@@ -263,6 +251,12 @@ class Blocks:
     def dequantize(self, rows: QuantizedRows) -> torch.Tensor:
         assert isinstance(rows, BlockRows)
         return dequantize(self.type, rows.data, rows.factors)
+
+
+def _check_divides(form: Format, width: int, parts: str, size: int, hint: str) -> None:
+    """size: columns of a group or a block; 0 for the whole row."""
+    if size and width % size:
+        raise UnsupportedError(f"{form.name}: rows of {width} don't divide into {parts} of {size}", hint)
 
 
 def _kept(scales: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
