@@ -50,13 +50,23 @@ LARGE = {
     "a computed format": "{{ '{:{w}}'.format('a', w=10**9) }}",
     "a wide percent": "{{ '%1000000000d' % 1 }}",
     "a computed percent": "{{ '%*d' % (1000000000, 1) }}",
+    "a value in many fields": "{{ ('{0}' * 99999).format('b' * 99999) }}",
+    "what a value of a format holds": "{{ ('{0.x}' * 99999).format(namespace(x='b' * 99999)) }}",
     "the format filter": "{{ '%1000000000d' | format(1) }}",
+    "a wide percent behind a key with one": "{{ '%(a%b)1000000000d' % {'a%b': 1} }}",
+    "a wide percent behind a key in brackets": "{{ '%((a))1000000000d' % {'(a)': 1} }}",
+    "a wide percent of bytes": "{{ '%1000000000d'.encode() % 1 }}",
+    "a value that is often formatted": "{{ ('%(a)s' * 99999) % {'a': 'b' * 99999} }}",
+    "a value that the format filter is often given": "{{ ('%(a)s' * 99999) | format(a='b' * 99999) }}",
+    "a wide format in other digits": "{{ '{:\u0661000000000}'.format('a') }}",
     "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
     "the replace filter": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
     "a join of a range": "{{ range(99999) | join('b' * 1000000) }}",
     "a join of references": "{{ ([{'x': 'b' * 1000000}] * 9999) | map(attribute='x') | join }}",
     "a join of values": "{{ dict(a='b' * 1000000, c='b' * 1000000).values() | list * 99 | join }}",
     "joining by a method": "{{ ('b' * 1000000).join(['a'] * 99999) }}",
+    "joining references by a method": "{% set ns = namespace(x='b' * 1000000) %}{{ ''.join([ns] * 9999 | map(attribute='x')) }}",
+    "a join by a long name": "{{ range(99999) | join(d='b' * 1000000) }}",
     "mapped centers": "{{ range(99999) | map('string') | map('center', 99999) | list }}",
     "text in a loop": "{% for i in range(99999) %}" + STATIC + "{% endfor %}",
     "text in a macro's loop": "{% macro f() %}{% for i in range(99999) %}"
@@ -67,7 +77,11 @@ LARGE = {
     "an indented block": "{{ ('\\n' * 1000000) | indent(1000000) }}",
     "indented JSON": "{{ [1] | tojson(indent=1000000000) }}",
     "a batch": "{{ [1] | batch(1000000000, 0) | list }}",
+    "a batch by its name": "{{ [1] | batch(linecount=1000000000, fill_with=0) | list }}",
     "slices": "{{ [1] | slice(1000000000) | list }}",
+    "slices by their name": "{{ [1] | slice(slices=1000000000) | list }}",
+    "very exact rounding": "{{ 1 | round(1000000000, 'ceil') }}",
+    "rounding to very many": "{{ 1 | round(precision=-1000000000) }}",
     "a long date": "{{ strftime_now('%1000000000Y') }}",
     "comparing long lists": "{% set a = [0] * 3000000 %}{% set b = [0] * 3000000 %}" + "{{ a == b }}" * 3000,
     "searching references": "{% set l = [('a' * 1000000) + 'b'] * 99999 %}{{ ('a' * 1000000 + 'c') in l }}",
@@ -192,8 +206,10 @@ def test_what_is_metered_is_computed_as_python_does() -> None:
     source = (
         "{{ 'a\tb'.expandtabs() }}|{{ 'a\tb'.expandtabs(4) }}|{{ 'a\tb'.expandtabs(tabsize=2) }}|{{ 'a'.center(3) }}|"
         "{{ 'a\nb' | indent('--') }}|{{ {'a': 1} == {'a': 1} }}|{{ [1, 2] | sum }}|{{ '%5.1f' % 2.25 }}|{{ 3 * 'ab' }}"
+        "|{{ '{}{:>3}{x!r}'.format(1, 2, x='y') }}|{{ '{a.b[0]}'.format_map({'a': {'b': [5]}}) }}|{{ '%%(%(a)s' % {'a': 1} }}"
     )
     python = ["a\tb".expandtabs(), "a\tb".expandtabs(4), "a\tb".expandtabs(2), " a ", "a\n--b", "True", "3", "  2.2", "ababab"]
+    python += ["{}{:>3}{x!r}".format(1, 2, x="y"), "5", "%(1"]
     assert ChatTemplate(source).render([]).split("|") == python
 
 

@@ -131,9 +131,8 @@ def check_binop(budget: Budget, operator: str, left: Any, right: Any) -> None:
             _check_bits(left.bit_length() + right.bit_length())
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() * abs(right))
-    elif operator == "%" and isinstance(left, str):
-        _check_percent(left)
-        budget.read(right)
+    elif operator == "%" and isinstance(left, str | bytes):
+        _check_percent(budget, left, right)
 
 
 def check_compare(budget: Budget, left: Any = None, right: Any = None, *_: Any) -> None:
@@ -149,7 +148,7 @@ def check_compare(budget: Budget, left: Any = None, right: Any = None, *_: Any) 
         budget.claim(len(right) // 64)
 
 
-def check_format(budget: Budget, template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_format(template: str) -> None:
     """`str.format`: no computed and no wide fields."""
     try:
         fields = list(Formatter().parse(template))
@@ -157,7 +156,6 @@ def check_format(budget: Budget, template: str, args: tuple[Any, ...], kwargs: M
         raise TemplateRuntimeError(str(error)) from None
     if any(spec and ("{" in spec or _is_wide(spec)) for _, _, spec, _ in fields):
         raise LimitExceeded(f"it formats to more than {MAX_FIELD_WIDTH} columns")
-    budget.claim(len(fields) * budget.weigh([*args, *kwargs.values()]))
 
 
 def check_method(budget: Budget, owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -183,13 +181,17 @@ def _check_bits(bits: int) -> None:
 
 
 def _is_wide(spec: str) -> bool:
-    return any(len(digits) > 9 or int(digits) > MAX_FIELD_WIDTH for digits in re.findall(r"[0-9]+", spec))
+    """Python takes digits of all scripts."""
+    return any(len(digits) > 9 or int(digits) > MAX_FIELD_WIDTH for digits in re.findall(r"\d+", spec))
 
 
-def _check_percent(template: str) -> None:
-    for conversion in re.findall(r"%(?:\([^)%]*\))?([-+ #0-9.*]*)", template):
-        if "*" in conversion or _is_wide(conversion):
-            raise LimitExceeded(f"it formats to more than {MAX_FIELD_WIDTH} columns")
+def _check_percent(budget: Budget, template: str | bytes, values: Any) -> None:
+    """No computed and no wide fields, and no brackets in the name of one. A mapping's values may be written in each."""
+    text = template if isinstance(template, str) else template.decode("latin-1")
+    fields = re.findall(r"%(?:\([^()]*\))?([-+ #0-9.*]*)(.?)", text, re.DOTALL)
+    if any("*" in spec or kind == "(" or _is_wide(spec) for spec, kind in fields):
+        raise LimitExceeded(f"it formats to more than {MAX_FIELD_WIDTH} columns")
+    budget.claim(budget.weigh(values) * (len(fields) if isinstance(values, Mapping) else 1))
 
 
 def _claim_width(budget: Budget, width: Any) -> None:
@@ -204,10 +206,11 @@ def _check_replace(budget: Budget, text: Any, old: Any = "", new: Any = "", coun
     budget.claim(len(text) + times * len(new))
 
 
-def _check_join(budget: Budget, values: Any, separator: Any = "", *_: Any, **__: Any) -> None:
+def _check_join(budget: Budget, values: Any, d: Any = "", *_: Any, **__: Any) -> None:
+    """d: Jinja's name of what comes between."""
     if isinstance(values, SIZED):
         budget.read(values)
-        budget.claim(len(values) * len(str(separator)))
+        budget.claim(len(values) * len(str(d)))
 
 
 def _check_indent(budget: Budget, text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
@@ -215,8 +218,15 @@ def _check_indent(budget: Budget, text: Any, width: Any = 4, *_: Any, **__: Any)
     budget.claim((str(text).count("\n") + 1) * size)
 
 
-def _check_width(budget: Budget, value: Any, width: Any = 80, *_: Any, **__: Any) -> None:
-    _claim_width(budget, width)
+def _check_width(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Of a line, or how many parts: each filter has a name of its own for it."""
+    for width in (*args, *kwargs.values()):
+        _claim_width(budget, width)
+
+
+def _check_round(budget: Budget, value: Any, precision: Any = 0, *_: Any, **__: Any) -> None:
+    if isinstance(precision, int):
+        _check_bits(4 * abs(precision))
 
 
 def _check_read(budget: Budget, value: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -224,8 +234,7 @@ def _check_read(budget: Budget, value: Any = None, *args: Any, **kwargs: Any) ->
 
 
 def _check_format_filter(budget: Budget, template: Any = "", *args: Any, **kwargs: Any) -> None:
-    _check_percent(str(template))
-    budget.read([*args, *kwargs.values()])
+    _check_percent(budget, str(template), kwargs or args)
 
 
 def _check_sum(budget: Budget, values: Any = None, attribute: Any = None, start: Any = 0) -> None:
@@ -245,6 +254,7 @@ FILTER_CHECKS: dict[str, Callable[..., None]] = {
     "join": _check_join,
     "replace": _check_replace,
     "format": _check_format_filter,
+    "round": _check_round,
     "sum": _check_sum,
     **dict.fromkeys(("string", "pprint", "escape", "e", "forceescape", "xmlattr"), _check_read),
     **dict.fromkeys(("sort", "dictsort", "unique", "groupby", "min", "max"), _check_read),

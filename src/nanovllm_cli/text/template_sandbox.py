@@ -17,7 +17,7 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
@@ -27,9 +27,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 from nanovllm_cli.text.template_budget import (
     CONTAINERS,
@@ -89,6 +90,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         budget.tick()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | bytes):
+            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
             check_method(budget, owner, __obj.__name__, args, kwargs)
         elif isinstance(owner, int | float) or __obj is bytes:
             raise jinja2.exceptions.SecurityError("methods of numbers are not available to templates")
@@ -110,16 +112,28 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, _small(argument) if isinstance(argument, tuple) else argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        inner = super().wrap_str_format(value)
-        if inner is None:
+        if super().wrap_str_format(value) is None:
             return None
-        template, write = value.__self__, inner
+        template: str = value.__self__
+        takes_mapping = value.__name__ == "format_map"
+        formatter = _MeteredFormatter(self, escape=template.escape if isinstance(template, Markup) else str)
 
         def checked(*args: Any, **kwargs: Any) -> str:
-            check_format(_current.get(), template, args, kwargs)
-            return write(*args, **kwargs)
+            check_format(template)
+            if takes_mapping:
+                (kwargs,), args = args, ()
+            return type(template)(formatter.vformat(template, args, kwargs))
 
         return checked
+
+
+class _MeteredFormatter(SandboxedEscapeFormatter):
+    """What a field writes may lie deep in what it was given."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        found = super().get_field(field_name, args, kwargs)
+        _current.get().read(found[0])
+        return found
 
 
 # Names of filters that only the rewriting writes: no template can spell them in its source.
