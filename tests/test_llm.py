@@ -487,6 +487,7 @@ def test_numbers_of_numpy_are_numbers_in_settings() -> None:
         ("block_size", None),
         ("memory_utilization", "0.5"),
         ("aging_seconds", None),
+        ("aging_seconds", float("nan")),
         ("eager", "yes"),
         ("device", None),
         ("device", 0),

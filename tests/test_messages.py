@@ -58,6 +58,19 @@ def test_nulls_are_left_out() -> None:
     assert "tool_calls" not in template_messages([{**message, "tool_calls": []}], CHATML)[0]
 
 
+def test_only_an_assistants_content_may_be_null() -> None:
+    writes_all = ChatTemplate(
+        "{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = [{"role": role, "tool_calls": [call]} for role in ("system", "assistant")]
+    system, assistant = template_messages(given, writes_all, tools=tools)
+    assert system["content"].startswith("You can call functions")
+    assert assistant["content"] is None
+
+
 def test_tools_have_what_a_template_fails_without() -> None:
     """gpt-oss' writes `"// " + tool.description`, Hermes' looks into `parameters`; others would show what nobody said."""
     by_name = "{% for t in tools %}{{ t.function.name }}"

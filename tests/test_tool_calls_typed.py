@@ -88,6 +88,9 @@ VALUES: dict[str, Any] = {
         "mode": {"enum": ["a", 1, None]},
         "any": {},
         "loop": {"$ref": "#/$defs/Loop"},
+        "a/b c": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "same": {"$ref": "#/properties/a~1b%20c/anyOf/1"},
+        "nowhere": {"$ref": "#/properties/a~1b%20c/anyOf/2"},
     },
 }
 KINDED = [
@@ -107,6 +110,9 @@ KINDED = [
     ("any", "array", "[1, {}]", [1, {}]),
     ("any", "number", "word", None),
     ("loop", "boolean", "true", True),
+    ("same", "number", "12", 12),
+    ("same", "string", "12", None),
+    ("nowhere", "string", "12", "12"),
 ]
 """What may be of several types, and the value that is read; None where it is not allowed, ... for null."""
 

@@ -163,7 +163,7 @@ class EngineConfig:
                 raise UsageError(f"unknown KV cache type {kind!r}", f"known: {', '.join(get_args(KVCacheDType))}")
         if self.activations not in get_args(Activations):
             raise UsageError(f"unknown activations {self.activations!r}", f"known: {', '.join(get_args(Activations))}")
-        if self.aging_seconds <= 0:
+        if not self.aging_seconds > 0:
             raise UsageError(f"aging_seconds must be positive, not {self.aging_seconds}")
         if self.policy not in ("fcfs", "priority"):
             raise UsageError(f"unknown scheduling policy {self.policy!r}", "known: fcfs, priority")

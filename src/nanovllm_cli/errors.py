@@ -16,6 +16,7 @@
     ├── SessionError                  exit 1   a saved conversation is damaged, foreign or in use
     ├── OutputError                   exit 1   an answer could not be written (full disk, no permission)
     ├── BusyError                     exit 1   more is asked at once than there is room for; later it may be done
+    ├── LostProcessError              exit 1   one of the processes that compute a model together has ended
     └── RequestError                  exit 1   one request failed while it ran (NaN logits, a failing constraint)
 
 Each carries one line of what went wrong (its message) and, where something can be done, one line of what to do

@@ -112,10 +112,9 @@ def _message(message: Any, where: str, template: ChatTemplate, reads: Collection
     calls = plain.pop("tool_calls", None)
     if calls:
         plain["tool_calls"] = _calls(calls, where, template)
-    content = plain.get("content")
-    if content is not None:
-        plain["content"] = content_of(content, where, reads=reads)
-    elif calls and keeps_null(template):
+    if "content" in plain:
+        plain["content"] = content_of(plain["content"], where, reads=reads)
+    elif calls and plain["role"] == "assistant" and keeps_null(template):
         plain["content"] = None
     else:
         plain["content"] = ""

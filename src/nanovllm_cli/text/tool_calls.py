@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import unquote
 
 from nanovllm_cli.errors import UsageError
 
@@ -171,11 +172,16 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     return frozenset()
 
 
-def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """What `#/$defs/Name` stands for: only references inside the schema."""
-    place: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        place = place.get(part) if isinstance(place, Mapping) else None
+def resolved(reference: str, root: Any) -> Any:
+    """What `#/$defs/Name` stands for, or another JSON pointer (RFC 6901): only references inside the schema."""
+    start, *parts = unquote(reference).split("/")
+    place = root if start == "#" else None
+    for part in parts:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list):
+            place = place[int(key)] if key.isdecimal() and len(key) < 9 and int(key) < len(place) else None
+        else:
+            place = place.get(key) if isinstance(place, Mapping) else None
     return place
 
 
