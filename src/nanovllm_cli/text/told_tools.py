@@ -14,13 +14,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.own_text import OwnText, Piece, callers, joined, own
 from nanovllm_cli.text.template_probes import reads_tools, writes_calls, writes_results
 from nanovllm_cli.text.tool_format import ToolFormat
-from nanovllm_cli.text.tool_sections import (
-    DEEPSEEK_BEGIN,
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-    DEEPSEEK_END,
-    DEEPSEEK_NAME,
-)
+from nanovllm_cli.text.tool_sections import DEEPSEEK
 
 _TOLD = "You can call functions. Each of these lines describes one as JSON:\n\n"
 _FORM = "\n\nTo call one, answer with nothing but this, with the function's own name and parameters:\n\n"
@@ -168,11 +162,11 @@ def _as_python(call: _Call) -> str:
 
 def _deepseek(before: str, between: str, after: str, separator: str) -> _Write:
     def write(calls: Sequence[_Call]) -> list[Piece]:
-        pieces = [own(DEEPSEEK_BEGIN)]
+        pieces = [own(DEEPSEEK.begin)]
         for place, call in enumerate(calls):
-            pieces += [own((separator if place else "") + DEEPSEEK_CALL + before), callers(call.name)]
-            pieces += [own(between), callers(call.arguments), own(after + DEEPSEEK_CALL_END)]
-        return [*pieces, own(DEEPSEEK_END)]
+            pieces += [own((separator if place else "") + DEEPSEEK.call + before), callers(call.name)]
+            pieces += [own(between), callers(call.arguments), own(after + DEEPSEEK.call_end)]
+        return [*pieces, own(DEEPSEEK.end)]
 
     return write
 
@@ -189,6 +183,6 @@ _WRITERS: dict[str, _Write] = {
     "granite": _granite,
     "lfm2": _lfm2,
     "internlm": _each_between("<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
-    "deepseek": _deepseek("", DEEPSEEK_NAME, "", ""),
-    "deepseek_r1": _deepseek(f"function{DEEPSEEK_NAME}", "\n```json\n", "\n```", "\n"),
+    "deepseek": _deepseek("", DEEPSEEK.name, "", ""),
+    "deepseek_r1": _deepseek(f"function{DEEPSEEK.name}", "\n```json\n", "\n```", "\n"),
 }

@@ -5,72 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text import tool_grammar as written
+from nanovllm_cli.text import tool_sections as sections
 from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_formats_tagged import TAGGED
-from nanovllm_cli.text.tool_functionary import (
-    FUNCTION,
-    PYTHON,
-    TO,
-    RecipientGrammar,
-    read_function,
-    read_recipient,
-)
+from nanovllm_cli.text.tool_functionary import FUNCTION, PYTHON, TO, RecipientGrammar, read_function, read_recipient
 from nanovllm_cli.text.tool_gemma import FUNCTION_GEMMA, GEMMA4, GemmaTags, read_gemma
 from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_glm4 import GLM4
-from nanovllm_cli.text.tool_grammar import (
-    GAP,
-    LINE,
-    CallGrammar,
-    HarmonyGrammar,
-    SolarGrammar,
-    action_call,
-    cohere_call,
-    json_call,
-    kimi_call,
-    mistral_call,
-    named_call,
-    python_call,
-    solar_call,
-)
+from nanovllm_cli.text.tool_grammar import GAP, LINE, CallGrammar, WriteCall, json_call, named_call
 from nanovllm_cli.text.tool_harmony import read_harmony
 from nanovllm_cli.text.tool_muse import MUSE_TAGS, MuseGrammar, read_muse
-from nanovllm_cli.text.tool_sections import (
-    APERTUS_BEGIN,
-    APERTUS_END,
-    DEEPSEEK_BEGIN,
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-    DEEPSEEK_END,
-    DEEPSEEK_NAME,
-    KIMI_ARGUMENTS,
-    KIMI_BEGIN,
-    KIMI_CALL,
-    KIMI_CALL_END,
-    KIMI_END,
-    OLMO_BEGIN,
-    OLMO_END,
-    SOLAR_ARGUMENTS,
-    SOLAR_BEGIN,
-    SOLAR_CALL,
-    SOLAR_CALL_END,
-    SOLAR_END,
-    SOLAR_NAME,
-    read_actions,
-    read_bare,
-    read_deepseek,
-    read_internlm,
-    read_json,
-    read_json_list,
-    read_keyed,
-    read_kimi,
-    read_lfm2,
-    read_llama,
-    read_mistral,
-    read_olmo,
-    read_solar,
-    tagged,
-)
+from nanovllm_cli.text.tool_sections import DEEPSEEK, KIMI, SOLAR, ReadCall, SectionTags, read_json
 
 
 def tool_format(template_source: str, special_tokens: Collection[str] = ()) -> ToolFormat:
@@ -102,22 +48,39 @@ def tool_format_named(name: str) -> ToolFormat:
 
 
 HARMONY = ToolFormat(
-    "harmony",
-    (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")),
-    (),
-    (),
-    read_bare,
-    HarmonyGrammar(),
-    body=read_harmony,
+    "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), sections.read_bare,
+    written.HarmonyGrammar(), body=read_harmony,
+)  # fmt: skip
+MUSE = ToolFormat(
+    "muse", (("<atem:function_calls>", "<|eom|>"),), (), MUSE_TAGS, sections.read_bare, MuseGrammar(), body=read_muse
 )
-MUSE = ToolFormat("muse", (("<atem:function_calls>", "<|eom|>"),), (), MUSE_TAGS, read_bare, MuseGrammar(), body=read_muse)
-JSON = ToolFormat("json", (), (), (), read_bare, CallGrammar(json_call(), between=("\n",)), bare=read_bare)
+JSON = ToolFormat(
+    "json", (), (), (), sections.read_bare, CallGrammar(json_call(), between=("\n",)), bare=sections.read_bare
+)
 
 
-def _listed(name: str, open: str, close: str) -> ToolFormat:
-    """A list of JSON's calls between two tags."""
+def _listed(name: str, open: str, close: str, *others: str, signs: tuple[str, ...] = ()) -> ToolFormat:
+    """A list of JSON's calls between two tags. others: that close it, too, and are not written."""
     grammar = CallGrammar(json_call(), open, ("[",), (", ",), ("]", close))
-    return ToolFormat(name, ((open,),), (open,), (close,), read_json(close), grammar)
+    return ToolFormat(name, (signs or (open,),), (open,), (close,), read_json(close, *others), grammar)
+
+
+def _sectioned(
+    name: str,
+    tags: SectionTags,
+    read: ReadCall,
+    call: WriteCall,
+    *,
+    signs: tuple[str, ...] = (),
+    between: str = "",
+    in_reasoning: str = "",
+) -> ToolFormat:
+    """Calls with a tag before each, in a section. between: what stands between them beside their tags."""
+    closers = tuple(filter(None, (tags.name, tags.arguments, tags.call_end, tags.end)))
+    section = sections.tagged(tags.begin, tags.call, tags.end, read)
+    grammar = CallGrammar(call, tags.begin, (tags.call,), (between, tags.call), (tags.end,))
+    openers = (tags.begin, tags.call)
+    return ToolFormat(name, (signs or (tags.begin,),), openers, closers, section, grammar, in_reasoning=in_reasoning)
 
 
 def _gemma(name: str, tags: GemmaTags, *signs: tuple[str, ...]) -> ToolFormat:
@@ -131,217 +94,103 @@ FORMATS: tuple[ToolFormat, ...] = (
     *TAGGED,
     _gemma("gemma4", GEMMA4, (GEMMA4.open + "call:",), (GEMMA4.open, GEMMA4.quote)),
     _gemma("functiongemma", FUNCTION_GEMMA, (FUNCTION_GEMMA.open,)),
+    _sectioned("kimi", KIMI, sections.read_kimi, written.kimi_call, in_reasoning=KIMI.begin),
     ToolFormat(
-        "kimi",
-        ((KIMI_BEGIN,),),
-        (KIMI_BEGIN, KIMI_CALL),
-        (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
-        tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, read_kimi),
-        CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
-        in_reasoning=KIMI_BEGIN,
-    ),
-    ToolFormat(
-        "apertus",
-        ((APERTUS_BEGIN,),),
-        (APERTUS_BEGIN,),
-        (APERTUS_END,),
-        read_keyed,
-        CallGrammar(named_call(('{"',), ('": ',), ("}",)), APERTUS_BEGIN, ("[",), (", ",), ("]", APERTUS_END)),
-    ),
-    ToolFormat(
-        "deepseek_r1",
-        ((DEEPSEEK_BEGIN, "```json"),),
-        (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
-        (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, read_deepseek),
+        "apertus", ((sections.APERTUS_BEGIN,),), (sections.APERTUS_BEGIN,), (sections.APERTUS_END,), sections.read_keyed,
         CallGrammar(
-            named_call(("function", DEEPSEEK_NAME), ("\n```json\n",), ("\n```", DEEPSEEK_CALL_END)),
-            DEEPSEEK_BEGIN,
-            (DEEPSEEK_CALL,),
-            ("\n", DEEPSEEK_CALL),
-            (DEEPSEEK_END,),
+            named_call(('{"',), ('": ',), ("}",)), sections.APERTUS_BEGIN, ("[",), (", ",), ("]", sections.APERTUS_END)
         ),
     ),
-    ToolFormat(
-        "deepseek",
-        ((DEEPSEEK_BEGIN,),),
-        (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
-        (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, read_deepseek),
-        CallGrammar(
-            named_call((), (DEEPSEEK_NAME,), (DEEPSEEK_CALL_END,)),
-            DEEPSEEK_BEGIN,
-            (DEEPSEEK_CALL,),
-            (DEEPSEEK_CALL,),
-            (DEEPSEEK_END,),
-        ),
+    _sectioned(
+        "deepseek_r1", DEEPSEEK, sections.read_deepseek,
+        named_call(("function", DEEPSEEK.name), ("\n```json\n",), ("\n```", DEEPSEEK.call_end)),
+        signs=(DEEPSEEK.begin, "```json"), between="\n",
+    ),
+    _sectioned(
+        "deepseek", DEEPSEEK, sections.read_deepseek, named_call((), (DEEPSEEK.name,), (DEEPSEEK.call_end,))
     ),
     ToolFormat(
-        "mistral",
-        (("[TOOL_CALLS]", "[ARGS]"),),
-        ("[TOOL_CALLS]",),
-        ("[ARGS]", "[CALL_ID]"),
-        read_mistral,
-        CallGrammar(mistral_call, "[TOOL_CALLS]", between=("[TOOL_CALLS]",)),
-        id_chars=9,
+        "mistral", (("[TOOL_CALLS]", "[ARGS]"),), ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), sections.read_mistral,
+        CallGrammar(written.mistral_call, "[TOOL_CALLS]", between=("[TOOL_CALLS]",)), id_chars=9,
     ),
     ToolFormat(
-        "mistral_list",
-        (("[TOOL_CALLS]",),),
-        ("[TOOL_CALLS]",),
-        ("[ARGS]", "[CALL_ID]"),
-        read_mistral,
-        CallGrammar(json_call(), "[TOOL_CALLS]", ("[",), (", ",), ("]",)),
-        id_chars=9,
+        "mistral_list", (("[TOOL_CALLS]",),), ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), sections.read_mistral,
+        CallGrammar(json_call(), "[TOOL_CALLS]", ("[",), (", ",), ("]",)), id_chars=9,
     ),
     ToolFormat(
-        "minimax_m1",
-        (("<tool_calls>", "<beginning_of_sentence>"),),
-        ("<tool_calls>",),
-        ("</tool_calls>",),
-        read_json("</tool_calls>"),
-        CallGrammar(json_call(), "<tool_calls>", ("\n",), ("\n",), ("\n", "</tool_calls>")),
+        "minimax_m1", (("<tool_calls>", "<beginning_of_sentence>"),), ("<tool_calls>",), ("</tool_calls>",),
+        read_json("</tool_calls>"), CallGrammar(json_call(), "<tool_calls>", ("\n",), ("\n",), ("\n", "</tool_calls>")),
     ),
     _listed("tool_calls", "<tool_calls>", "</tool_calls>"),
     _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     ToolFormat(
-        "cohere",
-        (("<|START_ACTION|>",),),
-        ("<|START_ACTION|>",),
-        ("<|END_ACTION|>",),
-        read_json("<|END_ACTION|>"),
-        CallGrammar(cohere_call, "<|START_ACTION|>", ("[\n    ",), (",\n    ",), ("\n]", "<|END_ACTION|>")),
+        "cohere", (("<|START_ACTION|>",),), ("<|START_ACTION|>",), ("<|END_ACTION|>",), read_json("<|END_ACTION|>"),
+        CallGrammar(written.cohere_call, "<|START_ACTION|>", ("[\n    ",), (",\n    ",), ("\n]", "<|END_ACTION|>")),
     ),
     ToolFormat(
-        "command_r",
-        (("Action:", "```json", '"tool_name"'),),
-        ("Action:",),
-        (),
-        read_actions,
-        CallGrammar(action_call, "Action:", (GAP, "```json\n[\n    "), (",\n    ",), ("\n]", LINE, "```")),
+        "command_r", (("Action:", "```json", '"tool_name"'),), ("Action:",), (), sections.read_actions,
+        CallGrammar(written.action_call, "Action:", (GAP, "```json\n[\n    "), (",\n    ",), ("\n]", LINE, "```")),
     ),
     ToolFormat(
-        "solar",
-        ((SOLAR_CALL,),),
-        (SOLAR_BEGIN, SOLAR_CALL),
-        (SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END, SOLAR_END),
-        tagged(SOLAR_BEGIN, SOLAR_CALL, SOLAR_END, read_solar),
-        SolarGrammar(solar_call, SOLAR_BEGIN, (SOLAR_CALL,), (SOLAR_CALL,)),
+        "solar", ((SOLAR.call,),), (SOLAR.begin, SOLAR.call), (SOLAR.name, SOLAR.arguments, SOLAR.call_end, SOLAR.end),
+        sections.tagged(SOLAR.begin, SOLAR.call, SOLAR.end, sections.read_solar),
+        written.SolarGrammar(written.solar_call, SOLAR.begin, (SOLAR.call,), (SOLAR.call,)),
     ),
     ToolFormat(
-        "gigachat",
-        (("<|function_call|>", "<|message_sep|>"),),
-        ("<|function_call|>",),
-        (),
-        read_json(),
+        "gigachat", (("<|function_call|>", "<|message_sep|>"),), ("<|function_call|>",), (), read_json(),
         CallGrammar(json_call(), "<|function_call|>"),
     ),
     ToolFormat(  # GigaChat 3.0: a message of a role of its own
-        "gigachat_role",
-        (("'function call'", "<|role_sep|>", "<|message_sep|>"),),
-        ("<|message_sep|>\n\nfunction call<|role_sep|>\n",),
-        ("<|message_sep|>", "<|role_sep|>"),
-        read_json(),
+        "gigachat_role", (("'function call'", "<|role_sep|>", "<|message_sep|>"),),
+        ("<|message_sep|>\n\nfunction call<|role_sep|>\n",), ("<|message_sep|>", "<|role_sep|>"), read_json(),
         CallGrammar(json_call(), "<|message_sep|>", ("\n\nfunction call", "<|role_sep|>", "\n")),
     ),
     ToolFormat(
-        "olmo",
-        ((OLMO_BEGIN,),),
-        (OLMO_BEGIN,),
-        (OLMO_END,),
-        read_olmo,
-        CallGrammar(python_call, OLMO_BEGIN, between=("\n",), after=(OLMO_END,)),
+        "olmo", ((sections.OLMO_BEGIN,),), (sections.OLMO_BEGIN,), (sections.OLMO_END,), sections.read_olmo,
+        CallGrammar(written.python_call, sections.OLMO_BEGIN, between=("\n",), after=(sections.OLMO_END,)),
     ),
     ToolFormat(
-        "hermes",
-        (("<tool_call>",),),
-        ("<tool_call>",),
-        ("</tool_call>",),
-        read_json("</tool_call>"),
+        "hermes", (("<tool_call>",),), ("<tool_call>",), ("</tool_call>",), read_json("</tool_call>"),
         CallGrammar(json_call(open="\n", close=("\n", "</tool_call>")), "<tool_call>", between=(LINE, "<tool_call>")),
     ),
     ToolFormat(
-        "lfm2",
-        (("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [", "keep_past_thinking")),
-        ("<|tool_call_start|>",),
-        ("<|tool_call_end|>",),
-        read_lfm2,
-        CallGrammar(python_call, "<|tool_call_start|>", ("[",), (", ",), ("]", "<|tool_call_end|>")),
-        by_token=True,
+        "lfm2", (("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [", "keep_past_thinking")),
+        ("<|tool_call_start|>",), ("<|tool_call_end|>",), sections.read_lfm2,
+        CallGrammar(written.python_call, "<|tool_call_start|>", ("[",), (", ",), ("]", "<|tool_call_end|>")), by_token=True,
     ),
     ToolFormat(
-        "internlm",
-        (("<|action_start|>",),),
-        ("<|action_start|>",),
-        ("<|plugin|>", "<|action_end|>"),
-        read_internlm,
+        "internlm", (("<|action_start|>",),), ("<|action_start|>",), ("<|plugin|>", "<|action_end|>"), sections.read_internlm,
         CallGrammar(
             json_call("parameters", close=("<|action_end|>",)),
-            "<|action_start|>",
-            ("<|plugin|>", "\n"),
-            ("<|action_start|>", "<|plugin|>", "\n"),
+            "<|action_start|>", ("<|plugin|>", "\n"), ("<|action_start|>", "<|plugin|>", "\n"),
         ),
         by_token=True,
     ),
+    _listed("phi4", "<|tool_call|>", "<|/tool_call|>", "</tool_call>", signs=("<|/tool_call|>",)),
     ToolFormat(
-        "phi4",
-        (("<|/tool_call|>",),),
-        ("<|tool_call|>",),
-        ("<|/tool_call|>",),
-        read_json("</tool_call>", "<|/tool_call|>"),
-        CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]", "<|/tool_call|>")),
+        "granite", (("<|tool_call|>",),), ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>",),
+        read_json("</tool_call>", "<|/tool_call|>"), CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]",)),
     ),
     ToolFormat(
-        "granite",
-        (("<|tool_call|>",),),
-        ("<|tool_call|>", "<tool_call>"),
-        ("<|/tool_call|>",),
-        read_json("</tool_call>", "<|/tool_call|>"),
-        CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]",)),
-    ),
-    ToolFormat(
-        "phi",
-        (("functools",),),
-        ("functools[",),
-        (),
-        read_json_list,
+        "phi", (("functools",),), ("functools[",), (), sections.read_json_list,
         CallGrammar(json_call(), "functools[", between=(", ",), after=("]",)),
     ),
     ToolFormat(
-        "functionary_v31",
-        (("<function=", "</function>"),),
-        (FUNCTION, PYTHON),
-        ("</function>",),
-        read_function,
+        "functionary_v31", (("<function=", "</function>"),), (FUNCTION, PYTHON), ("</function>",), read_function,
         CallGrammar(named_call((), (">",), ("</function>",)), FUNCTION, between=(LINE, FUNCTION)),
     ),
     ToolFormat(
-        "functionary_v32",
-        ((">>>all", ">>>${recipient}"),),
-        (TO,),
-        (),
-        read_recipient,
-        RecipientGrammar(named_call((), ("\n",)), TO, between=(TO,)),
-        opened=TO,
+        "functionary_v32", ((">>>all", ">>>${recipient}"),), (TO,), (), read_recipient,
+        RecipientGrammar(named_call((), ("\n",)), TO, between=(TO,)), opened=TO,
     ),
     GLM4,
     ToolFormat(
-        "pythonic",
-        (("func_name1(",),),
-        ("<|python_start|>",),
-        ("<|python_end|>",),
-        read_llama,
-        CallGrammar(python_call, before=("[",), between=(", ",), after=("]",)),
-        bare=read_bare,
+        "pythonic", (("func_name1(",),), ("<|python_start|>",), ("<|python_end|>",), sections.read_llama,
+        CallGrammar(written.python_call, before=("[",), between=(", ",), after=("]",)), bare=sections.read_bare,
     ),
     ToolFormat(
-        "llama",
-        (("<|start_header_id|>",), ("<|python_tag|>",)),
-        ("<|python_tag|>", "<function="),
-        (),
-        read_llama,
-        CallGrammar(json_call("parameters"), between=("; ",)),
-        bare=read_bare,
+        "llama", (("<|start_header_id|>",), ("<|python_tag|>",)), ("<|python_tag|>", "<function="), (), sections.read_llama,
+        CallGrammar(json_call("parameters"), between=("; ",)), bare=sections.read_bare,
     ),
     JSON,
-)
+)  # fmt: skip

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_grammar import Bound, CallGrammar, Marked, Writer, quoted
 from nanovllm_cli.text.tool_json import read_value
-from nanovllm_cli.text.tool_sections import Tools
+from nanovllm_cli.text.tool_sections import Tools, tagged
 from nanovllm_cli.text.tool_stream import Broken, CallStream, Reading
 from nanovllm_cli.text.tool_tagged_grammar import kinded, written_arguments
 from nanovllm_cli.text.tool_xml import Arguments
@@ -26,18 +26,6 @@ _TOOLS, _CALL = Marked("", _OPEN, "tools<|sep|>"), Marked("", _OPEN, 'call tool=
 _ARGUMENT, _JSON = '<|open|>argument key="', '<|open|>json type="object"<|sep|>'
 _ARGUMENT_END, _JSON_END, _CALL_END = "<|close|>argument<|sep|>", "<|close|>json<|sep|>", "<|close|>call<|sep|>"
 _TOOLS_END, _MESSAGE_END = "<|close|>tools<|sep|>", "<|close|>message<|sep|>"
-
-
-def _read(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    """Calls, in a section or without one."""
-    if tag == _TOOLS:
-        tag = yield from stream.expect(_CALL)
-    while tag in (_CALL, _TOOLS_END):
-        if tag == _CALL:
-            yield from _read_call(stream, tools)
-        tag = yield from stream.accept(_CALL, _TOOLS_END, _MESSAGE_END)
-        if tag == _CALL:
-            stream.mark(tag)
 
 
 def _read_call(stream: CallStream, tools: Tools) -> Reading[None]:
@@ -61,6 +49,15 @@ def _read_call(stream: CallStream, tools: Tools) -> Reading[None]:
         yield from arguments.read(_read_name(said), _ARGUMENT_END, is_text=kind == "string" if kind else None)
         tag = yield from stream.expect(_ARGUMENT, _CALL_END)
     arguments.end()
+
+
+_SECTION = tagged(_TOOLS, _CALL, _TOOLS_END, _read_call)
+
+
+def _read(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """Calls, in a section or without one."""
+    yield from _SECTION(stream, tag, tools)
+    yield from stream.accept(_MESSAGE_END)
 
 
 def _read_name(said: str) -> str:

@@ -30,7 +30,7 @@ from nanovllm_cli.text.tool_grammar import (
 )
 from nanovllm_cli.text.tool_json import MAX_DEPTH, Give
 from nanovllm_cli.text.tool_python import in_json_string
-from nanovllm_cli.text.tool_sections import Tools
+from nanovllm_cli.text.tool_sections import Tools, tagged
 from nanovllm_cli.text.tool_stream import Broken, CallStream, Reading
 from nanovllm_cli.text.tool_tagged_grammar import any_text
 from nanovllm_cli.text.tool_xml import PLAIN, converted
@@ -41,23 +41,16 @@ _TAG, _END = f"{_MARK}<", f"{_MARK}</tool_call>"
 _EMPTY = {"array": "[]", "object": "{}"}
 
 
-def _read(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-    """Calls, in a block or without one."""
-    if tag == _BEGIN:
-        tag = yield from stream.expect(_INVOKE)
-    while tag == _INVOKE:
-        name = (yield from stream.until('">'))[0].strip()
-        if not name:
-            raise Broken
-        stream.begin(name)
-        root = next((tool.parameters for tool in tools if tool.name == name), {})
-        tag = yield from stream.expect(f"{_MARK}</invoke>", _TAG)
-        key = (yield from _key(stream)) if tag == _TAG else None
-        yield from _Values(stream, root).members({**root, "type": "object"}, "invoke", key, 0)
-        stream.end()
-        tag = yield from stream.accept(_INVOKE, _END)
-        if tag == _INVOKE:
-            stream.mark(tag)
+def _read(stream: CallStream, tools: Tools) -> Reading[None]:
+    name = (yield from stream.until('">'))[0].strip()
+    if not name:
+        raise Broken
+    stream.begin(name)
+    root = next((tool.parameters for tool in tools if tool.name == name), {})
+    tag = yield from stream.expect(f"{_MARK}</invoke>", _TAG)
+    key = (yield from _key(stream)) if tag == _TAG else None
+    yield from _Values(stream, root).members({**root, "type": "object"}, "invoke", key, 0)
+    stream.end()
 
 
 def _key(stream: CallStream) -> Reading[str]:
@@ -212,6 +205,6 @@ MINIMAX_M3 = ToolFormat(
     ((_MARK, "<tool_call>"),),
     (_BEGIN, _INVOKE),
     (_MARK, "<tool_call>", "</tool_call>"),
-    _read,
+    tagged(_BEGIN, _INVOKE, _END, _read),
     CallGrammar(_call, _MARK, ("<tool_call>", "\n"), ("\n",), ("\n", _MARK, "</tool_call>")),
 )

@@ -12,22 +12,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanovllm_cli.text.tool_grammar import LINE, Bound, HarmonyGrammar, Writer, quoted
-from nanovllm_cli.text.tool_sections import Tools, read_xml
+from nanovllm_cli.text.tool_sections import Tools, tagged
 from nanovllm_cli.text.tool_stream import CallStream, Reading
 from nanovllm_cli.text.tool_tagged_grammar import tagged_call
-from nanovllm_cli.text.tool_xml import XmlTags
+from nanovllm_cli.text.tool_xml import XmlTags, read_xml
 
 _BEGIN, _END = "<atem:function_calls>", "</atem:function_calls>"
 _TAGS = XmlTags(('<atem:invoke name="', '">'), ('<atem:parameter name="', '">'), "</atem:parameter>", "</atem:invoke>")
 MUSE_TAGS = (_BEGIN, "<atem:invoke", "<atem:parameter", _TAGS.value, _TAGS.end, _END)
 """What of them may be tokens."""
+_SECTION = tagged(_BEGIN, _TAGS.name[0], _END, read_xml(_TAGS))
 _CALL = tagged_call((_TAGS.name[0], '">\n'), _TAGS.key, (_TAGS.value, "\n"), (_TAGS.end, "\n", _END))
 
 
 def read_muse(stream: CallStream, name: str, tools: Tools) -> Reading[None]:
     """The body of a message to a tool, whose tags have the name again, which counts."""
     tag = yield from stream.expect(_BEGIN, _TAGS.name[0])
-    yield from read_xml(_TAGS, _BEGIN, _END)(stream, tag, tools)
+    yield from _SECTION(stream, tag, tools)
 
 
 class MuseGrammar(HarmonyGrammar):

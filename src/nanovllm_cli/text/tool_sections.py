@@ -7,28 +7,46 @@ model so. Where nothing but its looks makes JSON or Python a call, only a tool's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from nanovllm_cli.text.tool_calls import Tool
 from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call, read_text
 from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
-from nanovllm_cli.text.tool_stream import Broken, CallStream, Reader, Reading
-from nanovllm_cli.text.tool_xml import XmlTags, read_xml_call
+from nanovllm_cli.text.tool_stream import Broken, CallStream, Reading
 
 Tools = Sequence[Tool]
 Names = frozenset[str] | None
 ReadSection = Callable[[CallStream, str, Tools], Reading[None]]
 """Reads what follows an opening tag. Ends behind its closing tag, or where something else follows."""
+ReadCall = Callable[[CallStream, Tools], Reading[None]]
+"""Reads one call, behind the tag that begins it."""
 
-DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-DEEPSEEK_CALL, DEEPSEEK_NAME, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+class SectionTags(NamedTuple):
+    """begin, end: around all calls. call, call_end: around each. name, arguments: in front of these, where that has a tag."""
+
+    begin: str
+    end: str
+    call: str
+    call_end: str
+    arguments: str = ""
+    name: str = ""
+
+
+DEEPSEEK = SectionTags(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", name="<｜tool▁sep｜>"
+)
+KIMI = SectionTags(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+)  # fmt: skip
+SOLAR = SectionTags(
+    "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:end|>", "<|tool_call:args|>", "<|tool_call:name|>"
+)
 APERTUS_BEGIN, APERTUS_END = "<|tools_prefix|>", "<|tools_suffix|>"
-KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-SOLAR_BEGIN, SOLAR_CALL, SOLAR_NAME = "<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>"
-SOLAR_ARGUMENTS, SOLAR_CALL_END, SOLAR_END = "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"
+OLMO_BEGIN, OLMO_END = "<function_calls>", "</function_calls>"
 DIRECTLY = frozenset(("directly_answer", "directly-answer"))
 """What a Command R calls where it needs no tool."""
-OLMO_BEGIN, OLMO_END = "<function_calls>", "</function_calls>"
 
 
 def read_json(*closers: str) -> ReadSection:
@@ -51,16 +69,16 @@ def read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     yield from read_calls(stream)
 
 
-def read_xml(tags: XmlTags, open: str, close: str) -> ReadSection:
-    """Calls whose arguments stand between tags. open, close: around one or several of them, or nothing."""
+def tagged(begin: str, call: str, end: str, read: ReadCall) -> ReadSection:
+    """Calls with a tag before each, in a section of their own or without one, where it has a tag at all."""
 
     def section(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-        if tag == open:
-            tag = yield from stream.expect(tags.name[0])
-        while tag == tags.name[0]:
-            yield from read_xml_call(stream, tags, tools)
-            tag = yield from stream.accept(tags.name[0], close)
-            if tag == tags.name[0]:
+        if tag == begin:
+            tag = yield from stream.expect(call)
+        while tag == call:
+            yield from read(stream, tools)
+            tag = yield from stream.accept(call, end)
+            if tag == call:
                 stream.mark(tag)
 
     return section
@@ -102,24 +120,9 @@ def read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     yield from read_named_call(stream, name, call_id)
 
 
-def tagged(begin: str, call: str, end: str, read: Reader) -> ReadSection:
-    """Calls with a tag before each, in a section of their own or without one."""
-
-    def section(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
-        if tag == begin:
-            tag = yield from stream.expect(call)
-        while tag == call:
-            yield from read(stream)
-            tag = yield from stream.accept(call, end)
-            if tag == call:
-                stream.mark(tag)
-
-    return section
-
-
-def read_deepseek(stream: CallStream) -> Reading[None]:
+def read_deepseek(stream: CallStream, tools: Tools) -> Reading[None]:
     """V3.1 writes name and JSON; R1 and V3 a type, a name, and JSON in a fence."""
-    name, _ = yield from stream.until(DEEPSEEK_NAME)
+    name, _ = yield from stream.until(DEEPSEEK.name)
     fenced = (yield from stream.peek()) != "{"
     if fenced:
         name, _ = yield from stream.until("\n")
@@ -127,22 +130,22 @@ def read_deepseek(stream: CallStream) -> Reading[None]:
     yield from read_named_call(stream, name)
     if fenced:
         yield from stream.accept("```")
-    yield from stream.accept(DEEPSEEK_CALL_END)
+    yield from stream.accept(DEEPSEEK.call_end)
 
 
-def read_kimi(stream: CallStream) -> Reading[None]:
+def read_kimi(stream: CallStream, tools: Tools) -> Reading[None]:
     """functions.NAME:NUMBER, which is the call's id, and JSON."""
-    call_id = (yield from stream.until(KIMI_ARGUMENTS))[0].strip()
+    call_id = (yield from stream.until(KIMI.arguments))[0].strip()
     yield from read_named_call(stream, call_id.removeprefix("functions.").partition(":")[0], call_id)
-    yield from stream.accept(KIMI_CALL_END)
+    yield from stream.accept(KIMI.call_end)
 
 
-def read_solar(stream: CallStream) -> Reading[None]:
+def read_solar(stream: CallStream, tools: Tools) -> Reading[None]:
     """An id, a name, and JSON, each behind a tag of its own."""
-    call_id, _ = yield from stream.until(SOLAR_NAME)
-    name, _ = yield from stream.until(SOLAR_ARGUMENTS)
+    call_id, _ = yield from stream.until(SOLAR.name)
+    name, _ = yield from stream.until(SOLAR.arguments)
     yield from read_named_call(stream, name, call_id.strip())
-    yield from stream.accept(SOLAR_CALL_END)
+    yield from stream.accept(SOLAR.call_end)
 
 
 def read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:

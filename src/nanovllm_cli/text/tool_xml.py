@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from nanovllm_cli.text.tool_calls import Tool, type_of
 from nanovllm_cli.text.tool_json import is_json
 from nanovllm_cli.text.tool_python import in_json_string, read_literal
+from nanovllm_cli.text.tool_sections import ReadCall
 from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reading
 
 PLAIN: tuple[frozenset[str], ...] = (frozenset(), frozenset({"string"}))
@@ -40,20 +41,24 @@ INVOKE = XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), "</param
 MINICPM = XmlTags(('<function name="', '">'), ('<param name="', '">'), "</param>", "</function>")
 
 
-def read_xml_call(stream: CallStream, tags: XmlTags, tools: Sequence[Tool]) -> Reading[None]:
+def read_xml(tags: XmlTags) -> ReadCall:
     """NAME> (<KEY> VALUE </…>)* </…>, behind the tag that begins it. A value may be CDATA, which is what that holds."""
-    name, _ = yield from stream.until(tags.name[1])
-    arguments = Arguments(stream, name, tools)
     closers = (f"\n{tags.value}", tags.value) if tags.lines else (tags.value,)
-    while (yield from stream.expect(tags.key[0], tags.end)) == tags.key[0]:
-        key, _ = yield from stream.until(tags.key[1])
-        kind = ""
-        if tags.kind[0]:
-            key, _, kind = key.partition(tags.kind[0])
-        begun = yield from stream.match("\n" if tags.lines else "<![CDATA[")
-        is_text = kind == tags.kind[1] if kind else None
-        yield from arguments.read(key, *((f"]]>{tags.value}",) if begun == "<![CDATA[" else closers), is_text=is_text)
-    arguments.end()
+
+    def read(stream: CallStream, tools: Sequence[Tool]) -> Reading[None]:
+        name, _ = yield from stream.until(tags.name[1])
+        arguments = Arguments(stream, name, tools)
+        while (yield from stream.expect(tags.key[0], tags.end)) == tags.key[0]:
+            key, _ = yield from stream.until(tags.key[1])
+            kind = ""
+            if tags.kind[0]:
+                key, _, kind = key.partition(tags.kind[0])
+            begun = yield from stream.match("\n" if tags.lines else "<![CDATA[")
+            is_text = kind == tags.kind[1] if kind else None
+            yield from arguments.read(key, *((f"]]>{tags.value}",) if begun == "<![CDATA[" else closers), is_text=is_text)
+        arguments.end()
+
+    return read
 
 
 class PairTags(NamedTuple):
@@ -65,31 +70,34 @@ class PairTags(NamedTuple):
     end: str
 
 
-_GLM = PairTags("\n", ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>")
+GLM = PairTags("\n", ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>")
+HY = PairTags(
+    "<tool_sep:opensource>", ("<arg_key:opensource>", "</arg_key:opensource>"),
+    ("<arg_value:opensource>", "</arg_value:opensource>"), "</tool_call:opensource>",
+)  # fmt: skip
 
 
-def read_glm_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
-    """NAME (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* </tool_call>, of GLM."""
-    yield from read_pairs(stream, _GLM, tools)
-
-
-def read_pairs(stream: CallStream, tags: PairTags, tools: Sequence[Tool]) -> Reading[None]:
+def read_pairs(tags: PairTags) -> ReadCall:
     """NAME (<KEY> </KEY> <VALUE> </VALUE>)* </…>, behind the tag that begins it."""
-    name, mark = yield from stream.until(tags.name, tags.key[0], tags.end, "<")
-    if mark == "<":
-        stream.position -= 1  # it may begin another call
-        raise Broken
-    arguments = Arguments(stream, name, tools)
-    while True:
-        if mark == tags.name:
-            mark = yield from stream.expect(tags.key[0], tags.end)
-        if mark == tags.end:
-            break
-        key, _ = yield from stream.until(tags.key[1])
-        yield from stream.expect(tags.value[0])
-        yield from arguments.read(key, tags.value[1])
-        mark = tags.name
-    arguments.end()
+
+    def read(stream: CallStream, tools: Sequence[Tool]) -> Reading[None]:
+        name, mark = yield from stream.until(tags.name, tags.key[0], tags.end, "<")
+        if mark == "<":
+            stream.position -= 1  # it may begin another call
+            raise Broken
+        arguments = Arguments(stream, name, tools)
+        while True:
+            if mark == tags.name:
+                mark = yield from stream.expect(tags.key[0], tags.end)
+            if mark == tags.end:
+                break
+            key, _ = yield from stream.until(tags.key[1])
+            yield from stream.expect(tags.value[0])
+            yield from arguments.read(key, tags.value[1])
+            mark = tags.name
+        arguments.end()
+
+    return read
 
 
 class Arguments:
