@@ -40,7 +40,7 @@ def read_gemma(tags: GemmaTags) -> ReadSection:
         if mark != "{" or not name.strip():
             raise Broken
         stream.begin(name.strip())
-        yield from _members(stream, stream.arguments, 0, tags.quote)
+        yield from _container(stream, stream.arguments, "}", 0, tags.quote)
         stream.end()
         yield from stream.accept(tags.close)
 
@@ -56,7 +56,7 @@ def _value(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[No
         if depth == MAX_DEPTH:
             raise Broken
         stream.take()
-        yield from (_members if first == "{" else _items)(stream, give, depth, quote)
+        yield from _container(stream, give, "}" if first == "{" else "]", depth, quote)
     elif (yield from stream.match(quote)):
         give('"')
         yield from stream.pass_to(lambda text: give(in_json_string(text)), quote)
@@ -65,31 +65,19 @@ def _value(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[No
         yield from _scalar(stream, give)
 
 
-def _members(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[None]:
-    """What stands in an object, behind its brace, and the brace that closes it."""
-    separator = "{"
-    while (yield from stream.skip_space()) != "}":
-        give(f"{separator}{json.dumps((yield from _key(stream, quote)), ensure_ascii=False)}: ")
+def _container(stream: CallStream, give: Give, close: str, depth: int, quote: str) -> Reading[None]:
+    """What stands in an object or a list, behind what opens it, and what closes it."""
+    opening = "{" if close == "}" else "["
+    separator = opening
+    while (yield from stream.skip_space()) != close:
+        key = f"{json.dumps((yield from _key(stream, quote)), ensure_ascii=False)}: " if close == "}" else ""
+        give(separator + key)
         separator = ", "
         yield from _value(stream, give, depth + 1, quote)
-        if (yield from stream.skip_space()) != ",":
+        if not (yield from stream.accept(",")):
             break
-        stream.take()
-    yield from stream.expect("}")
-    give("{}" if separator == "{" else "}")
-
-
-def _items(stream: CallStream, give: Give, depth: int, quote: str) -> Reading[None]:
-    separator = "["
-    while (yield from stream.skip_space()) != "]":
-        give(separator)
-        separator = ", "
-        yield from _value(stream, give, depth + 1, quote)
-        if (yield from stream.skip_space()) != ",":
-            break
-        stream.take()
-    yield from stream.expect("]")
-    give("[]" if separator == "[" else "]")
+    yield from stream.expect(close)
+    give(opening + close if separator == opening else close)
 
 
 def _key(stream: CallStream, quote: str) -> Reading[str]:
@@ -108,12 +96,7 @@ def _key(stream: CallStream, quote: str) -> Reading[str]:
 
 
 def _scalar(stream: CallStream, give: Give) -> Reading[None]:
-    text = ""
-    while (yield from stream.peek()) not in ",]}<\n":
-        text += stream.take()
-        if len(text) > MAX_SCALAR_CHARS:
-            raise Broken
-    text = text.strip()
+    text = (yield from stream.word(lambda char: char not in ",]}<\n", MAX_SCALAR_CHARS)).strip()
     if not text:
         raise Broken
     give(_WORDS.get(text) or (text if is_json(text) else json.dumps(text, ensure_ascii=False)))

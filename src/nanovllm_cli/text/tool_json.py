@@ -94,11 +94,7 @@ def _escape(stream: CallStream, give: Give) -> Reading[None]:
 
 
 def _scalar(stream: CallStream, give: Give) -> Reading[None]:
-    text = ""
-    while (char := (yield from stream.peek())) not in ",]}" and not char.isspace():
-        text += stream.take()
-        if len(text) > MAX_SCALAR_CHARS:
-            raise Broken
+    text = yield from stream.word(lambda char: char not in ",]}" and not char.isspace(), MAX_SCALAR_CHARS)
     if not is_json(text):
         raise Broken
     give(text)

@@ -28,25 +28,22 @@ def read_python_calls(stream: CallStream, known: Collection[str] | None = None) 
 
 def read_python_call(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
     """name(argument=literal, …). Llama's own tools are written name.call(…), which counts whoever is known."""
-    name = yield from _identifier(stream, ".-")
-    if known is not None and name not in known and not name.endswith(".call"):
+    name = yield from stream.word(lambda char: char.isalnum() or char in "_.-", MAX_HEADER_CHARS)
+    if not name or (known is not None and name not in known and not name.endswith(".call")):
         raise Broken
     if (yield from stream.peek()) != "(":
         raise Broken
     stream.take()
     separator = "{"
-    while True:
-        if (yield from stream.skip_space()) == ")":
-            break
+    while (yield from stream.skip_space()) != ")":
         key = yield from _key(stream)
         if separator == "{":
             stream.begin(name.removesuffix(".call"))
         stream.arguments(f"{separator}{json.dumps(key)}: ")
         separator = ", "
         yield from read_literal(stream, stream.arguments)
-        if (yield from stream.skip_space()) != ",":
+        if not (yield from stream.accept(",")):
             break
-        stream.take()
     yield from stream.expect(")")
     if separator == "{":
         stream.begin(name.removesuffix(".call"))
@@ -74,9 +71,7 @@ def read_literal(stream: CallStream, give: Give, depth: int = 0) -> Reading[None
 def _container(stream: CallStream, give: Give, close: str, depth: int) -> Reading[None]:
     separator, end = ("{", "}") if close == "}" else ("[", "]")
     opening = separator
-    while True:
-        if (yield from stream.skip_space()) == close:
-            break
+    while (yield from stream.skip_space()) != close:
         give(separator)
         separator = ", "
         if close == "}":
@@ -86,9 +81,8 @@ def _container(stream: CallStream, give: Give, close: str, depth: int) -> Readin
             yield from stream.expect(":")
             give(": ")
         yield from read_literal(stream, give, depth)
-        if (yield from stream.skip_space()) != ",":
+        if not (yield from stream.accept(",")):
             break
-        stream.take()
     yield from stream.expect(close)
     give(end if separator != opening else opening + end)
 
@@ -128,11 +122,7 @@ def _escaped(stream: CallStream) -> Reading[str]:
 
 
 def _scalar(stream: CallStream, give: Give) -> Reading[None]:
-    text = ""
-    while (char := (yield from stream.peek())).isalnum() or char in "+-._":
-        text += stream.take()
-        if len(text) > MAX_SCALAR_CHARS:
-            raise Broken
+    text = yield from stream.word(lambda char: char.isalnum() or char in "+-._", MAX_SCALAR_CHARS)
     give(_WORDS.get(text) or _number(text))
 
 
@@ -148,17 +138,6 @@ def _number(text: str) -> str:
     if not math.isfinite(number):
         raise Broken
     return json.dumps(number)
-
-
-def _identifier(stream: CallStream, further: str = "") -> Reading[str]:
-    name = ""
-    while (char := (yield from stream.peek())).isalnum() or char == "_" or char in further:
-        name += stream.take()
-        if len(name) > MAX_HEADER_CHARS:
-            raise Broken
-    if not name:
-        raise Broken
-    return name
 
 
 def _key(stream: CallStream) -> Reading[str]:

@@ -173,6 +173,15 @@ class CallStream:
                 raise Broken
             pieces.append(self.take())
 
+    def word(self, goes_on: Callable[[str], bool], most: int) -> Reading[str]:
+        """The next characters, as long as each of them goes on. Raises Broken where they are more than `most`."""
+        pieces: list[str] = []
+        while goes_on((yield from self.peek())):
+            pieces.append(self.take())
+            if len(pieces) > most:
+                raise Broken
+        return "".join(pieces)
+
     def pass_to(self, give: Callable[[str], None], *tags: str) -> Reading[str]:
         """Gives out text as it comes, up to one of `tags`, which is taken and returned. Raises CutOff."""
         firsts = frozenset(tag[0] for tag in tags)
