@@ -15,7 +15,7 @@ from nanovllm_cli.errors import UsageError
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-_BRANCHES = ("anyOf", "oneOf", "allOf")
+BRANCHES = ("anyOf", "oneOf", "allOf")
 
 ToolChoice = str
 """none, auto, required, or the name of the one tool that must be called."""
@@ -131,7 +131,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]
         if not isinstance(each, Mapping) or id(each) in seen:
             continue
         seen.add(id(each))
-        kind = next((key for key in _BRANCHES if key in each), "")
+        kind = next((key for key in BRANCHES if key in each), "")
         branches = each.get(kind)
         if isinstance(each.get("$ref"), str):
             waiting.appendleft(resolved(each["$ref"], root))
@@ -154,7 +154,7 @@ def _together(branches: Sequence[Any], root: Mapping[str, Any]) -> Mapping[str, 
     for branch in branches:
         if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
             branch = resolved(branch["$ref"], root)
-        if not isinstance(branch, Mapping) or not branch.keys().isdisjoint(("$ref", *_BRANCHES)):
+        if not isinstance(branch, Mapping) or not branch.keys().isdisjoint(("$ref", *BRANCHES)):
             return None
         said += ((key, value) for key, value in branch.items() if key not in ("title", "description"))
     return dict(said) if len(dict(said)) == len(said) else None

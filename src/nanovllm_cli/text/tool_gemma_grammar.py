@@ -12,27 +12,35 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError, UsageError
-from nanovllm_cli.text.tool_calls import resolved
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.tool_calls import BRANCHES, resolved
 from nanovllm_cli.text.tool_gemma import GemmaTags
-from nanovllm_cli.text.tool_grammar import ANY_KEY, TEXT_KEYWORDS, Bound, WriteCall, Writer, listed, quoted
+from nanovllm_cli.text.tool_grammar import (
+    ANY_KEY,
+    NOTES,
+    TEXT_KEYWORDS,
+    Bound,
+    WriteCall,
+    Writer,
+    check_keywords,
+    choices_in,
+    listed,
+    quoted,
+)
 from nanovllm_cli.text.tool_json import MAX_DEPTH
 from nanovllm_cli.text.tool_tagged_grammar import any_text
 
-_NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
-_NOTES |= frozenset(("$defs", "definitions", "$schema", "$id", "$comment"))
 _NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _KEYWORDS: Mapping[str, Set[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),
     "array": frozenset(("items", "minItems", "maxItems")),
-    "string": TEXT_KEYWORDS - _NOTES,
+    "string": TEXT_KEYWORDS - NOTES,
     "integer": _NUMERIC,
     "number": _NUMERIC,
     "boolean": frozenset(),
     "null": frozenset(),
 }
 _ANY_TYPE = ("object", "array", "string", "number", "boolean", "null")
-_BRANCHES = ("anyOf", "oneOf", "allOf")
 _BARE_KEY = re.compile(r"[\w.$-]+")
 
 
@@ -54,12 +62,7 @@ class _Values:
         self._writer, self._tool, self._quote = writer, tool, quote
 
     def check(self, schema: Mapping[str, Any], known: Set[str]) -> None:
-        unknown = sorted(schema.keys() - known - _NOTES)
-        if unknown and self._tool.strict:
-            raise UnsupportedError(
-                f"the strict tool {self._tool.name!r} has {unknown[0]!r} in its schema: this model's calls can't be held to it",
-                "leave that keyword out, or leave strict out",
-            )
+        check_keywords(schema, known | NOTES, self._tool)
 
     def object(self, schema: Mapping[str, Any], depth: int) -> str:
         properties = schema.get("properties", {})
@@ -117,11 +120,10 @@ class _Values:
         if isinstance(schema.get("$ref"), str):
             self.check(schema, {"$ref"})
             return self._reference(schema["$ref"], depth + 1)
-        if "const" in schema or schema.get("enum") is not None:
-            choices = [schema["const"]] if "const" in schema else listed(schema, "enum", self._tool)
+        if (choices := choices_in(schema, self._tool)) is not None:
             return self._one_of([self._literal(choice, depth) for choice in choices])
-        branching = next((key for key in _BRANCHES if key in schema), "")
-        if branching and (self._tool.strict or not schema.keys() - _NOTES - {branching}):
+        branching = next((key for key in BRANCHES if key in schema), "")
+        if branching and (self._tool.strict or not schema.keys() - NOTES - {branching}):
             return self._branches(schema, branching, depth + 1)
         return self._of_types(schema, depth)
 

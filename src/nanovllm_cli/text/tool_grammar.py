@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -27,9 +27,11 @@ ANYTHING = "(?s:.*)"
 ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _PYTHON_ONLY = r"/True|False|None|'([^'\\\n]|\\[^xuU\n])*'/"
 COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
-TEXT_KEYWORDS = frozenset(
-    ("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength")
-)
+NOTES = frozenset((
+    "type", "title", "description", "default", "examples", "enum", "const", "$defs", "definitions", "$schema", "$id", "$comment",
+))  # fmt: skip
+"""Keywords that hold nobody to anything by themselves, or are looked at everywhere."""
+TEXT_KEYWORDS = frozenset(("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength"))
 
 
 class Marked(str):
@@ -361,6 +363,22 @@ def parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
         {name: schema for name, schema in schemas.items() if name in required},
         {name: schema for name, schema in schemas.items() if name not in required},
     )
+
+
+def check_keywords(schema: Mapping[str, Any], known: Set[str], tool: Bound) -> None:
+    """Raises UnsupportedError where a strict tool has others in its schema."""
+    if tool.strict and (unknown := sorted(schema.keys() - known)):
+        raise UnsupportedError(
+            f"the strict tool {tool.name!r} has {unknown[0]!r} in its schema: this model's calls can't be held to it",
+            "leave that keyword out, or leave strict out",
+        )
+
+
+def choices_in(schema: Mapping[str, Any], tool: Bound) -> Sequence[Any] | None:
+    """The values that a schema lists; None where it does not."""
+    if "const" in schema:
+        return [schema["const"]]
+    return None if schema.get("enum") is None else listed(schema, "enum", tool)
 
 
 def listed(schema: Mapping[str, Any], keyword: str, tool: Bound) -> Sequence[Any]:

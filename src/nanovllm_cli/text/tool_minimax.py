@@ -19,12 +19,14 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.text.tool_calls import alternatives, types_of
 from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.text.tool_grammar import (
+    NOTES,
     TEXT_KEYWORDS,
     Bound,
     CallGrammar,
     Marked,
     Writer,
-    listed,
+    check_keywords,
+    choices_in,
     parameters,
     quoted,
 )
@@ -126,7 +128,6 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # ---- grammar ----
 
-_NOTES = frozenset(("type", "title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment"))
 _OTHER_TAG = r"<([^\/]|\/([^i]|i([^n]|n([^v]|v([^o]|o([^k]|k([^e]|e[^>])))))))(?s:.*)"
 """Any but </invoke>, and what stands behind it: where any argument will do, its tags may be within each other."""
 _HELD = {"object": frozenset(("properties", "required", "additionalProperties")), "array": frozenset(("items",))}
@@ -170,8 +171,7 @@ class _Call:
 
     def _said(self, schema: Mapping[str, Any], name: str) -> list[str]:
         close = f"</{name}>"
-        if "const" in schema or schema.get("enum") is not None:
-            choices = [schema["const"]] if "const" in schema else listed(schema, "enum", self._tool)
+        if (choices := choices_in(schema, self._tool)) is not None:
             texts = (choice if isinstance(choice, str) else json.dumps(choice) for choice in choices)
             return [f"{quoted(text) if text else ''} {self._writer.sequence(_MARK, close)}" for text in texts]
         said: list[str] = []
@@ -192,12 +192,8 @@ class _Call:
         return said
 
     def _check(self, schema: Mapping[str, Any], *kinds: str) -> None:
-        known = _NOTES.union(TEXT_KEYWORDS, *(_HELD.get(kind, frozenset()) for kind in kinds))
-        if self._tool.strict and (unknown := sorted(schema.keys() - known)):
-            raise UnsupportedError(
-                f"the strict tool {self._tool.name!r} has {unknown[0]!r} in its schema: this model's calls can't be held to it",
-                "leave that keyword out, or leave strict out",
-            )
+        known = NOTES.union(TEXT_KEYWORDS, *(_HELD.get(kind, frozenset()) for kind in kinds))
+        check_keywords(schema, known, self._tool)
 
 
 MINIMAX_M3 = ToolFormat(

@@ -16,7 +16,7 @@ from nanovllm_cli.text.tool_grammar import (
     Bound,
     WriteCall,
     Writer,
-    listed,
+    choices_in,
     parameters,
     quoted,
 )
@@ -88,9 +88,9 @@ def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[
     texts = [each for each in known if _is_text(each)]
     if not texts:
         return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
-    if all("const" in each or each.get("enum") is not None for each in texts):
-        choices = [choice for each in texts for choice in _choices(each, tool)]
-        shown = [quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices]
+    choices = [choices_in(each, tool) for each in texts]
+    if None not in choices:
+        shown = [quoted(choice if isinstance(choice, str) else json.dumps(choice)) for some in choices for choice in some or ()]
         shown += [tool.argument(writer, each) for each in known if each not in texts]
         return f"({' | '.join(shown)}) {writer.sequence(*close)}"
     open_ended = sorted(frozenset[str]().union(*known) - TEXT_KEYWORDS)
@@ -100,10 +100,6 @@ def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[
             "leave that keyword out, or leave strict out",
         )
     return f"{any_text(writer, known[0] if len(known) == 1 else {}, close[0])} {writer.sequence(*close[1:])}"
-
-
-def _choices(schema: Mapping[str, Any], tool: Bound) -> Sequence[Any]:
-    return [schema["const"]] if "const" in schema else listed(schema, "enum", tool)
 
 
 def any_text(writer: Writer, schema: Mapping[str, Any], tag: str) -> str:
