@@ -151,7 +151,7 @@ class Prompts:
         from nanovllm_cli.text.reasoning import prompt_opens_reasoning
 
         known = self.prompting.reasoning()
-        if known is None or known.in_messages:
+        if known is None or known.messages is not None:
             raise UsageError("the answer was cut in its reasoning", "/regen asks for another one")
         if prompt_opens_reasoning(self.prompting.tail(ids), known):
             return ids

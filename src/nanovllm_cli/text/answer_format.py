@@ -20,7 +20,7 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import ASR, FORMATS, ReasoningFormat, prompt_opens_reasoning, reasoning_format
-from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, harmony_parser, muse_parser
+from nanovllm_cli.text.reasoning_harmony import HarmonyParser, HarmonyPiece, MuseParser
 from nanovllm_cli.text.reasoning_parsers import ReasoningDelta, ReasoningSplitter
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls, placed
@@ -107,8 +107,8 @@ class AnswerFormat:
         """
         if self.tools.body is not None and tools:
             calls = HarmonyCalls(self.tools.body, tools, whole=whole_calls, single=not parallel)
-            messages = muse_parser(prompt_tail) if self.tools.name == "muse" else harmony_parser(prompt_tail)
-            return HarmonyAnswerParser(messages, calls, splits_reasoning)
+            messages = MuseParser if self.tools.name == "muse" else HarmonyParser
+            return HarmonyAnswerParser(messages.of(prompt_tail), calls, splits_reasoning)
         known = self.reasoning
         wrap = () if known is None or known.wrap is None else (*known.wrap.opens, known.wrap.close)
         hidden = tuple(tag for tag in (*self.tools.tags, *wrap) if tag in self.special_tokens)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.constraint import ReasoningPhase
-from nanovllm_cli.text.reasoning_harmony import TO_USER, harmony_channel, harmony_parser, muse_channel, muse_parser
+from nanovllm_cli.text.reasoning_harmony import TO_USER, HarmonyParser, MuseParser
 from nanovllm_cli.text.reasoning_parsers import (
     BlockParser,
     ReasoningDelta,
@@ -33,7 +33,8 @@ class ReasoningFormat:
     """The tags of one family. `visible`: special tokens that a detokenizer must leave in the text for the parser. `anywhere`:
     its blocks may stand anywhere in an answer, and not only first. `wrap`: tags around the content behind it. `signs`: a chat
     template with all of one of these is its; where there are none, one with either tag. `begins`: what begins the content, where
-    the end of the reasoning does not."""
+    the end of the reasoning does not. `messages`: what reads it where it is messages of their own, whose headers tell them
+    apart."""
 
     name: str
     open: str
@@ -43,25 +44,21 @@ class ReasoningFormat:
     wrap: Wrap | None = None
     signs: tuple[tuple[str, ...], ...] = ()
     begins: str = ""
+    messages: type[HarmonyParser] | None = None
 
     def parser(
         self, prompt: str = "", *, is_inside: bool = False, calls: tuple[str, ...] = (), ends: str = ""
     ) -> ReasoningSplitter:
         """A parser for the answer to a rendered prompt. is_inside: the answer is known to begin with reasoning. calls, ends: see
         `ReasoningParser`."""
-        if self.in_messages:
-            return harmony_parser(prompt) if self.name == "harmony" else muse_parser(prompt)
+        if self.messages is not None:
+            return self.messages.of(prompt)
         inside = is_inside or prompt_opens_reasoning(prompt, self)
         if self.anywhere:
             return BlockParser(self.open, self.close, marker=self.visible[0], starts_inside=inside)
         after = not inside and prompt.rstrip().endswith(self.close)
         parser = ReasoningParser(self.open, self.close, starts_inside=inside, starts_after=after, calls=calls, ends=ends)
         return parser if self.wrap is None else WrappedParser(parser, self.wrap)
-
-    @property
-    def in_messages(self) -> bool:
-        """Whether it is messages of their own, whose headers tell them apart."""
-        return self.name in ("harmony", "muse")
 
     def is_of(self, template_source: str) -> bool:
         """Whether a chat template writes it."""
@@ -74,18 +71,15 @@ class ReasoningFormat:
         budget: most tokens of reasoning. to_content: what follows is constrained as the content alone; in harmony everything is
         reasoning then, until the message to the user begins, and so it is in Solar's.
         """
-        if self.begins and to_content and not self.in_messages:
-            return ReasoningPhase(self.open, self.begins, True, budget)
-        if not self.in_messages:
-            if prompt.rstrip().endswith(self.close):
-                return None
-            return ReasoningPhase(self.open, self.close, prompt_opens_reasoning(prompt, self), budget)
-        channel = (harmony_channel if self.name == "harmony" else muse_channel)(prompt)
+        channel = "" if self.messages is None else self.messages.channel(prompt)
         if channel not in ("", "analysis"):
             return None
-        if to_content:
+        if self.begins and to_content:
             return ReasoningPhase(self.open, self.begins, True, budget)
-        return ReasoningPhase(self.open, self.close, channel == "analysis", budget)
+        if self.messages is None and prompt.rstrip().endswith(self.close):
+            return None
+        is_open = prompt_opens_reasoning(prompt, self) if self.messages is None else channel == "analysis"
+        return ReasoningPhase(self.open, self.close, is_open, budget)
 
 
 def _tags(
@@ -102,6 +96,7 @@ HARMONY = ReasoningFormat(
     ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
     signs=(("<|channel|>analysis",),),
     begins="<|channel|>final<|message|>",
+    messages=HarmonyParser,
 )
 MUSE = ReasoningFormat(
     "muse",
@@ -110,6 +105,7 @@ MUSE = ReasoningFormat(
     ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
     signs=((" to=self<|message|>",),),
     begins=TO_USER,
+    messages=MuseParser,
 )
 KIMI = ReasoningFormat(
     "kimi_k3",

@@ -5,8 +5,7 @@ are messages to itself, to tools and to the user.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from nanovllm_cli.text.reasoning_parsers import ReasoningDelta, overlap
 
@@ -29,26 +28,42 @@ class HarmonyParser:
     _MAX_HEADER = 4096
     _ENDS: tuple[str, ...] = ("<|end|>", "<|return|>", "<|call|>")
     _BEGINS: tuple[str, ...] = ("<|start|>", "<|channel|>")
-    _channel_of: Callable[[str], str] = staticmethod(lambda header: _channel_of(header))
-
     def __init__(self, starts_in: str = "") -> None:
-        """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
+        """starts_in: the channel whose message the prompt has already begun, or nothing."""
         self._channel = starts_in or "header"
         self._held = ""
         self._marks = self._ENDS + self._BEGINS
         self._mark = re.compile("|".join(map(re.escape, self._marks)))
 
+    @classmethod
+    def of(cls, prompt: str) -> Self:
+        """For the answer to a rendered prompt."""
+        return cls(cls.channel(prompt))
+
+    @classmethod
+    def channel(cls, prompt: str) -> str:
+        """The channel that the end of a prompt has opened, or nothing."""
+        start = prompt.rfind("<|start|>")
+        tail = prompt[start:] if start >= 0 else ""
+        return cls._channel_of(tail) if tail.endswith("<|message|>") else ""
+
+    @staticmethod
+    def _channel_of(header: str) -> str:
+        """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
+        name = header.rpartition("<|channel|>")[2].partition("<|message|>")[0].split() if "<|channel|>" in header else []
+        if " to=" in header.replace(" to=assistant", ""):  # a model's slip, and no tool
+            return "tool"
+        return name[0] if name else "final"
+
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
         return len(self._held)
 
     def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
         return _split_pieces(self.pieces(text))
 
     def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. A header without a message is nothing."""
+        """A header without a message is nothing."""
         return _split_pieces(self.last_pieces())
 
     def pieces(self, text: str) -> list[HarmonyPiece]:
@@ -108,12 +123,12 @@ class MuseParser(HarmonyParser):
 
     _ENDS = ("<|eom|>", "<|eot|>")
     _BEGINS = ("<|start|>", TO_USER)
-    _channel_of = staticmethod(lambda header: _muse_channel_of(header))
 
-
-def harmony_parser(prompt: str = "") -> HarmonyParser:
-    """A parser of gpt-oss's channels for the answer to a rendered prompt."""
-    return HarmonyParser(starts_in=harmony_channel(prompt))
+    @staticmethod
+    def _channel_of(header: str) -> str:
+        """The same of `<|start|>assistant to=…<|message|>`."""
+        recipient = re.search(r"(?:^| )to=([^\s<]*)", header)
+        return {"self": "analysis", "user": "final", "": "final"}.get(recipient[1], "tool") if recipient else "final"
 
 
 def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
@@ -121,38 +136,3 @@ def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
         "".join(text for kind, text in pieces if kind == "analysis"),
         "".join(text for kind, text in pieces if kind != "analysis"),
     )
-
-
-def _channel_of(header: str) -> str:
-    """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
-    name = header.rpartition("<|channel|>")[2].partition("<|message|>")[0].split() if "<|channel|>" in header else []
-    if " to=" in header.replace(" to=assistant", ""):  # a model's slip, and no tool
-        return "tool"
-    return name[0] if name else "final"
-
-
-def _muse_channel_of(header: str) -> str:
-    """The same of `<|start|>assistant to=…<|message|>`."""
-    recipient = re.search(r"(?:^| )to=([^\s<]*)", header)
-    return {"self": "analysis", "user": "final", "": "final"}.get(recipient[1], "tool") if recipient else "final"
-
-
-def harmony_channel(prompt: str) -> str:
-    """The channel that the end of a prompt has opened, or nothing."""
-    return _opened(prompt, _channel_of)
-
-
-def muse_parser(prompt: str = "") -> MuseParser:
-    """A parser of Muse's messages for the answer to a rendered prompt."""
-    return MuseParser(starts_in=muse_channel(prompt))
-
-
-def muse_channel(prompt: str) -> str:
-    """See `harmony_channel`."""
-    return _opened(prompt, _muse_channel_of)
-
-
-def _opened(prompt: str, channel_of: Callable[[str], str]) -> str:
-    start = prompt.rfind("<|start|>")
-    tail = prompt[start:] if start >= 0 else ""
-    return channel_of(tail) if tail.endswith("<|message|>") else ""

@@ -64,11 +64,9 @@ class ReasoningParser:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
         return len(self._held) + self._space.size + self._call.size
 
     def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
         held, self._held = self._held + text, ""
         reasoning = content = ""
         if self._state == "before":
@@ -83,7 +81,7 @@ class ReasoningParser:
         return ReasoningDelta(reasoning, content)
 
     def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
+        """An unfinished tag is text; an unclosed block is reasoning."""
         held, self._held = self._held, ""
         if self._state == "inside":
             return ReasoningDelta(self._reason(held), "")
@@ -195,11 +193,9 @@ class BlockParser:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
         return len(self._held) + self._space.size
 
     def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
         text, position = self._held + text, 0
         given: dict[bool, list[str]] = {True: [], False: []}
         while match := self._tags.search(text, position):
@@ -215,7 +211,7 @@ class BlockParser:
         return ReasoningDelta("".join(given[True]), "".join(given[False]))
 
     def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
+        """An unfinished tag is text; an unclosed block is reasoning."""
         held, self._held = self._held, ""
         given: dict[bool, list[str]] = {True: [], False: []}
         self._give("" if held.startswith(self._marker) else held, given)
@@ -262,11 +258,9 @@ class Unwrapper:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
         return len(self._held) + self._space.size
 
     def push(self, text: str) -> str:
-        """What this piece of text decided."""
         given: list[str] = []
         text, self._held = self._held + text, ""
         while text:
@@ -280,7 +274,7 @@ class Unwrapper:
         return "".join(given)
 
     def finish(self) -> str:
-        """What was held back, once no more text comes. An unfinished tag is text."""
+        """An unfinished tag is text."""
         space = "" if self._trim and not self._held else str(self._space)
         held, self._held, self._space = space + self._held, "", Pieces()
         return held
@@ -337,16 +331,13 @@ class WrappedParser:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that are not decided."""
         return self._inner.num_held + self._unwrapper.num_held
 
     def push(self, text: str) -> ReasoningDelta:
-        """What this piece of text decided."""
         reasoning, content = self._inner.push(text)
         return ReasoningDelta(reasoning, self._unwrapper.push(content))
 
     def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes."""
         reasoning, content = self._inner.finish()
         return ReasoningDelta(reasoning, self._unwrapper.push(content) + self._unwrapper.finish())
 
