@@ -13,6 +13,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 EMPTY_TOOL: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 """What OpenAI's clients may leave out of a tool."""
 RESULTS = "tool_responses"
+_ASKED: dict[str, Any] = {"role": "user", "content": "where?"}
 _KEEPS_NULL = re.compile(r"[.'\"]content['\"\]]*\s+is\s+not\s+none")
 
 
@@ -24,10 +25,9 @@ def keeps_null(template: ChatTemplate) -> bool:
 @lru_cache(maxsize=16)
 def reads_tools(template: ChatTemplate) -> bool:
     """Whether a template writes the tools that it is given, or can't be asked."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
     tool = {"name": "needle", "description": "needle", "parameters": EMPTY_TOOL["parameters"]}
-    with_it = _rendered(template, asked, tools=[{"type": "function", "function": tool}])
-    return "needle" in with_it if with_it is not None else _rendered(template, asked) is None
+    with_it = _rendered(template, [_ASKED], tools=[{"type": "function", "function": tool}])
+    return "needle" in with_it if with_it is not None else _rendered(template, [_ASKED]) is None
 
 
 @lru_cache(maxsize=16)
@@ -40,9 +40,8 @@ def writes_calls(template: ChatTemplate) -> bool:
 @lru_cache(maxsize=16)
 def writes_results(template: ChatTemplate) -> bool:
     """Whether a template writes a tool's result, behind a call."""
-    asked, calling = {"role": "user", "content": "where?"}, _calling(template, [("haystack", _pin(template))])
     result = {"role": "tool", "name": "haystack", "tool_call_id": "abcdefgh0", "content": "needlework"}
-    return "needlework" in (_rendered(template, [asked, {**calling}, result]) or "")
+    return "needlework" in (_rendered(template, [_ASKED, _with_pin(template), result]) or "")
 
 
 @lru_cache(maxsize=16)
@@ -69,15 +68,12 @@ def _takes_roles(template: ChatTemplate, initials: str) -> bool:
         "d": {"role": "developer"},
         "u": {"role": "user"},
         "a": {"role": "assistant"},
-        "c": _calling(template, [("haystack", _pin(template))]) if "c" in initials else {},
+        "c": _with_pin(template) if "c" in initials else {},
         "t": {"role": "tool", "name": "haystack", "tool_call_id": "abcdefgh0"},
     }
     messages = [{"content": f"needle{place}", **kinds[initial]} for place, initial in enumerate(initials)]
-    try:
-        prompt = template.render(messages)
-    except TemplateError:
-        return False
-    return all((message["content"] or "") in prompt for message in messages)
+    prompt = _rendered(template, messages)
+    return prompt is not None and all((message["content"] or "") in prompt for message in messages)
 
 
 @lru_cache(maxsize=16)
@@ -93,8 +89,7 @@ def writes_content_last(template: ChatTemplate) -> bool:
     """Whether a template that has a place for results in a message, as Gemma 4's have, writes what it says behind its calls."""
     if RESULTS not in template.source:
         return False
-    calling = {**_calling(template, [("haystack", _pin(template))]), "content": "straw"}
-    written = _rendered(template, [{"role": "user", "content": "where?"}, calling]) or ""
+    written = _rendered(template, [_ASKED, {**_with_pin(template), "content": "straw"}]) or ""
     return -1 < written.find("needle") < written.find("straw")
 
 
@@ -103,10 +98,9 @@ def wants_results_within(template: ChatTemplate) -> bool:
     """Whether a template writes the result of a call otherwise where it is part of the call's message, as Gemma 4's first do."""
     if RESULTS not in template.source:
         return False
-    asked, calling = {"role": "user", "content": "where?"}, _calling(template, [("haystack", _pin(template))])
-    result = {"role": "tool", "tool_call_id": "abcdefgh0", "content": "straw"}
-    apart = _rendered(template, [asked, calling, result])
-    within = _rendered(template, [asked, {**calling, RESULTS: [{"name": "haystack", "response": "straw"}]}])
+    calling = _with_pin(template)
+    apart = _rendered(template, [_ASKED, calling, {"role": "tool", "tool_call_id": "abcdefgh0", "content": "straw"}])
+    within = _rendered(template, [_ASKED, {**calling, RESULTS: [{"name": "haystack", "response": "straw"}]}])
     return within is not None and within != apart
 
 
@@ -128,11 +122,7 @@ def needed_of_tools(template: ChatTemplate) -> frozenset[str]:
 
 def _takes(template: ChatTemplate, function: Mapping[str, Any]) -> bool:
     said = {name: value for name, value in function.items() if value is not None}
-    try:
-        template.render([{"role": "user", "content": "where?"}], tools=[{"type": "function", "function": said}])
-    except TemplateError:
-        return False
-    return True
+    return _rendered(template, [_ASKED], tools=[{"type": "function", "function": said}]) is not None
 
 
 @lru_cache(maxsize=16)
@@ -151,11 +141,7 @@ def takes_broken_arguments(template: ChatTemplate) -> bool:
 
 def writes(template: ChatTemplate, word: str, calls: Sequence[tuple[str, Any]]) -> bool:
     """Whether a word of some calls is in what a template writes of them."""
-    try:
-        asked = {"role": "user", "content": "where?"}
-        return word in template.render([asked, _calling(template, calls)], add_generation_prompt=False)
-    except TemplateError:
-        return False
+    return word in (_rendered(template, [_ASKED, _calling(template, calls)], add_generation_prompt=False) or "")
 
 
 def _calling(template: ChatTemplate, calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,6 +150,10 @@ def _calling(template: ChatTemplate, calls: Sequence[tuple[str, Any]]) -> dict[s
         for place, (name, arguments) in enumerate(calls)
     ]
     return {"role": "assistant", "content": None if keeps_null(template) else "", "tool_calls": plain}
+
+
+def _with_pin(template: ChatTemplate) -> dict[str, Any]:
+    return _calling(template, [("haystack", _pin(template))])
 
 
 def _pin(template: ChatTemplate) -> Any:
