@@ -261,11 +261,11 @@ def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:
     grid = _slices(rule, height, width)
     if grid is None:
         grows = rule.grows != "never" or height * width > rule.tile**2
-        return Sizes(_of_tile(rule, height, width) if grows else in_units(rule, height, width))
+        return Sizes(of_square(rule, rule.tile, height, width) if grows else in_units(rule, height, width))
     rows, columns = grid
     tall, wide = (max(count, round(side / count) * count) / count for side, count in ((height, rows), (width, columns)))
-    piece = _of_tile(rule, tall, wide)
-    return Sizes(_of_tile(rule, height, width), (piece[0] * rows, piece[1] * columns), grid=grid)
+    piece = of_square(rule, rule.tile, tall, wide)
+    return Sizes(of_square(rule, rule.tile, height, width), (piece[0] * rows, piece[1] * columns), grid=grid)
 
 
 def of_square(rule: SizeRule, side: int, height: float, width: float) -> Sides:
@@ -273,10 +273,6 @@ def of_square(rule: SizeRule, side: int, height: float, width: float) -> Sides:
     aspect = width / height
     tall = int(side / math.sqrt(aspect))
     return in_units(rule, tall, int(tall * aspect))
-
-
-def _of_tile(rule: SizeRule, height: float, width: float) -> Sides:
-    return of_square(rule, rule.tile, height, width)
 
 
 def in_units(rule: SizeRule, height: int, width: int) -> Sides:

@@ -45,26 +45,16 @@ def in_template(
         if not any(isinstance(each, Clip) == is_sound for each in sent):
             continue
         if isinstance(sense, HearingSpec) and "audio" not in source.lower():
-            told, tokens = sounds_in_texts(told, sense)
+            told, tokens = _in_texts(told, "audio", tokens, *sense.around)
         elif tokens.line is not None and tokens.marker not in source:
-            told, tokens = images_in_texts(told, tokens)
+            told, tokens = _in_texts(told, "image", tokens, tokens.before, tokens.after + tokens.line)
         marks[is_sound] = tokens
     return told, marks
 
 
-def sounds_in_texts(messages: Sequence[Any], hearing: HearingSpec) -> tuple[list[Any], ImageTokens]:
-    """Messages for a template that knows nothing of sounds: their parts are one text each, with a mark that nobody can have
-    written where a sound is, and which tokens that becomes."""
-    return _in_texts(messages, "audio", hearing.tokens, *hearing.around)
-
-
-def images_in_texts(messages: Sequence[Any], tokens: ImageTokens) -> tuple[list[Any], ImageTokens]:
-    """The same of images."""
-    assert tokens.line is not None
-    return _in_texts(messages, "image", tokens, tokens.before, tokens.after + tokens.line)
-
-
 def _in_texts(messages: Sequence[Any], kind: str, tokens: ImageTokens, before: str, after: str) -> tuple[list[Any], ImageTokens]:
+    """Messages for a template that knows nothing of images, or of sounds: their parts are one text each, with a mark that nobody
+    can have written where one is, and which tokens that becomes."""
     mark = f"\u241f{secrets.token_hex(16)}"
     told = []
     for message in messages:

@@ -226,21 +226,22 @@ class HarmonyGrammar:
         return f"{head} {kind} {writer.sequence('<|message|>')} {tool.arguments(writer)}"
 
     def demanded(self, writer: Writer, call: str, *, parallel: bool, reasons: bool) -> str:
-        return f"({writer.sequence('<|start|>', 'assistant')})? {call}"
+        return f"({self.begin(writer)})? {call}"
 
     def content(self, writer: Writer, form: str) -> str:
-        return f"({writer.sequence('<|start|>', 'assistant')})? {writer.sequence('<|channel|>', 'final', '<|message|>')} {form}"
+        return f"({self.begin(writer)})? {writer.sequence('<|channel|>', 'final', '<|message|>')} {form}"
 
     def no_call(self, writer: Writer) -> str:
         return ""  # a call has a channel of its own
 
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
-        begin = writer.sequence("<|start|>", "assistant")
-        head = (
-            f'{writer.sequence("<|channel|>")} ("analysis" | "commentary" | "final") {writer.sequence("<|message|>")}'
-        )
-        message = f"{head} {writer.text_before('<|end|>')} {begin}"
-        return f"({begin})? ({message})* ({head} {writer.anything()} | {call})"
+        head = f'{writer.sequence("<|channel|>")} ("analysis" | "commentary" | "final") {writer.sequence("<|message|>")}'
+        message = f"{head} {writer.text_before('<|end|>')} {self.begin(writer)}"
+        return f"({self.begin(writer)})? ({message})* ({head} {writer.anything()} | {call})"
+
+    def begin(self, writer: Writer) -> str:
+        """Of a message, which the prompt may have written."""
+        return writer.sequence("<|start|>", "assistant")
 
 
 def content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:

@@ -38,21 +38,16 @@ class MuseGrammar(HarmonyGrammar):
         return f"{writer.sequence(f' to={tool.name}', '<|message|>', _BEGIN, LINE)} {_CALL(writer, tool)}"
 
     def demanded(self, writer: Writer, call: str, *, parallel: bool, reasons: bool) -> str:
-        return f"({_assistant(writer)})? {_calls(writer, call, parallel=parallel)}"
+        return f"({self.begin(writer)})? {self._calls(writer, call, parallel=parallel)}"
 
     def content(self, writer: Writer, form: str) -> str:
-        return f"({_assistant(writer)})? {writer.sequence(' to=user', '<|message|>')} {form}"
+        return f"({self.begin(writer)})? {writer.sequence(' to=user', '<|message|>')} {form}"
 
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
         head = f"({quoted(' to=self')} | {quoted(' to=user')})? {writer.sequence('<|message|>')}"
-        message = f"{head} {writer.text_before('<|eom|>')} {_assistant(writer)}"
-        last = f"{head} {writer.anything()} | {_calls(writer, call, parallel=parallel)}"
-        return f"({_assistant(writer)})? ({message})* ({last})"
+        message = f"{head} {writer.text_before('<|eom|>')} {self.begin(writer)}"
+        last = f"{head} {writer.anything()} | {self._calls(writer, call, parallel=parallel)}"
+        return f"({self.begin(writer)})? ({message})* ({last})"
 
-
-def _assistant(writer: Writer) -> str:
-    return writer.sequence("<|start|>", "assistant")
-
-
-def _calls(writer: Writer, call: str, *, parallel: bool) -> str:
-    return f"{call} ({writer.sequence('<|eom|>')} {_assistant(writer)} {call})*" if parallel else call
+    def _calls(self, writer: Writer, call: str, *, parallel: bool) -> str:
+        return f"{call} ({writer.sequence('<|eom|>')} {self.begin(writer)} {call})*" if parallel else call
