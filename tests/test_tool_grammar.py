@@ -303,6 +303,7 @@ PARAMETERS = {
         "one": {"const": "x"},
         "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "note": {"type": ["string", "null"]},
+        "least": {"type": "string", "minLength": 2},
     },
     "required": ["unit"],
 }
@@ -318,6 +319,9 @@ PARAMETERS = {
         ({"unit": "C", "maybe": "abc"}, True),
         ({"unit": "C", "maybe": "abcd"}, False),
         ({"unit": "C", "maybe": "</p"}, True),
+        ({"unit": "C", "least": "ab"}, True),
+        ({"unit": "C", "least": "\n\n"}, True),
+        ({"unit": "C", "least": "\n"}, False),
         ({"unit": "C", "kind": "a/b"}, True),
         ({"unit": "C", "kind": "c\n"}, True),
         ({"unit": "C", "kind": "c"}, False),
@@ -335,6 +339,26 @@ def test_arguments_between_tags_follow_their_schema(arguments: dict[str, str], f
     )
     glm = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
     assert allows(known("glm"), f"<tool_call>f\n{glm}</tool_call>", tools=tools) == fits
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed", "minimax", "minicpm", "muse", "glm", "hy3", "deepseek_v32", "kimi_k3"])
+def test_a_value_ends_for_a_grammar_where_it_does_for_its_reader(name: str) -> None:
+    call = ONE[name]
+    end = next(tag for tag in ("</parameter>", "</param>", "</atem:parameter>", "</arg_value>", "</arg_value:opensource>",
+                               "</｜DSML｜parameter>", "<|close|>argument<|sep|>") if tag in call)  # fmt: skip
+    assert allows(known(name), call)
+    assert not allows(known(name), call.replace("Köln", f"Köln{end}x"))
+    unbroken = call.replace(f"Köln\n{end}", f"Köln{end}")
+    assert allows(known(name), unbroken)
+    assert not allows(known(name), unbroken.replace("3", "few"))
+
+
+@pytest.mark.parametrize("length", [-1, 2.5, "2", True])
+def test_a_length_that_is_none_is_its_senders_mistake(length: Any) -> None:
+    for keyword in ("minLength", "maxLength"):
+        tools = (tool("f", {"properties": {"a": {"type": "string", keyword: length}}}),)
+        with pytest.raises(UsageError):
+            known("qwen3_coder").constraint(tools, "required")
 
 
 @pytest.mark.parametrize(

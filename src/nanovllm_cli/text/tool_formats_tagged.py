@@ -14,8 +14,8 @@ from nanovllm_cli.text.tool_xml import CODER, GLM, HY, INVOKE, MINICPM, SEED, Pa
 def _in_lines(tags: XmlTags, before: str, *after: str) -> WriteCall:
     """A line for each tag. before, after: what stands around the call."""
     key = (tags.key[0], f"{tags.key[1]}\n" if tags.lines else tags.key[1])
-    value = f"\n{tags.value}\n" if tags.lines else f"{tags.value}\n"
-    return tagged_call((before + tags.name[0], f"{tags.name[1]}\n"), key, (value,), (f"{tags.end}\n", *after))
+    value = ("\n", tags.value, "\n") if tags.lines else (tags.value, "\n")
+    return tagged_call((before + tags.name[0], f"{tags.name[1]}\n"), key, value, (f"{tags.end}\n", *after))
 
 
 def _in_pairs(tags: PairTags, head: tuple[str, ...], *end: str) -> WriteCall:

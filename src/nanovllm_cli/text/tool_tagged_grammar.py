@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.tool_calls import alternatives, type_of, types_of
 from nanovllm_cli.text.tool_grammar import (
     ANY_KEY,
-    ANYTHING,
     COMBINATIONS,
     TEXT_KEYWORDS,
     Bound,
@@ -27,8 +26,8 @@ WriteArgument = Callable[[Writer, Bound, str, Mapping[str, Any]], str]
 
 
 def tagged_call(head: tuple[str, ...], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
-    """Arguments between tags. head: around the call's name; key: around an argument's key; close: behind its value; end: behind
-    the call."""
+    """Arguments between tags. head: around the call's name; key: around an argument's key; close: behind its value, its tag first
+    but for a line break, without which text is read as well; end: behind the call."""
 
     def argument(writer: Writer, tool: Bound, name: str, schema: Mapping[str, Any]) -> str:
         return f"{writer.sequence(key[0])} {name} {writer.sequence(*key[1:])} {_value(writer, tool, schema, close)}"
@@ -99,13 +98,26 @@ def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[
             f"the strict tool {tool.name!r} limits text by {open_ended[0]!r}, which this model's calls can't be held to",
             "leave that keyword out, or leave strict out",
         )
-    return f"{any_text(writer, known[0] if len(known) == 1 else {}, close[0])} {writer.sequence(*close[1:])}"
+    lined = close[0] == "\n"
+    text = any_text(writer, known[0] if len(known) == 1 else {}, close[lined], lined=lined)
+    return f"{text} {writer.sequence(*close[1 + lined :])}"
 
 
-def any_text(writer: Writer, schema: Mapping[str, Any], tag: str) -> str:
-    """Text as it is, as long as the schema says, and the tag behind it."""
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    return writer.text_before(tag, f"(?s:.){{{shortest},{longest}}}" if shortest or longest != "" else ANYTHING)
+def any_text(writer: Writer, schema: Mapping[str, Any], tag: str, *, lined: bool = False) -> str:
+    """Text as it is, as long as the schema says, and the tag behind it, where that stands first, as readers have it. lined: a
+    line break in front of the tag is none of the text. Raises UsageError."""
+    shortest, longest = schema.get("minLength"), schema.get("maxLength")
+    shortest = 0 if shortest is None else shortest
+    if any(type(length) is not int or length < 0 for length in (shortest, 0 if longest is None else longest)):
+        raise UsageError(f"a text of {shortest!r} to {longest!r} characters, in the schema of a tool, is none")
+    if not shortest and longest is None:
+        return writer.text_before(tag)
+    pattern = f"(?s:.){{{shortest},{'' if longest is None else longest}}}"
+    if lined:
+        pattern += r"\n"
+        if longest != 0:
+            pattern += f"|(?s:.){{{max(shortest - 1, 0)},{'' if longest is None else longest - 1}}}[^\\n]"
+    return writer.text_before(tag, pattern)
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
