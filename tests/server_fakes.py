@@ -148,20 +148,20 @@ class FakeGenerates:
         self.mosts: list[int | None] = []
         self.generations: list[FakeGeneration] = []
 
-    async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> FakeGeneration:
+    async def chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> FakeGeneration:
         return await self._begin(model, asked, caller, await self.encode_chat(model, asked, caller))
 
-    async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> FakeGeneration:
+    async def complete(self, model: ServedModel, asked: TextAsked, caller: Caller) -> FakeGeneration:
         ids = byte_tokenizer().encode(asked.prompt) if isinstance(asked.prompt, str) else list(asked.prompt)
         return await self._begin(model, asked, caller, ids)
 
-    async def encode_chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> list[int]:
+    async def encode_chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> list[int]:
         self.encoded.append(asked)
         return [65] * sum(len(str(message.get("content") or "")) + 4 for message in asked.messages)
 
     async def embed(
         self,
-        model: str | None,
+        model: ServedModel,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
         *,
@@ -174,22 +174,20 @@ class FakeGenerates:
         self.priorities.append(priority)
         self.poolings.append(pooling)
         self.mosts.append(most)
-        async with self.models.use(model):
-            vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
+        vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
         return [[number * (1 if normalize else 2) for number in each] for each in vectors], sum(len(text) for text in texts)
 
     async def _begin(
-        self, model: str | None, asked: ChatAsked | TextAsked, caller: Caller, prompt_ids: list[int]
+        self, model: ServedModel, asked: ChatAsked | TextAsked, caller: Caller, prompt_ids: list[int]
     ) -> FakeGeneration:
-        async with self.models.use(model) as served:
-            script = self.script(asked) if callable(self.script) else self.script
-            self.asked.append(asked)
-            self.callers.append(caller)
-            if script.refuses is not None:
-                raise script.refuses
-            generation = FakeGeneration(served, prompt_ids, script)
-            self.generations.append(generation)
-            return generation
+        script = self.script(asked) if callable(self.script) else self.script
+        self.asked.append(asked)
+        self.callers.append(caller)
+        if script.refuses is not None:
+            raise script.refuses
+        generation = FakeGeneration(model, prompt_ids, script)
+        self.generations.append(generation)
+        return generation
 
 
 @dataclass

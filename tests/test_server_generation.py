@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,9 @@ from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server import generation
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.engine_stream import EngineStream
+from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
@@ -30,11 +32,13 @@ from nanovllm_cli.server.ports import (
     ChatDefaults,
     EngineState,
     Event,
+    Generation,
     ServedModel,
     TextAsked,
     Timings,
     Usage,
 )
+from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text import tokenizer
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -170,10 +174,24 @@ class House:
         self.models = Models(self.engine, template)
         self.checks = Checks()
         self.log = Log()
-        self.generator = Generator(self.models, self.checks, self.log)
+        self.generator = Generator(self.checks, self.log)
+
+    @property
+    def model(self) -> ServedModel:
+        return self.models.model
+
+    @asynccontextmanager
+    async def begun(
+        self, asked: ChatAsked | TextAsked, caller: Caller = CALLER, model: str | None = "m"
+    ) -> AsyncIterator[Generation]:
+        """As routes have it."""
+        context = ServerContext(ServeSettings(), cast(Any, self.models), self.generator, self.checks, self.log)
+        exchange = Exchange(caller.request_id, "POST", "/", tenant=caller.tenant)
+        async with context.use(model) as served, context.generation(served, asked, exchange) as generation:
+            yield generation
 
     async def chat(self, asked: ChatAsked, caller: Caller = CALLER, model: str | None = "m") -> list[Event]:
-        async with await self.generator.chat(model, asked, caller) as generation:
+        async with self.begun(asked, caller, model) as generation:
             events = [event async for step in generation for event in step]
             self.usage, self.timings = generation.usage, generation.timings
         return events
@@ -218,7 +236,7 @@ def test_tokens_of_reasoning_are_counted_however_they_are_heard(
     ids = [tags[text] if text in tags else ord(text) for text in texts]
 
     async def usage() -> Usage:
-        async with await house.generator.chat("m", asked(), CALLER) as generation:
+        async with house.begun(asked()) as generation:
             events = aiter(generation)
             for first in range(0, 7, joined):
                 last = first + joined >= 7
@@ -236,7 +254,7 @@ def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -
     assert house.timings == Timings(0.5, 2.5, 7, 3)
 
     async def under_way() -> tuple[Timings, Timings]:
-        async with await House([piece("a")], ends=False).generator.chat("m", asked(), CALLER) as generation:
+        async with House([piece("a")], ends=False).begun(asked()) as generation:
             before = generation.timings
             await anext(aiter(generation))
             return before, generation.timings
@@ -275,7 +293,7 @@ def test_a_prompt_that_leaves_no_room_in_what_the_request_wants_is_refused(run: 
             run(house.chat(asked(most_tokens=most)))
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     with pytest.raises(ApiError, match="7 tokens, and the prompt has 8"):
-        run(house.generator.complete("m", TextAsked("12345678", SamplingParams(), most_tokens=7), CALLER))
+        run(house.generator.complete(house.model, TextAsked("12345678", SamplingParams(), most_tokens=7), CALLER))
     assert house.engine.asked == []
 
 
@@ -397,7 +415,7 @@ def test_what_cannot_be_is_refused_before_the_engine_sees_it(run: Any, more: dic
 def test_what_the_renderer_is_given_is_no_variable(run: Any, name: str) -> None:
     house = House([piece("a", finish="stop")])
     question = ChatAsked(MESSAGES, SamplingParams(), template_kwargs={name: []})
-    for refused in (house.chat(question), house.generator.encode_chat("m", question, CALLER)):
+    for refused in (house.chat(question), house.generator.encode_chat(house.model, question, CALLER)):
         with pytest.raises(ApiError) as caught:
             run(refused)
         assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
@@ -431,9 +449,9 @@ def test_what_could_never_fit_is_refused_before_it_is_read(run: Any, monkeypatch
     for refused in (
         house.chat(chat),
         house.chat(tools),
-        house.generator.encode_chat("m", chat, CALLER),
-        house.generator.complete("m", TextAsked(text, SamplingParams()), CALLER),
-        house.generator.embed("m", [text], "mean"),
+        house.generator.encode_chat(house.model, chat, CALLER),
+        house.generator.complete(house.model, TextAsked(text, SamplingParams()), CALLER),
+        house.generator.embed(house.model, [text], "mean"),
     ):
         with pytest.raises(ApiError, match="at least") as caught:
             run(refused)
@@ -448,7 +466,7 @@ def test_of_what_is_far_too_long_only_the_beginning_is_read(run: Any, monkeypatc
     monkeypatch.setitem(house.models.model.tokenizer.__dict__, "longest_token", 100)
     for refused in (
         house.chat(ChatAsked([{"role": "user", "content": text}], SamplingParams())),
-        house.generator.complete("m", TextAsked(text, SamplingParams()), CALLER),
+        house.generator.complete(house.model, TextAsked(text, SamplingParams()), CALLER),
     ):
         with pytest.raises(ApiError, match="at least") as caught:
             run(refused)
@@ -479,7 +497,7 @@ def test_a_tool_whose_parameters_cannot_be_held_to_is_named(run: Any) -> None:
                 raise UsageError("no such format")
 
     house = House([piece("a", finish="stop")])
-    house.generator = Generator(house.models, Refusing(), house.log)
+    house.generator = Generator(Refusing(), house.log)
     parameters = {"type": "object", "properties": {"x": {"type": "string", "format": "planet"}}}
     bad = {"type": "function", "function": {"name": "g", "parameters": parameters}}
     with pytest.raises(ApiError, match="the parameters of 'g': no such format") as caught:
@@ -534,7 +552,7 @@ def test_what_was_drawn_before_a_failure_is_told_before_it(run: Any, together: b
     events: list[Event] = []
 
     async def scenario() -> None:
-        async with await house.generator.chat("m", asked(), CALLER) as generation:
+        async with house.begun(asked()) as generation:
             async for step in generation:
                 events.extend(step)
                 if not together and len(events) == 1:
@@ -554,7 +572,7 @@ def test_a_failure_before_the_first_token_has_no_events(run: Any, unmeetable: bo
     house = House([piece("", (), finish="error", error="NaN", unmeetable=unmeetable)])
 
     async def scenario() -> None:
-        async with await house.generator.chat("m", asked(), CALLER) as generation:
+        async with house.begun(asked()) as generation:
             with pytest.raises(ApiError):
                 await anext(aiter(generation))
 
@@ -581,12 +599,11 @@ def test_who_leaves_aborts(run: Any) -> None:
     house = House([piece("a")], ends=False)
 
     async def scenario() -> None:
-        generation = await house.generator.chat(None, asked(), CALLER)
-        assert house.models.users == 1
-        async for _ in generation:
-            break
-        await generation.aclose()
-        await generation.aclose()
+        async with house.begun(asked(), model=None) as generation:
+            assert house.models.users == 1
+            async for _ in generation:
+                break
+            await generation.aclose()
 
     run(scenario())
     assert house.engine.aborted == 1
@@ -599,7 +616,7 @@ def test_texts_and_ids_are_completed(run: Any) -> None:
     house = House([piece("<think>x", finish="stop")])
 
     async def scenario(prompt: str | Sequence[int]) -> list[Event]:
-        async with await house.generator.complete(None, TextAsked(prompt, SamplingParams()), CALLER) as generation:
+        async with house.begun(TextAsked(prompt, SamplingParams()), model=None) as generation:
             return [event async for step in generation for event in step]
 
     (event,) = run(scenario("ab"))
@@ -620,7 +637,8 @@ def test_many_vectors_hold_up_nobody(run: Any, monkeypatch: pytest.MonkeyPatch) 
         return unit(vector)
 
     monkeypatch.setattr(generation, "unit", watched)
-    run(House().generator.embed("m", ["a", "bb"], "mean"))
+    house = House()
+    run(house.generator.embed(house.model, ["a", "bb"], "mean"))
     assert on_loop == [False, False]
 
 
@@ -628,29 +646,29 @@ def test_texts_are_cut_where_that_is_asked_for(run: Any) -> None:
     """To so many tokens, or to what the context holds; a text of megabytes is not read whole."""
     house = House()
     limit = FACTS.context_len
-    _, count = run(house.generator.embed("m", ["a" * 600, "bb", [1] * 7], "mean", most=5))
+    _, count = run(house.generator.embed(house.model, ["a" * 600, "bb", [1] * 7], "mean", most=5))
     assert count == 5 + 2 + 5
-    _, count = run(house.generator.embed("m", ["a" * 5_000_000], "mean", most=-1))
+    _, count = run(house.generator.embed(house.model, ["a" * 5_000_000], "mean", most=-1))
     assert count == limit
     for bad in (0, limit + 1):
         with pytest.raises(ApiError, match=f"between 1 and {limit} tokens") as refused:
-            run(house.generator.embed("m", ["a"], "mean", most=bad))
+            run(house.generator.embed(house.model, ["a"], "mean", most=bad))
         assert refused.value.param == "truncate_prompt_tokens"
 
 
 def test_embeddings_have_length_one(run: Any) -> None:
     house = House()
-    (first, second), count = run(house.generator.embed("m", ["a", [1, 2]], "mean", priority=-2))
+    (first, second), count = run(house.generator.embed(house.model, ["a", [1, 2]], "mean", priority=-2))
     assert count == 3
     assert house.engine.priorities == [-2, -2]
     assert list(first) == pytest.approx([0.6, 0.0, 0.8])
     assert math.hypot(*second) == pytest.approx(1)
     with pytest.raises(ApiError):
-        run(House(error=ApiError(503, "gone")).generator.embed("m", ["a", "b"], "mean"))
+        run(house.generator.embed(House(error=ApiError(503, "gone")).model, ["a", "b"], "mean"))
     with pytest.raises(ApiError) as caught:
-        run(house.generator.embed("m", ["a" * 600], "mean"))
+        run(house.generator.embed(house.model, ["a" * 600], "mean"))
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
     for bad in ([300], "x" * 1_000_000):
         with pytest.raises(ApiError) as caught:
-            run(house.generator.embed("m", [bad], "mean"))
+            run(house.generator.embed(house.model, [bad], "mean"))
         assert caught.value.param == "input"

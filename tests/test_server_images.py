@@ -80,7 +80,7 @@ class Server:
         self.engine, self.models = Engine(), FakeModels(tokenizer=tokenizer, template=TEMPLATE)
         self.tokenizer = tokenizer
         self.facts = FACTS
-        generator, pool = Generator(self.models, FakePool()), FakePool()
+        generator, pool = Generator(FakePool()), FakePool()
         app = create_app(ServerContext(settings or ServeSettings(), self.models, generator, pool))
         self.state = app.state
         self.http = TestClient(app, base_url="http://127.0.0.1:8080", raise_server_exceptions=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,11 +117,13 @@ def test_a_request_without_an_end_is_an_abort_or_an_error(metrics: Metrics, erro
 
 
 def test_embeddings_count_their_prompts(metrics: Metrics) -> None:
-    metrics.accepted("a", "embeddings", 17, None, None).end()
+    read = metrics.accepted("a", "embeddings", 17, None, None)
+    read.embedded()
+    read.end()
+    metrics.accepted("a", "embeddings", 23, None, None).end()  # its client left
     metrics.accepted("a", "embeddings", 19, None, None).end(ApiError(503, "no"))
     assert value(metrics, "prompt_tokens_total") == 17
-    assert value(metrics, "request_success_total", finished_reason="stop") == 1
-    assert value(metrics, "request_success_total", finished_reason="error") == 1
+    assert [value(metrics, "request_success_total", finished_reason=how) for how in ("stop", "abort", "error")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +274,22 @@ def test_routes_answer_as_prometheus_and_the_page_expect(client: TestClient, met
     shown = client.get("/status.json").json()
     assert shown["models"][0]["generation_tokens"] == 2
     assert shown["models"][0]["blocks"] == {"used": 0, "cached": 0, "free": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}),
+        ("/v1/completions", {"prompt": "hi", "suffix": "there"}),
+        ("/v1/embeddings", {"input": "hi", "dimensions": 100_000}),
+        ("/v1/responses", {"input": "hi", "text": {"verbosity": "low"}}),
+    ],
+)
+def test_what_no_model_takes_is_counted(client: TestClient, metrics: Metrics, path: str, body: dict[str, Any]) -> None:
+    assert client.post(path, json={**body, "model": "a"}).status_code == 400
+    assert client.post(path, json={**body, "model": "stranger"}).status_code == 404
+    for model in ("a", ""):
+        assert value(metrics, "requests_refused_total", reason="invalid", model_name=model) == 1
 
 
 def test_what_the_door_turns_away_is_counted_and_watching_goes_on(client: TestClient, metrics: Metrics) -> None:

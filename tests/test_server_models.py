@@ -172,7 +172,7 @@ def test_who_is_not_asked_sleeps_and_wakes(run: Run) -> None:
 def test_what_counts_tokens_or_looks_leaves_a_sleeping_model_asleep(run: Run) -> None:
     async def scenario() -> None:
         models = ServedModels([settings("a"), settings("b")], max_loaded=1)
-        generates = Generator(models, FakePool())
+        generates = Generator(FakePool())
         app = create_app(ServerContext(ServeSettings(), models, generates, FakePool()))
         messages = [{"role": "user", "content": "hi"}]
         await models.start()

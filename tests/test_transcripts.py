@@ -260,7 +260,7 @@ class Server:
         facts = msgspec.structs.replace(model.facts, hearing=hearing)
         self.engine = Engine(facts)
         self.models.served["fake"] = replace(model, facts=facts, engine=self.engine)
-        self.context = ServerContext(settings or ServeSettings(), self.models, Generator(self.models, FakePool()), FakePool())
+        self.context = ServerContext(settings or ServeSettings(), self.models, Generator(FakePool()), FakePool())
         self.http = TestClient(create_app(self.context), base_url="http://127.0.0.1:8080", raise_server_exceptions=False)
 
     def post(self, *parts: Any, headers: dict[str, str] | None = None, path: str = PATH) -> Any:

@@ -156,8 +156,7 @@ def _run(
         on_loading=_teller(screen),
     )
     pool = CheckPool()
-    generator = Generator(models, pool, observer)
-    app = create_app(ServerContext(settings, models, generator, pool, observer, metrics))
+    app = create_app(ServerContext(settings, models, Generator(pool, observer), pool, observer, metrics))
 
     def on_drain(in_flight: int) -> None:
         if in_flight:

@@ -32,8 +32,11 @@ _TYPES = {
 class ApiError(Exception):
     """status: of HTTP. code, param: as OpenAI's errors have them. retry_after: seconds, for 429 and 503.
 
-    retries: whether trying the same again can help; False is said in `x-should-retry`.
+    retries: whether trying the same again can help; False is said in `x-should-retry`. was_taken: whether an engine had the
+    request when it failed.
     """
+
+    was_taken = False
 
     def __init__(
         self,

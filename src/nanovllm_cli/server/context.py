@@ -7,8 +7,7 @@ Each `routes_x.py` offers `def router(context: ServerContext) -> APIRouter`, and
 
         @routes.post("/v1/things", responses=answers(Thing))   # what /openapi.json says; `streams=Event` for event streams
         async def make_thing(body: ThingRequest, exchange: CurrentExchange) -> Response:
-            async with await context.generates.chat(body.model, asked, exchange.caller) as generation:
-                exchange.follow(generation)                    # its tokens stand in the log line
+            async with context.use(body.model) as model, context.generation(model, asked, exchange) as generation:
                 ...
             return JsonResponse(thing)                         # msgspec; routes never return models for FastAPI to write
 
@@ -22,15 +21,18 @@ Failures are raised: ApiError, or any typed error of errors.py (a UsageError is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.errors import as_api_error
+from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.metrics import Metrics
 from nanovllm_cli.server.observer import Observer
-from nanovllm_cli.server.ports import ConstraintPool, Generates, Models
+from nanovllm_cli.server.ports import ChatAsked, ConstraintPool, Generates, Generation, Models, ServedModel, TextAsked
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.server.sse import EVENTS, EventStream, Frames, Framing, openai_error_frames
 
@@ -45,6 +47,44 @@ class ServerContext:
     pool: ConstraintPool
     observer: Observer = field(default_factory=Observer)
     metrics: Metrics = field(default_factory=Metrics)
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """The model of a request; see `Models.use`. Of a request that fails before an engine took it the observer is told, and
+        typed errors become ApiErrors."""
+        model = None
+        try:
+            async with self.models.use(name) as model:
+                yield model
+        except (ApiError, NanovllmError) as error:
+            told = as_api_error(error)
+            if not told.was_taken:
+                self.observer.refused(None if model is None else model.id, told)
+            if told is not error:
+                raise told from error
+            raise
+
+    @asynccontextmanager
+    async def generation(self, model: ServedModel, asked: ChatAsked | TextAsked, exchange: Exchange) -> AsyncIterator[Generation]:
+        """What a request asks for, on its way, and closed at the end. Its tokens are part of the exchange.
+
+        Who calls this keeps no `asked`: its images and sounds, which may have megabytes, need not wait for the end of the answer.
+        """
+        generates, caller = self.generates, exchange.caller
+        if isinstance(asked, ChatAsked):
+            generation = await generates.chat(model, asked, caller)
+        else:
+            generation = await generates.complete(model, asked, caller)
+        del asked
+        async with aclosing(generation):
+            exchange.follow(generation)
+            yield generation
+
+    async def num_prompt_tokens(self, model: ServedModel, asked: ChatAsked, exchange: Exchange) -> int:
+        """Counted, and part of the exchange."""
+        count = len(await self.generates.encode_chat(model, asked, exchange.caller))
+        exchange.count(model.id, count)
+        return count
 
     async def check(self, form: Constraint, param: str | None) -> None:
         """Tries out the form that an answer is to have. Raises ApiError with the field that asked for it."""

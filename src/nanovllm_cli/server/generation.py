@@ -11,17 +11,15 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Self, TypeVar
 
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.engine.vectors import unit
-from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
@@ -35,7 +33,6 @@ from nanovllm_cli.server.ports import (
     ConstraintPool,
     Event,
     FinishReason,
-    Models,
     ServedModel,
     Stream,
     TextAsked,
@@ -56,61 +53,58 @@ T = TypeVar("T")
 class Generator:
     """See ports.Generates."""
 
-    def __init__(self, models: Models, checks: ConstraintPool, observer: Observer | None = None) -> None:
-        self._models = models
+    def __init__(self, checks: ConstraintPool, observer: Observer | None = None) -> None:
         self._checks = checks
         self._observer = observer or Observer()
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "text")
         self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "images")
         self._image_turns = asyncio.Semaphore(MOST_AT_ONCE)
 
-    async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
-        async with self._using(model) as work:
-            prompt_ids = await self._chat_prompt(work.model, asked, caller)
-            if asked.before:
-                prompt_ids = TokenIds(_behind(asked.before, prompt_ids, work.model))
-            prompt_ids += list(asked.begins)
-            tail = prompt_tail(work.model.tokenizer, prompt_ids)
-            tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
-            known = work.model.format
-            assert known is not None, "a model that chats has a format"
-            form = await self._form(asked, tools)
-            constraint = known.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=form)
-            bound = [tool for tool in tools if tool.strict or asked.tool_choice in ("required", tool.name)]
-            phase = None
-            if known.reasoning is not None:
-                to_content = constraint is not None and constraint is form
-                default = work.model.chat_defaults.reasoning_budget
-                budget = default if asked.reasoning_budget is None else asked.reasoning_budget
-                phase = known.reasoning.phase(tail, None if budget == -1 else budget, to_content=to_content)
-            # Of an answer that must be a call a stop string would only cut the arguments.
-            stop = asked.params.stop if asked.tool_choice in ("auto", "none") else ()
-            params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase, stop=stop)
-            parser = partial(
-                known.parser,
-                tail,
-                tools,
-                parallel=asked.parallel,
-                splits_reasoning=asked.splits_reasoning,
-                whole_calls=asked.whole_calls,
-            )
-            parsers = [parser() for _ in range(params.n)]
-            return await self._begin(work, prompt_ids, params, asked, caller, "chat", parsers, bound)
+    async def chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> LiveGeneration:
+        prompt_ids = await self.encode_chat(model, asked, caller)
+        if asked.before:
+            prompt_ids = TokenIds(_behind(asked.before, prompt_ids, model))
+        prompt_ids += list(asked.begins)
+        tail = prompt_tail(model.tokenizer, prompt_ids)
+        tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
+        known = model.format
+        assert known is not None, "a model that chats has a format"
+        form = await self._form(asked, tools)
+        constraint = known.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=form)
+        bound = [tool for tool in tools if tool.strict or asked.tool_choice in ("required", tool.name)]
+        phase = None
+        if known.reasoning is not None:
+            to_content = constraint is not None and constraint is form
+            default = model.chat_defaults.reasoning_budget
+            budget = default if asked.reasoning_budget is None else asked.reasoning_budget
+            phase = known.reasoning.phase(tail, None if budget == -1 else budget, to_content=to_content)
+        # Of an answer that must be a call a stop string would only cut the arguments.
+        stop = asked.params.stop if asked.tool_choice in ("auto", "none") else ()
+        params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase, stop=stop)
+        parser = partial(
+            known.parser,
+            tail,
+            tools,
+            parallel=asked.parallel,
+            splits_reasoning=asked.splits_reasoning,
+            whole_calls=asked.whole_calls,
+        )
+        parsers = [parser() for _ in range(params.n)]
+        return await self._begin(model, prompt_ids, params, asked, caller, "chat", parsers, bound)
 
-    async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> LiveGeneration:
-        async with self._using(model) as work:
-            prompt_ids = await self._in_thread(partial(_text_ids, work.model, asked.prompt, "prompt"))
-            params = dataclasses.replace(asked.params, constraint=asked.form)
-            plain: list[AnswerParser] = [_Plain() for _ in range(params.n)]
-            return await self._begin(work, prompt_ids, params, asked, caller, "text_completion", plain)
+    async def complete(self, model: ServedModel, asked: TextAsked, caller: Caller) -> LiveGeneration:
+        prompt_ids = await self._in_thread(partial(_text_ids, model, asked.prompt, "prompt"))
+        params = dataclasses.replace(asked.params, constraint=asked.form)
+        plain: list[AnswerParser] = [_Plain() for _ in range(params.n)]
+        return await self._begin(model, prompt_ids, params, asked, caller, "text_completion", plain)
 
-    async def encode_chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> list[int]:
-        async with _Work(partial(self._models.peek, model), self._observer) as work:
-            return await self._chat_prompt(work.model, asked, caller)
+    async def encode_chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> TokenIds:
+        salt = _salt(asked, caller)
+        return await chat_prompt(model, asked, salt, self._text_threads, self._image_threads, self._image_turns)
 
     async def embed(
         self,
-        model: str | None,
+        model: ServedModel,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
         *,
@@ -118,27 +112,31 @@ class Generator:
         normalize: bool = True,
         most: int | None = None,
     ) -> tuple[list[Sequence[float]], int]:
-        async with self._using(model) as work:
-            cut = work.model.cut_to(most)
-            each = await self._in_thread(lambda: [_text_ids(work.model, text, "input", cut) for text in texts])
-            for ids in each:
-                _check_fits(ids, work.model, "input", room=0)
-            watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
-            told: ApiError | None = None
-            try:
-                async with asyncio.TaskGroup() as group:
-                    lora = work.model.default_params.lora
-                    embed = partial(work.model.engine.embed, pooling=pooling, priority=priority, lora=lora)
-                    tasks = [group.create_task(embed(ids)) for ids in each]
-            except* ApiError as failed:
-                told = next(error for error in failed.exceptions if isinstance(error, ApiError))
-            finally:
-                for watch in watches:
-                    watch.end(told)
-            if told is not None:
-                raise told
-            vectors = [task.result() for task in tasks]
-            return await self._in_thread(lambda: list(map(unit, vectors))) if normalize else vectors, sum(map(len, each))
+        cut = model.cut_to(most)
+        each = await self._in_thread(lambda: [_text_ids(model, text, "input", cut) for text in texts])
+        for ids in each:
+            _check_fits(ids, model, "input", room=0)
+        watches = [self._observer.accepted(model.id, "embeddings", len(ids), None, None) for ids in each]
+        told: ApiError | None = None
+
+        async def vector_of(ids: Sequence[int], watch: Watch) -> Sequence[float]:
+            vector = await model.engine.embed(ids, pooling, priority=priority, lora=model.default_params.lora)
+            watch.embedded()
+            return vector
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(vector_of(*pair)) for pair in zip(each, watches, strict=True)]
+        except* ApiError as failed:
+            told = next(error for error in failed.exceptions if isinstance(error, ApiError))
+            told.was_taken = True
+        finally:
+            for watch in watches:
+                watch.end(told)
+        if told is not None:
+            raise told
+        vectors = [task.result() for task in tasks]
+        return await self._in_thread(lambda: list(map(unit, vectors))) if normalize else vectors, sum(map(len, each))
 
     async def _form(self, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
         """Beside calls a grammar is a part of a greater one, which is Lark."""
@@ -162,16 +160,9 @@ class Generator:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
-    async def _chat_prompt(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> TokenIds:
-        salt = _salt(asked, caller)
-        return await chat_prompt(model, asked, salt, self._text_threads, self._image_threads, self._image_turns)
-
-    def _using(self, model: str | None) -> _Work:
-        return _Work(partial(self._models.use, model), self._observer)
-
     async def _begin(
         self,
-        work: _Work,
+        model: ServedModel,
         prompt_ids: list[int],
         params: SamplingParams,
         asked: ChatAsked | TextAsked,
@@ -181,51 +172,16 @@ class Generator:
         tools: Sequence[Tool] = (),
     ) -> LiveGeneration:
         param = asked.param if isinstance(asked, ChatAsked) else "prompt"
-        _check_fits(prompt_ids, work.model, param)
+        _check_fits(prompt_ids, model, param)
         check_prompt_logprobs(len(prompt_ids), params)
         if asked.most_tokens is not None:
             params = _within(asked.most_tokens, len(prompt_ids), params, param)
         if params.constraint is not None:
             await self._check(params.constraint, tools)
-        stream = work.model.engine.generate(
-            prompt_ids, params, priority=asked.priority, cache_salt=_salt(asked, caller)
-        )
-        watch = self._observer.accepted(work.model.id, operation, len(prompt_ids), params, caller)
+        stream = model.engine.generate(prompt_ids, params, priority=asked.priority, cache_salt=_salt(asked, caller))
+        watch = self._observer.accepted(model.id, operation, len(prompt_ids), params, caller)
         # A copy, without the images: they need not wait for the end of the answer.
-        return LiveGeneration(work.model, list(prompt_ids), stream, parsers, watch, work.keep())
-
-
-class _Work:
-    """A model that is let in by `enter` until `async with` ends, or until the generation is closed that took it over by `keep`.
-    Typed errors become ApiErrors, and are told to the observer."""
-
-    model: ServedModel
-
-    def __init__(self, enter: Callable[[], AbstractAsyncContextManager[ServedModel]], observer: Observer) -> None:
-        self._enter, self._observer = enter, observer
-        self._stack = AsyncExitStack()
-
-    def keep(self) -> AsyncExitStack:
-        return self._stack.pop_all()
-
-    async def __aenter__(self) -> Self:
-        try:
-            self.model = await self._stack.enter_async_context(self._enter())
-        except ApiError as error:
-            self._observer.refused(None, error)
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
-        if isinstance(error, NanovllmError):
-            told = ApiError.of(error)
-            self._observer.refused(self.model.id, told)
-            raise told from error
-        if isinstance(error, ApiError):
-            self._observer.refused(self.model.id, error)
+        return LiveGeneration(model, list(prompt_ids), stream, parsers, watch)
 
 
 @dataclass
@@ -245,7 +201,6 @@ class LiveGeneration:
         stream: Stream,
         parsers: Sequence[AnswerParser],
         watch: Watch,
-        held: AsyncExitStack,
     ) -> None:
         self.model = model
         self.prompt_ids = prompt_ids
@@ -253,7 +208,6 @@ class LiveGeneration:
         self._stream = stream
         self._parsers = parsers
         self._watch: Watch | None = watch
-        self._held = held
         self._counts = _Counts()
         self._tags = set(model.format.visible_ids(calls=False)) if model.format is not None else set()
         self._first_heard: float | None = None
@@ -287,13 +241,13 @@ class LiveGeneration:
                     if piece.error is not None:
                         raise _failure(piece)
         except ApiError as error:
+            error.was_taken = True
             self._end(error)
             raise
 
     async def aclose(self) -> None:
         self._stream.abort()
         self._end(None)
-        await self._held.aclose()
 
     async def __aenter__(self) -> Self:
         return self

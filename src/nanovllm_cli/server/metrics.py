@@ -167,15 +167,13 @@ class _Watch(Watch):
         if output.finished and self._first is not None:
             self._complete(output, self._first, now)
 
+    def embedded(self) -> None:
+        self._counts.finished["stop"] += 1
+        self._counts.prompt_tokens += self._prompt_len
+        self._num_left = 0
+
     def end(self, error: ApiError | None = None) -> None:
-        counts = self._counts
-        if error is not None:
-            counts.finished["error"] += self._num_left
-        elif self._params is None:
-            counts.finished["stop"] += 1
-            counts.prompt_tokens += self._prompt_len
-        else:
-            counts.finished["abort"] += self._num_left
+        self._counts.finished["abort" if error is None else "error"] += self._num_left
         self._num_left = 0
 
     def _begin(self, output: Output, now: float) -> None:

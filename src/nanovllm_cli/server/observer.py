@@ -3,10 +3,11 @@ watches has an Observer as it is.
 
 Who calls what:
 
-    Generator     accepted() for each request that an engine took, refused() for each that ended before; on the Watch, output()
-                  for each Output, end() exactly once, also for one that was left or failed
+    Generator     accepted() for each request that an engine took; on the Watch, output() for each Output, embedded() for a
+                  vector, end() exactly once, also for one that was left or failed
+    ServerContext refused() for each that wanted a model, and that no engine took
     engine_client engine_restarted()
-    middleware    http_started() and http_ended() for each HTTP request
+    middleware    http_started() and http_ended() for each HTTP request; refused() where too much was under way
 
 Everything is called from the event loop, so nothing here needs a lock. output() runs once a step and request: it must be cheap.
 """
@@ -29,6 +30,9 @@ class Watch:
 
     def output(self, output: Output) -> None:
         """It got something. Joined outputs come as one."""
+
+    def embedded(self) -> None:
+        """The text's vector is there."""
 
     def end(self, error: ApiError | None = None) -> None:
         """Nothing more comes. error: what its client was told. Answers that have not finished were aborted, or failed with it."""
@@ -92,6 +96,10 @@ class _Watches(Watch):
     def output(self, output: Output) -> None:
         for each in self._watches:
             each.output(output)
+
+    def embedded(self) -> None:
+        for each in self._watches:
+            each.embedded()
 
     def end(self, error: ApiError | None = None) -> None:
         for each in self._watches:

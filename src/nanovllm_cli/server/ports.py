@@ -325,7 +325,7 @@ class Timings(NamedTuple):
 
 class Generation(Protocol):
     """Answers on their way. Iterate over it, then read `usage` and `timings`; close it in any case (it is an async context
-    manager), which aborts what is unfinished and lets go of the model. Iterating raises ApiError where an answer fails."""
+    manager), which aborts what is unfinished. Iterating raises ApiError where an answer fails."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -356,18 +356,19 @@ class ConstraintPool(Protocol):
 
 
 class Generates(Protocol):
-    """What routes ask for (generation.Generator). All raise ApiError, before anything has been sent."""
+    """What routes ask for (generation.Generator), of a model that they use until all of it has come. All raise ApiError and
+    typed errors, before anything has been sent."""
 
-    async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> Generation: ...
+    async def chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> Generation: ...
 
-    async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> Generation: ...
+    async def complete(self, model: ServedModel, asked: TextAsked, caller: Caller) -> Generation: ...
 
-    async def encode_chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> list[int]:
+    async def encode_chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> list[int]:
         """The prompt's ids, for counting."""
 
     async def embed(
         self,
-        model: str | None,
+        model: ServedModel,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
         *,

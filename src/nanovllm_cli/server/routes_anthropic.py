@@ -67,9 +67,8 @@ def router(context: ServerContext) -> APIRouter:
         conversation = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.peek(body.model) as model:
             asked = _chat_asked(body, conversation, SamplingParams(), _form(body), model)
-            ids = await context.generates.encode_chat(body.model, asked, exchange.caller)
-            exchange.count(model.id, len(ids))
-        return JsonResponse({"input_tokens": len(ids)})
+            count = await context.num_prompt_tokens(model, asked, exchange)
+        return JsonResponse({"input_tokens": count})
 
     return routes
 
@@ -99,18 +98,16 @@ class _Answering:
     async def _events(self) -> AsyncGenerator[Sequence[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
         begun = False
-        async with self.context.models.use(self.body.model) as model:
-            chat = self.context.generates.chat(self.body.model, self._asked(model), self.exchange.caller)
-            async with aclosing(await chat) as generation:
-                self.exchange.follow(generation)
-                async for step in generation:
-                    events = [] if begun else self.builder.begin(generation.usage)
-                    begun = True
-                    for event in step:
-                        events += self.builder.take(event)
-                    if events:
-                        yield events
-                usage = generation.usage
+        context, name = self.context, self.body.model
+        async with context.use(name) as model, context.generation(model, self._asked(model), self.exchange) as generation:
+            async for step in generation:
+                events = [] if begun else self.builder.begin(generation.usage)
+                begun = True
+                for event in step:
+                    events += self.builder.take(event)
+                if events:
+                    yield events
+            usage = generation.usage
         yield [*([] if begun else self.builder.begin(usage)), *self.builder.complete(usage, self.body.max_tokens)]
 
     def _asked(self, model: ServedModel) -> ChatAsked:

@@ -65,13 +65,10 @@ async def _frames(context: ServerContext, body: TranscriptionRequest, exchange: 
 
 @contextlib.asynccontextmanager
 async def _generation(context: ServerContext, body: TranscriptionRequest, exchange: Exchange) -> AsyncIterator[Generation]:
-    async with context.models.use(body.model) as model:
-        asked = await asyncio.to_thread(_asked, body, model)  # a file may have 64 MiB
-        generation = await context.generates.chat(body.model, asked, exchange.caller)
-        body.file = b""  # neither it nor its base64 is to wait for the end of the answer
-        del asked
-        async with contextlib.aclosing(generation):
-            exchange.follow(generation)
+    async with context.use(body.model) as model:
+        begun = context.generation(model, await asyncio.to_thread(_asked, body, model), exchange)  # a file may have 64 MiB
+        body.file = b""  # nor need it wait for the end of the answer
+        async with begun as generation:
             yield generation
 
 

@@ -45,10 +45,8 @@ def router(context: ServerContext) -> APIRouter:
     async def count_input_tokens(body: ChatRequest, exchange: CurrentExchange) -> Response:
         """How many tokens the prompt of such a request has, as llama-server tells."""
         async with context.models.peek(body.model) as model:
-            asked = await asked_of(body, model, context)
-            ids = await context.generates.encode_chat(body.model, asked, exchange.caller)
-            exchange.count(model.id, len(ids))
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+            count = await context.num_prompt_tokens(model, await asked_of(body, model, context), exchange)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
     return routes
 
@@ -71,15 +69,14 @@ async def _frames(context: ServerContext, body: ChatRequest, exchange: Exchange)
 async def _generation(
     context: ServerContext, body: ChatRequest, exchange: Exchange
 ) -> AsyncIterator[tuple[Generation, ChatStyle]]:
-    async with context.models.use(body.model) as model:
+    async with context.use(body.model) as model:
         asked = await asked_of(body, model, context)
-        generation = await context.generates.chat(body.model, asked, exchange.caller)
-        params = asked.params
-        body.messages = []  # its images and sounds are not to wait for the end of the answer
+        style = ChatStyle(params=asked.params, reasoning=body.include_reasoning is not False, **shown_by(body))
+        begun = context.generation(model, asked, exchange)
+        body.messages = []  # images and sounds, which need not wait for the end of the answer
         del asked
-        async with contextlib.aclosing(generation):
-            exchange.follow(generation)
-            yield generation, ChatStyle(params=params, reasoning=body.include_reasoning is not False, **shown_by(body))
+        async with begun as generation:
+            yield generation, style
 
 
 async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext) -> ChatAsked:

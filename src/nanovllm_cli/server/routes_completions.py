@@ -124,16 +124,14 @@ async def _generations(
 ) -> AsyncIterator[tuple[TextStyle, list[Begun]]]:
     """All prompts of a request, under way."""
     async with contextlib.AsyncExitStack() as stack:
-        model = await stack.enter_async_context(context.models.use(body.model))
+        model = await stack.enter_async_context(context.use(body.model))
         style, params = _style(body, model)
         form = await checked_form(body, context)
         begun: list[Begun] = []
         for prompt in several_texts(body.prompt):
             text = await _with_suffix(model, prompt, body.suffix)
             asked = TextAsked(text, params, form, body.priority or 0, body.cache_salt)
-            generation = await context.generates.complete(body.model, asked, exchange.caller)
-            await stack.enter_async_context(contextlib.aclosing(generation))
-            exchange.follow(generation)
+            generation = await stack.enter_async_context(context.generation(model, asked, exchange))
             begun.append(Begun(prompt, params, generation))
             check_prompt_logprobs(sum(len(each.generation.prompt_ids) for each in begun), params)
         yield style, begun

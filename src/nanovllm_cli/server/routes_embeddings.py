@@ -80,12 +80,12 @@ def router(context: ServerContext) -> APIRouter:
 
 
 async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
-    async with context.models.use(body.model) as model:
+    async with context.use(body.model) as model:
         check_embeds(model)
         if body.dimensions is not None and body.dimensions > model.facts.vector_size:
             raise invalid_value(f"this model's vectors have {model.facts.vector_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
-            body.model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0,
+            model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0,
             most=body.truncate_prompt_tokens,
         )  # fmt: skip
         exchange.count(model.id, num_tokens)
@@ -114,10 +114,10 @@ async def _embed_natively(context: ServerContext, body: NativeEmbeddingRequest, 
     if len(given) != 1:
         raise ApiError(400, "give one of content and input", param=given[1] if given else "content")
     texts, norm = several_texts(getattr(body, given[0])), 2 if body.embd_normalize is None else body.embd_normalize
-    async with context.models.use(body.model) as model:
+    async with context.use(body.model) as model:
         check_embeds(model)
         vectors, num_tokens = await context.generates.embed(
-            body.model, texts, body.pooling or model.facts.pooling, priority=body.priority or 0, normalize=norm == 2
+            model, texts, body.pooling or model.facts.pooling, priority=body.priority or 0, normalize=norm == 2
         )
         exchange.count(model.id, num_tokens)
         return JsonResponse(await asyncio.to_thread(_native_data, vectors, norm))
@@ -142,7 +142,7 @@ def _normalized(vector: Sequence[float], norm: int) -> list[float]:
 
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
-    async with context.models.use(body.model) as model:
+    async with context.use(body.model) as model:
         scores, num_tokens = await _scores(context, model, body, [body.query], documents)
         exchange.count(model.id, num_tokens)
         best = by_score(scores)[: body.top_n]
@@ -164,7 +164,7 @@ async def _score(context: ServerContext, body: ScoreRequest, exchange: Exchange)
     one, two = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(one) != len(two) and len(one) > 1:
         raise invalid_value(f"{len(one)} and {len(two)} texts make no pairs: as many, or one in text_1", "text_1")
-    async with context.models.use(body.model) as model:
+    async with context.use(body.model) as model:
         scores, num_tokens = await _scores(context, model, body, one, two)
         exchange.count(model.id, num_tokens)
         return JsonResponse(
@@ -191,7 +191,7 @@ async def _scores(
     scoring, most = model.scoring, body.truncate_prompt_tokens
     if scoring is None:
         asked, pooling = [*queries, *documents], body.pooling or model.facts.pooling
-        vectors, count = await embed(body.model, asked, pooling, priority=priority, most=most)
+        vectors, count = await embed(model, asked, pooling, priority=priority, most=most)
         pairs = zip(_each(vectors[: len(queries)], documents), vectors[len(queries) :], strict=True)
         return [nearness(query, vector) for query, vector in pairs], count
     if body.pooling is not None:
@@ -211,7 +211,7 @@ async def _scores(
         except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
             raise ApiError.of(error, params[1]) from error
         if end >= len(together) or sum(map(len, waiting)) >= _TOKENS_AT_ONCE:
-            found, read = await embed(body.model, waiting, model.facts.pooling, priority=priority, normalize=False)
+            found, read = await embed(model, waiting, model.facts.pooling, priority=priority, normalize=False)
             rows += found
             count += read
             waiting = []

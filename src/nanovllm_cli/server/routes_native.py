@@ -106,7 +106,7 @@ async def _told(begun: _Begun) -> AsyncGenerator[bytes, None]:
 async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncIterator[list[_Begun]]:
     """All prompts of a request, under way."""
     async with contextlib.AsyncExitStack() as stack:
-        model = await stack.enter_async_context(context.models.use(body.model))
+        model = await stack.enter_async_context(context.use(body.model))
         limit, count = _limit(body), _num_answers(body)
         num_probs = first_given(body.n_probs, body.logprobs)
         params = body.sampling(model, max_tokens=1 if limit == 0 else limit, logprobs=-1 if num_probs == 0 else num_probs)
@@ -115,9 +115,7 @@ async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange
         begun: list[_Begun] = []
         for prompt in await asyncio.to_thread(_prompts, model, body):
             asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
-            generation = await context.generates.complete(body.model, asked, exchange.caller)
-            await stack.enter_async_context(contextlib.aclosing(generation))
-            exchange.follow(generation)
+            generation = await stack.enter_async_context(context.generation(model, asked, exchange))
             base = len(begun) * count
             progress = [_Progress(body, params, TextTokens(model.tokenizer, params), base + index) for index in range(count)]
             begun.append(_Begun(params, generation, progress))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ async def _without_prompt(context: ServerContext, body: AnsweredRequest, request
         return JsonResponse(nothing_said(body.model, "unload", chats=chats))
 
     async def load() -> None:
-        async with context.models.use(name):
+        async with context.use(name):
             pass
 
     await while_connected(request, load())
@@ -188,19 +188,11 @@ class _Answering:
     @asynccontextmanager
     async def _begun(self) -> AsyncIterator[tuple[Generation, AnswerWriter]]:
         begun = time.monotonic()
-        async with self.context.models.use(self.name) as model:
-            load_seconds = time.monotonic() - begun
+        async with self.context.use(self.name) as model:
+            took = Took(self.exchange.started, time.monotonic() - begun)
             asked = await off_loop(self.request, lambda: self.ask(model))
-            generates, caller = self.context.generates, self.exchange.caller
-            generation = (
-                await generates.chat(self.name, asked, caller)
-                if isinstance(asked, ChatAsked)
-                else await generates.complete(self.name, asked, caller)
-            )
-            async with aclosing(generation):
-                self.exchange.follow(generation)
+            async with self.context.generation(model, asked, self.exchange) as generation:
                 chats = isinstance(self.body, OllamaChatRequest)
-                took = Took(self.exchange.started, load_seconds)
                 yield generation, AnswerWriter(self.body.model, asked, generation, took, chats=chats)
 
 
@@ -208,10 +200,10 @@ async def _embed(context: ServerContext, body: OllamaEmbedRequest, exchange: Exc
     name = served_name(context.models, body.model)
     texts = ([body.input] if body.input else []) if isinstance(body.input, str | None) else body.input
     begun = time.monotonic()
-    async with context.models.use(name) as model:
+    async with context.use(name) as model:
         took = Took(exchange.started, time.monotonic() - begun)
         check_embeds(model)
-        vectors, count = await _vectors(context, model, name, texts, body.options, truncate=body.truncate is not False)
+        vectors, count = await _vectors(context, model, texts, body.options, truncate=body.truncate is not False)
         exchange.count(model.id, count)
         numbers = min(body.dimensions or model.facts.vector_size, model.facts.vector_size)
         answer = {
@@ -225,10 +217,10 @@ async def _embed(context: ServerContext, body: OllamaEmbedRequest, exchange: Exc
 
 async def _embed_one(context: ServerContext, body: OllamaEmbeddingsRequest, exchange: Exchange) -> Response:
     name = served_name(context.models, body.model)
-    async with context.models.use(name) as model:
+    async with context.use(name) as model:
         check_embeds(model)
         texts = [body.prompt] if body.prompt else []
-        vectors, count = await _vectors(context, model, name, texts, body.options, truncate=False, normalize=False)
+        vectors, count = await _vectors(context, model, texts, body.options, truncate=False, normalize=False)
         exchange.count(model.id, count)
     return JsonResponse({"embedding": list(vectors[0]) if vectors else []})
 
@@ -236,7 +228,6 @@ async def _embed_one(context: ServerContext, body: OllamaEmbeddingsRequest, exch
 async def _vectors(
     context: ServerContext,
     model: ServedModel,
-    name: str,
     texts: Sequence[str],
     options: OllamaOptions | None,
     *,
@@ -250,7 +241,7 @@ async def _vectors(
     if truncate:
         asked = (options.num_ctx if options is not None else None) or model.facts.context_len
         most = min(asked, model.facts.context_len)
-    return await context.generates.embed(name, texts, model.facts.pooling, normalize=normalize, most=most)
+    return await context.generates.embed(model, texts, model.facts.pooling, normalize=normalize, most=most)
 
 
 def _rows(vectors: Sequence[Sequence[float]], numbers: int) -> list[msgspec.Raw]:

@@ -164,7 +164,7 @@ async def _token_ids(context: ServerContext, served: ServedModel, body: Tokenize
             template_kwargs=body.chat_template_kwargs or {},
             continues=continues(body.messages, body.continue_final_message, body.add_generation_prompt),
         )
-        return await context.generates.encode_chat(served.id, asked, caller)
+        return await context.generates.encode_chat(served, asked, caller)
     text = body.content if body.content is not None else body.prompt or ""
     limit = max(_LEAST_CHARS, _CHARS_A_TOKEN * served.facts.context_len)
     if len(text) > limit:

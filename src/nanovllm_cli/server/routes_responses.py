@@ -80,9 +80,8 @@ def router(context: ServerContext) -> APIRouter:
         form = await form_of(body, context)
         async with context.models.peek(body.model) as model:
             asked = _chat_asked(body, before, items, tools, form, SamplingParams(), model)
-            ids = await context.generates.encode_chat(body.model, asked, exchange.caller)
-            exchange.count(model.id, len(ids))
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+            count = await context.num_prompt_tokens(model, asked, exchange)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
     @routes.get("/v1/responses/{response_id}", responses=answers(ResponseAnswer))
     async def get_response(response_id: str, exchange: CurrentExchange, stream: bool = False) -> Response:
@@ -162,22 +161,20 @@ class _Answering:
     async def _events(self) -> AsyncGenerator[list[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
         cut_off = False
-        async with self.context.models.use(self.body.model) as model:
-            chat = self.context.generates.chat(self.body.model, self._asked(model), self.exchange.caller)
-            async with aclosing(await chat) as generation:
-                self.exchange.follow(generation)
-                self.before = ()  # images are not to wait for the end of the answer
-                if self.body.store is False:
-                    self.items = ()
-                async for step in generation:
-                    events = self._begin()
-                    for event in step:
-                        events += self.builder.take(event, self.tokens.take(event) if self.tokens is not None else [])
-                        cut_off = cut_off or event.finish_reason == "length"
-                    self.usage = generation.usage
-                    if events:
-                        yield events
+        context, name = self.context, self.body.model
+        async with context.use(name) as model, context.generation(model, self._asked(model), self.exchange) as generation:
+            self.before = ()  # images are not to wait for the end of the answer
+            if self.body.store is False:
+                self.items = ()
+            async for step in generation:
+                events = self._begin()
+                for event in step:
+                    events += self.builder.take(event, self.tokens.take(event) if self.tokens is not None else [])
+                    cut_off = cut_off or event.finish_reason == "length"
                 self.usage = generation.usage
+                if events:
+                    yield events
+            self.usage = generation.usage
         events = self._begin() + self.builder.complete(cut_off, self.usage)
         if self.body.store is not False:
             self._keep()

@@ -5,7 +5,7 @@ be sent. It does its work inside itself (`async with generation`), so that closi
 raises before its first frame is an HTTP error.
 
     async def frames() -> AsyncGenerator[bytes, None]:
-        async with aclosing(await context.generates.chat(...)) as generation:
+        async with context.generation(model, asked, exchange) as generation:
             async for events in generation:
                 yield b"".join(map(frame, events))
 
