@@ -425,7 +425,7 @@ def test_without_its_server_it_ends(tmp_path: Path) -> None:
     ids=["too long", "no message", "cut off", "cut off early", "closed"],
 )
 def test_what_is_no_message_ends_it(data: bytes) -> None:
-    from nanovllm_cli.server.channel import Channel
+    from nanovllm_cli.server.engine_process import Channel
 
     ours, theirs = socket.socketpair()
     pid = os.fork()

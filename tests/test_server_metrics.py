@@ -22,8 +22,8 @@ from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.metrics import Histogram, Metrics
 from nanovllm_cli.server.observer import Observer, Observers, Watch
 from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.server.routes_metrics import status
 from nanovllm_cli.server.settings import ServeSettings
-from nanovllm_cli.server.status import status
 from server_fakes import FakeEngine, FakeGenerates, FakeModels, FakePool
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"

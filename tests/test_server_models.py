@@ -275,8 +275,7 @@ def test_those_who_wait_are_not_overtaken_and_go_together(run: Run) -> None:
         async def ask(name: str) -> None:
             async with models.use(name) as model:
                 assert model.engine.state is EngineState.READY
-                async with models.use(name):  # as routes do; who uses a model does not wait for himself
-                    await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)
             ended.append(name)
 
         tasks = []

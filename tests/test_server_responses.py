@@ -15,8 +15,8 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.logprobs import ContentTokens
 from nanovllm_cli.server.ports import ChatAsked, Event
-from nanovllm_cli.server.responses_logprobs import ContentTokens
 from nanovllm_cli.server.responses_store import ResponseStore, StoredResponse
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer

@@ -1,27 +1,71 @@
 """How a failure is written: one place for every route, limit and door.
 
-OpenAI's form: {"error": {"message", "type", "param", "code"}}; under /v1/messages Anthropic's, under /api Ollama's. Texts of
-libraries, paths and addresses never get in: what is no typed error is "internal error" and the request's id.
+    OpenAI's form    {"error": {"message", "type", "param", "code"}}
+    Anthropic's      {"type": "error", "error": {"type", "message"}, "request_id"}, under /v1/messages
+    Ollama's         {"error": "…"}, under /api; the same for a line that ends a stream
+
+Texts of libraries, paths and addresses never get in: what is no typed error is "internal error" and the request's id.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm_cli.errors import NanovllmError
-from nanovllm_cli.server.anthropic_errors import anthropic_form
 from nanovllm_cli.server.api_error import ApiError, invalid_value
-from nanovllm_cli.server.ollama_errors import ollama_form
 from nanovllm_cli.server.wording import either, of_pydantic
 
 _LONGEST_MESSAGE = 200
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What every failed request is answered with."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """What every failed request under /v1/messages is answered with."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorAnswer(BaseModel):
+    """What every failed request under /api is answered with."""
+
+    error: str
 
 
 class JsonResponse(Response):
@@ -35,6 +79,27 @@ class JsonResponse(Response):
 
 def openai_form(error: ApiError) -> Mapping[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def anthropic_form(error: ApiError, request_id: str) -> Mapping[str, Any]:
+    """The body of an error. Clients know by `prompt is too long` that a conversation has to be shortened."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    elif error.param is not None and not message.startswith(error.param):  # this form has no other place for it
+        message = f"{error.param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def ollama_form(error: ApiError) -> Mapping[str, Any]:
+    """The body of an error. A prompt is never cut here to make it fit, as Ollama's server does: what to do is said."""
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message += "; nothing is left out of it (options.num_ctx is the request's own limit, nanovllm serve -c the server's)"
+    elif error.param is not None and error.param not in message:  # this form has no other place for it
+        message = f"{error.param}: {message}"
+    return {"error": message}
 
 
 def error_body(error: ApiError, path: str, request_id: str) -> Mapping[str, Any]:

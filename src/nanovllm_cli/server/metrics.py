@@ -1,4 +1,4 @@
-"""Counting what happens. exposition.py writes it down for Prometheus, status.py for the status page.
+"""Counting what happens. exposition.py writes it down for Prometheus, routes_metrics.py for the status page.
 
 Everything is counted in the server's process, so that counts survive an engine's restart; only what is true now (queue, blocks,
 states) is read from engines, when somebody asks. One thread counts (the event loop's), in plain numbers: prometheus_client's own

@@ -203,7 +203,8 @@ class Models(Protocol):
     def cards(self) -> list[ModelCard]: ...
 
     def use(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
-        """The model of that name, loaded if it must be, and kept while in use. None: the only one, or the first.
+        """The model of that name, loaded if it must be, and kept while in use; a request uses it once. None: the only one, or the
+        first.
 
         Raises ApiError: 404 for an unknown name, 503 while it cannot be loaded.
         """

@@ -13,13 +13,12 @@ from starlette.responses import Response
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.anthropic_errors import AnthropicErrorAnswer, anthropic_form
 from nanovllm_cli.server.anthropic_messages import chat_messages, chat_tools
 from nanovllm_cli.server.anthropic_stream import MessageBuilder, StreamEvent
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.chat_turns import Conversation
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.errors import AnthropicErrorAnswer, JsonResponse, anthropic_form
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.function_tools import checked_tools
 from nanovllm_cli.server.ports import ChatAsked, ServedModel

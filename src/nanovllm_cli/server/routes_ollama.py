@@ -19,10 +19,9 @@ from starlette.responses import Response
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.errors import JsonResponse, OllamaErrorAnswer, ollama_form
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ollama_answers import AnswerWriter, Said, Took, joined, nothing_said
-from nanovllm_cli.server.ollama_errors import OllamaErrorAnswer, ollama_form
 from nanovllm_cli.server.ollama_models import about_all, running, served_name, shown, tag
 from nanovllm_cli.server.ollama_prompts import chat_asked, form_of, generate_asked, num_logprobs
 from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, TextAsked

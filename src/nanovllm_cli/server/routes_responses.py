@@ -21,10 +21,10 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.logprobs import ContentTokens
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, Usage
 from nanovllm_cli.server.reading import invalid, off_loop, unsupported
 from nanovllm_cli.server.responses_items import Item, conversation_of, read_items, without_images
-from nanovllm_cli.server.responses_logprobs import ContentTokens
 from nanovllm_cli.server.responses_request import ToolsAsked, form_of, new_response, style_of, tools_of
 from nanovllm_cli.server.responses_store import ResponseStore, StoredResponse
 from nanovllm_cli.server.responses_stream import ResponseBuilder, StreamEvent

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.errors import ErrorAnswer
 from nanovllm_cli.server.gate import Gate
 
 MAX_VALUES = 1 << 18
@@ -35,19 +36,6 @@ _HALF_A_PAIR = re.compile(
 )
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """What every failed request is answered with."""
-
-    error: ErrorDetail
 
 
 def api_router(error: type[BaseModel] = ErrorAnswer, *, route: type[ApiRoute] | None = None) -> APIRouter:

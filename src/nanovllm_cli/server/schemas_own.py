@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel, StrictBool
 
-from nanovllm_cli.server.routing import ErrorAnswer
+from nanovllm_cli.server.errors import ErrorAnswer
 from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, TokenId, Unsupported
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 

@@ -80,7 +80,7 @@ class _Asked(NamedTuple):
 
 
 class _Slot:
-    """users: the tasks that use the model, once for each use. waiting: those that do as soon as it is loaded."""
+    """users: who uses the model. waiting: who does as soon as it is loaded."""
 
     def __init__(self, settings: ModelSettings, engine: EngineClient) -> None:
         self.settings = settings
@@ -88,8 +88,8 @@ class _Slot:
         self.created = int(time.time())
         self.text: TextSide | None = None
         self.files: FileFacts | None = None
-        self.users: list[asyncio.Task[Any] | None] = []
-        self.waiting: list[asyncio.Task[Any] | None] = []
+        self.users: set[object] = set()
+        self.waiting: set[object] = set()
         self.turn: _Turn | None = None
         self.used = 0.0
 
@@ -109,7 +109,7 @@ class _Slot:
         return "text", *["image"] * (facts.vision is not None), *["audio"] * (facts.hearing is not None)
 
     def admit(self) -> None:
-        self.users += self.waiting
+        self.users |= self.waiting
         self.waiting.clear()
 
 
@@ -214,17 +214,17 @@ class ServedModels:
     @asynccontextmanager
     async def _use(self, asked: _Asked) -> AsyncIterator[ServedModel]:
         slot = asked.slot
-        user = asyncio.current_task()
-        # Who uses it already is let in again: it cannot be unloaded before he leaves.
-        is_let_in = user in slot.users or (slot.is_loaded and slot is not self._leaving)
-        (slot.users if is_let_in else slot.waiting).append(user)
+        user = object()
+        is_let_in = slot.is_loaded and slot is not self._leaving
+        (slot.users if is_let_in else slot.waiting).add(user)
         slot.used = time.monotonic()
         try:
             if not is_let_in:
                 await self._wait_for(slot)
             yield self._served(asked)
         finally:
-            (slot.users if user in slot.users else slot.waiting).remove(user)
+            slot.users.discard(user)
+            slot.waiting.discard(user)
             slot.used = time.monotonic()
             self._news.set()
 
