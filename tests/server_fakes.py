@@ -22,6 +22,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.messages import Facts, Pooling
 from nanovllm_cli.server.ports import (
+    LATEST,
     Caller,
     ChatAsked,
     EngineState,
@@ -247,9 +248,7 @@ class FakeModels:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
-        model = next(iter(self.served.values())) if name is None else self.served.get(name)
-        if model is None:
-            raise ApiError(404, f"no model {name!r} here", code="model_not_found", param="model")
+        model = next(iter(self.served.values())) if name is None else self._find(name)
         self.in_use += 1
         try:
             yield model
@@ -258,19 +257,26 @@ class FakeModels:
 
     peek = use
 
+    def _find(self, name: str) -> ServedModel:
+        found = self.served.get(name.removesuffix(LATEST))
+        if found is None:
+            raise ApiError(404, f"model {name!r} not found", code="model_not_found", param="model")
+        return found
+
     async def about(self, name: str) -> ModelAbout:
         if name in self.unreadable:
             raise ApiError(503, "its files cannot be read")
-        served = self.served[name]
+        served = self._find(name)
         text = TextSide(
             served.tokenizer, served.chat_template, served.default_params, served.thinking_switch, served.format
         )
         return ModelAbout(name, served.engine.state, text, self.files, served.engine.facts, sleeps=self.sleeps)
 
     async def put_to_sleep(self, name: str) -> None:
+        model = self._find(name)
         if self.in_use:
             raise ApiError(503, "the model is in use", code="model_in_use")
-        self.served[name].engine.state = EngineState.ASLEEP  # type: ignore[misc]
+        model.engine.state = EngineState.ASLEEP  # type: ignore[misc]
 
     def engines(self) -> Mapping[str, FakeEngine]:
         return {name: model.engine for name, model in self.served.items()}  # type: ignore[misc]

@@ -8,6 +8,7 @@ import gc
 import json
 import socket
 import time
+import tracemalloc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from nanovllm_cli.server import logprobs, sse
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.exchange import Exchange
-from nanovllm_cli.server.ports import ServedModel
+from nanovllm_cli.server.ports import Caller, ChatAsked, ServedModel
 from nanovllm_cli.server.routing import api_router
 from nanovllm_cli.server.schemas_common import Tolerated
 from nanovllm_cli.server.schemas_openai import ChatRequest
@@ -33,7 +34,7 @@ from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.scoring import Scoring, in_a_row
-from server_fakes import CONTEXT_LEN, MODEL, FakeGenerates, FakeModels, FakePool, Script
+from server_fakes import CONTEXT_LEN, MODEL, FakeGenerates, FakeGeneration, FakeModels, FakePool, Script
 from test_server_openai_texts import with_tokens
 
 HI = [{"role": "user", "content": "hi"}]
@@ -206,6 +207,48 @@ def test_a_connection_that_stays_keeps_nothing_of_its_last_answer() -> None:
             return sum(len(each._generations) for each in gc.get_objects() if type(each) is Exchange)
 
         until(lambda: kept() == 0)
+
+
+class Forgetful(FakeGenerates):
+    async def encode_chat(self, model: ServedModel, asked: ChatAsked, caller: Caller) -> list[int]:
+        return [65]
+
+    async def _begin(self, *args: Any) -> FakeGeneration:
+        generation = await super()._begin(*args)
+        self.asked.clear()
+        return generation
+
+
+URL = {"url": "data:image/png;base64," + "A" * (2 << 20)}
+SEEN: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": URL}]}]},
+    "/v1/responses": {"store": False, "input": [
+        {"role": "user", "content": [{"type": "input_image", "image_url": URL["url"]}]}]},
+    "/v1/messages": {"max_tokens": 5, "messages": [
+        {"role": "user", "content": [{"type": "image", "source": {"type": "url", **URL}}]}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi", "images": [URL["url"]]}]},
+    "/api/generate": {"prompt": "hi", "images": [URL["url"]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", SEEN)
+def test_images_do_not_wait_for_the_end_of_the_answer(path: str, stream: bool) -> None:
+    models = FakeModels()
+    script = Script.of("Hello", " there", waits=asyncio.Event(), waits_at=1)
+    generates = Forgetful(script, models)
+    context = ServerContext(ServeSettings(port=0), models, generates, FakePool())
+    with running(context.settings, context) as server, server.connect() as sock:
+        server.ask("GET", "/-")  # routes are made with the first request
+        content = json.dumps({"model": MODEL, "stream": stream} | SEEN[path]).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+        tracemalloc.start()
+        try:
+            sock.sendall(head.encode() + b"\r\n\r\n" + content)
+            until(lambda: bool(generates.generations) and generates.generations[0]._drawn > 0)
+            until(lambda: tracemalloc.get_traced_memory()[0] < 1 << 20)
+        finally:
+            tracemalloc.stop()
 
 
 def test_what_has_no_effect_is_not_kept() -> None:

@@ -14,7 +14,6 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.ollama_models import served_name
 from nanovllm_cli.server.ports import ChatAsked, EngineState, TextAsked, Timings
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.tool_calls import ToolCallDelta as Call
@@ -438,19 +437,6 @@ def test_programs_need_not_call_a_body_json(path: str, kind: str | None) -> None
 
 
 # ---- names, and models ----
-
-
-def test_latest_may_be_left_out_or_added() -> None:
-    models: Any = FakeModels("tiny", "qwen3:0.6b", "org/name:latest")
-    for name, meant in (
-        ("tiny", "tiny"), ("tiny:latest", "tiny"), ("qwen3:0.6b", "qwen3:0.6b"), ("org/name", "org/name:latest"),
-        ("org/name:latest", "org/name:latest"),
-    ):  # fmt: skip
-        assert served_name(models, name) == meant
-    for name in ("qwen3", "qwen3:latest", "tiny:1b", ":latest", "name", "TINY"):
-        with pytest.raises(ApiError) as caught:
-            served_name(models, name)
-        assert (caught.value.status, f"'{name}' not found" in caught.value.message) == (404, True)
 
 
 def test_answers_call_a_model_as_the_request_does() -> None:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from msgspec import Raw
 
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.function_tools import arguments_of
 from nanovllm_cli.server.logprobs import TextTokens, chat_form
-from nanovllm_cli.server.ports import ChatAsked, Event, Generation, TextAsked
+from nanovllm_cli.server.ports import Event, Generation
 from nanovllm_cli.text.tool_calls import ToolCallDelta, joined_calls
 
 
@@ -50,13 +51,14 @@ class Took(NamedTuple):
 
 class AnswerWriter:
     """take() the events of each step, then last(). name: the model's, as the request has it. chats: a message is answered, not a
-    text."""
+    text. tells_context: the tokens of both, for the next request."""
 
     def __init__(
-        self, name: str, asked: ChatAsked | TextAsked, generation: Generation, took: Took, *, chats: bool
+        self, name: str, params: SamplingParams, generation: Generation, took: Took, *, chats: bool, tells_context: bool
     ) -> None:
-        self._name, self._asked, self._generation, self._took, self._chats = name, asked, generation, took, chats
-        self._tokens = TextTokens(generation.model.tokenizer, asked.params)
+        self._name, self._params, self._generation, self._took = name, params, generation, took
+        self._chats, self._tells_context = chats, tells_context
+        self._tokens = TextTokens(generation.model.tokenizer, params)
         self._token_ids: list[int] = []
         self._reason = "stop"
 
@@ -64,9 +66,9 @@ class AnswerWriter:
         logprobs: list[Raw] = []
         for event in step:
             self._token_ids += event.token_ids
-            if self._asked.params.logprobs is not None:
+            if self._params.logprobs is not None:
                 entries = self._tokens.take(event)
-                logprobs += chat_form(self._generation.model.tokenizer, entries, self._asked.params.logprobs)
+                logprobs += chat_form(self._generation.model.tokenizer, entries, self._params.logprobs)
             if event.finish_reason == "length":
                 self._reason = "length"
         return Said(
@@ -96,7 +98,7 @@ class AnswerWriter:
             "eval_count": usage.completion_tokens,
             "eval_duration": _nanoseconds(timings.answer),
         }
-        if not self._chats and isinstance(self._asked, ChatAsked) and not self._asked.image_paths:
+        if self._tells_context:
             line["context"] = [*self._generation.prompt_ids, *self._token_ids]
         return line
 

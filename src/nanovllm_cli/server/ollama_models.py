@@ -1,4 +1,4 @@
-"""Models as Ollama's clients list and name them: `name` and `name:latest` are one."""
+"""Models as Ollama's clients list them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ _PARAMETERS = {
 }
 
 logger = logging.getLogger(__name__)
-
-
-def served_name(models: Models, name: str) -> str:
-    """What the model is called here. Raises ApiError 404."""
-    known = [card.id for card in models.cards()]
-    for each in (name, name.removesuffix(LATEST), name + LATEST):
-        if each in known:
-            return each
-    message = f"model '{name[:100]}' not found: it is not served here; these are: {', '.join(known)}"
-    raise ApiError(404, message, code="model_not_found", param="model")
 
 
 async def about_all(models: Models, names: Iterable[str]) -> list[ModelAbout]:
@@ -95,7 +85,7 @@ def shown(about: ModelAbout) -> Mapping[str, Any]:
         "details": _details(about),
         "model_info": {
             "general.architecture": architecture,
-            "general.basename": about.id,
+            "general.basename": about.id.removesuffix(LATEST),
             "general.parameter_count": files.num_parameters,
             f"{architecture}.context_length": _context_len(about),
             f"{architecture}.embedding_length": files.hidden_size,

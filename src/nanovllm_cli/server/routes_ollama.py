@@ -22,7 +22,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse, OllamaErrorAnswer, ollama_form
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ollama_answers import AnswerWriter, Said, Took, joined, nothing_said
-from nanovllm_cli.server.ollama_models import about_all, running, served_name, shown, tag
+from nanovllm_cli.server.ollama_models import about_all, running, shown, tag
 from nanovllm_cli.server.ollama_prompts import chat_asked, form_of, generate_asked, num_logprobs
 from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.reading import off_loop
@@ -107,7 +107,7 @@ def router(context: ServerContext) -> APIRouter:
         """What a model is."""
         if body.asked is None:
             raise invalid_value("model: must be there", "model")
-        return JsonResponse(shown(await context.models.about(served_name(context.models, body.asked))))
+        return JsonResponse(shown(await context.models.about(body.asked)))
 
     @routes.get("/api/version", responses=answers(VersionAnswer))
     async def version() -> Response:
@@ -129,15 +129,14 @@ def router(context: ServerContext) -> APIRouter:
 
 async def _without_prompt(context: ServerContext, body: AnsweredRequest, request: Request, *, chats: bool) -> Response:
     """Nothing to answer: the model is loaded, or unloaded where it shall be kept for no time."""
-    name = served_name(context.models, body.model)
     if unloads(body.keep_alive):
         if context.settings.key_file is not None or len(context.settings.api_keys) > 1:
             raise ApiError(403, "keep_alive: several keys share these models, and no one of them unloads any", param="keep_alive")
-        await context.models.put_to_sleep(name)
+        await context.models.put_to_sleep(body.model)
         return JsonResponse(nothing_said(body.model, "unload", chats=chats))
 
     async def load() -> None:
-        async with context.use(name):
+        async with context.use(body.model):
             pass
 
     await while_connected(request, load())
@@ -151,12 +150,11 @@ async def _answer(
     exchange: Exchange,
     ask: Callable[[ServedModel, Constraint | None], ChatAsked | TextAsked],
 ) -> Response:
-    name = served_name(context.models, body.model)
     num_logprobs(body)
     form = form_of(body)
     if form is not None:
         await context.check(form, "format")
-    answering = _Answering(context, exchange, request, body, name, lambda model: ask(model, form))
+    answering = _Answering(context, exchange, request, body, lambda model: ask(model, form))
     if body.stream is not False:
         return context.stream(answering.frames(), lambda error: line_frame(ollama_form(error)), framing=LINES)
     return JsonResponse(await while_connected(request, answering.whole()))
@@ -164,13 +162,12 @@ async def _answer(
 
 @dataclass
 class _Answering:
-    """One request on its way. name: of its model, as it is called here."""
+    """One request on its way."""
 
     context: ServerContext
     exchange: Exchange
     request: Request
     body: AnsweredRequest
-    name: str
     ask: Callable[[ServedModel], ChatAsked | TextAsked]
 
     async def whole(self) -> dict[str, Any]:
@@ -186,20 +183,26 @@ class _Answering:
 
     @asynccontextmanager
     async def _begun(self) -> AsyncIterator[tuple[Generation, AnswerWriter]]:
-        begun = time.monotonic()
-        async with self.context.use(self.name) as model:
-            took = Took(self.exchange.started, time.monotonic() - begun)
+        began, body = time.monotonic(), self.body
+        async with self.context.use(body.model) as model:
+            took = Took(self.exchange.started, time.monotonic() - began)
             asked = await off_loop(self.request, lambda: self.ask(model))
-            async with self.context.generation(model, asked, self.exchange) as generation:
-                chats = isinstance(self.body, OllamaChatRequest)
-                yield generation, AnswerWriter(self.body.model, asked, generation, took, chats=chats)
+            chats, params = isinstance(body, OllamaChatRequest), asked.params
+            tells_context = not chats and isinstance(asked, ChatAsked) and not asked.image_paths
+            begun = self.context.generation(model, asked, self.exchange)
+            del asked  # images need not wait for the end of the answer
+            if isinstance(body, OllamaChatRequest):
+                body.messages = None
+            elif isinstance(body, OllamaGenerateRequest):
+                body.images = None
+            async with begun as generation:
+                yield generation, AnswerWriter(body.model, params, generation, took, chats=chats, tells_context=tells_context)
 
 
 async def _embed(context: ServerContext, body: OllamaEmbedRequest, exchange: Exchange) -> Response:
-    name = served_name(context.models, body.model)
     texts = ([body.input] if body.input else []) if isinstance(body.input, str | None) else body.input
     begun = time.monotonic()
-    async with context.use(name) as model:
+    async with context.use(body.model) as model:
         took = Took(exchange.started, time.monotonic() - begun)
         check_embeds(model)
         vectors, count = await _vectors(context, model, texts, body.options, truncate=body.truncate is not False)
@@ -215,8 +218,7 @@ async def _embed(context: ServerContext, body: OllamaEmbedRequest, exchange: Exc
 
 
 async def _embed_one(context: ServerContext, body: OllamaEmbeddingsRequest, exchange: Exchange) -> Response:
-    name = served_name(context.models, body.model)
-    async with context.use(name) as model:
+    async with context.use(body.model) as model:
         check_embeds(model)
         texts = [body.prompt] if body.prompt else []
         vectors, count = await _vectors(context, model, texts, body.options, truncate=False, normalize=False)

@@ -234,7 +234,7 @@ class ServedModels:
         for each in (name, name.removesuffix(LATEST), name + LATEST):  # Ollama's clients say it, or leave it out
             if each in self._by_name:
                 return self._by_name[each]
-        message = f"the model {name[:100]!r} is not served here; these are: {', '.join(self._by_name)}"
+        message = f"model {name[:100]!r} not found: it is not served here; these are: {', '.join(self._by_name)}"
         raise ApiError(404, message, code="model_not_found", param="model")
 
     def _served(self, asked: _Asked) -> ServedModel:
