@@ -128,12 +128,6 @@ class FakeGeneration:
     async def aclose(self) -> None:
         self.closed = True
 
-    async def __aenter__(self) -> FakeGeneration:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
 
 class FakeGenerates:
     """`Generates` with one script for every request, or a function of what was asked."""

@@ -66,7 +66,7 @@ class Apart:
 class House(Generator):
     def __init__(self, models: FakeModels) -> None:
         self.models = models
-        super().__init__(models, Checks())
+        super().__init__(Checks())
 
 
 def client(name: str, texts: list[str], finish: str) -> ServerClient:

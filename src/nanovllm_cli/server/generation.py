@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
@@ -248,12 +248,6 @@ class LiveGeneration:
     async def aclose(self) -> None:
         self._stream.abort()
         self._end(None)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def _end(self, error: ApiError | None) -> None:
         watch, self._watch = self._watch, None

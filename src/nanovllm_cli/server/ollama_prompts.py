@@ -18,7 +18,6 @@ from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.function_tools import Tool, checked_tools
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, TextAsked
 from nanovllm_cli.server.reading import schema_form, unsupported
-from nanovllm_cli.server.reasoning_effort import reads
 from nanovllm_cli.server.schemas_ollama import (
     AnsweredRequest,
     OllamaChatRequest,
@@ -129,7 +128,7 @@ def _thinking(body: AnsweredRequest, model: ServedModel) -> tuple[bool | None, d
         raise unsupported("think", f"the model {model.id!r} does not support thinking")
     if not isinstance(body.think, str):
         return body.think, {}
-    if not reads(model, "reasoning_effort"):
+    if not model.template_reads("reasoning_effort"):
         return True, {}
     assert model.chat_template is not None
     knows_max = re.search("""['"]max['"]""", model.chat_template.source) is not None

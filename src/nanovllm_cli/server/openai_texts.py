@@ -9,24 +9,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import Raw
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.server.logprobs import TextTokens, prompt_form, text_form
-from nanovllm_cli.server.openai_answers import Answer, Head, Style, end_fields
+from nanovllm_cli.server.openai_answers import Answer, Head, Style, encode, end_fields
 from nanovllm_cli.server.ports import Event, FinishReason, Generation
-
-encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextStyle(Style):
     """echo: the prompt stands before the answer. draws: False leaves the answer out (its client asked for no tokens, and wants to
-    know of the prompt)."""
+    know of the prompt). prompt_logprobs: vLLM's addition."""
 
     echo: bool = False
     draws: bool = True
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,8 @@ def text_choice(
     }
     if style.token_ids:
         choice |= {"token_ids": answer.token_ids, "prompt_token_ids": list(generation.prompt_ids)}
+    if style.prompt_logprobs:
+        choice["prompt_logprobs"] = prompt_form(head.model.tokenizer, generation.prompt_logprobs or [])
     return choice
 
 
@@ -128,8 +128,3 @@ def _without_token(event: Event) -> Event:
     """An event of the token that is drawn where none was asked for: it may end the answer, and no other way than by its limit."""
     reason: FinishReason | None = None if event.finish_reason is None else "length"
     return replace(event, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
-
-
-def with_prompt_logprobs(choice: dict[str, Any], generation: Generation) -> dict[str, Any]:
-    """vLLM's addition, where a client asked for it."""
-    return {**choice, "prompt_logprobs": prompt_form(generation.model.tokenizer, generation.prompt_logprobs or [])}

@@ -110,6 +110,10 @@ class ServedModel:
     chat_defaults: ChatDefaults = ChatDefaults()
     lora_modules: tuple[str, ...] = ()
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether its template has something to do with a variable."""
+        return self.chat_template is not None and variable in self.chat_template.source
+
     def cut_to(self, most: int | None) -> int | None:
         """Tokens that a request's `truncate_prompt_tokens` leaves of a text; None: all. Raises ApiError."""
         limit = self.facts.context_len
@@ -325,8 +329,8 @@ class Timings(NamedTuple):
 
 
 class Generation(Protocol):
-    """Answers on their way. Iterate over it, then read `usage` and `timings`; close it in any case (it is an async context
-    manager), which aborts what is unfinished. Iterating raises ApiError where an answer fails."""
+    """Answers on their way. Iterate over it, then read `usage` and `timings`; close it in any case, which aborts what is
+    unfinished. Iterating raises ApiError where an answer fails."""
 
     @property
     def model(self) -> ServedModel: ...

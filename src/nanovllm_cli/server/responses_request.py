@@ -13,9 +13,8 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.function_tools import CHOICES, Tool, checked_tools, function_tool
 from nanovllm_cli.server.ports import ServedModel
 from nanovllm_cli.server.reading import invalid, kind_of, listed, read, schema_form, shown, unsupported
-from nanovllm_cli.server.reasoning_effort import effort_of, reads
 from nanovllm_cli.server.responses_items import new_id
-from nanovllm_cli.server.routes_chat import checked_form
+from nanovllm_cli.server.routes_chat import checked_form, effort_of
 from nanovllm_cli.server.schemas_responses import InputTokensRequest, ResponsesRequest
 from nanovllm_cli.text.tool_calls import MAX_TOOLS, ToolChoice
 
@@ -107,7 +106,7 @@ def style_of(body: InputTokensRequest, model: ServedModel) -> tuple[bool | None,
     effort = body.reasoning.effort if body.reasoning is not None else None
     thinking, variables = effort_of(effort, None, model, "reasoning.effort")
     verbosity = body.text.verbosity if body.text is not None else None
-    if verbosity is not None and reads(model, "verbosity"):
+    if verbosity is not None and model.template_reads("verbosity"):
         return thinking, {**variables, "verbosity": verbosity}
     if verbosity not in (None, "medium"):
         raise unsupported("text.verbosity", f"{model.id} knows no verbosity")

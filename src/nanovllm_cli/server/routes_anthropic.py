@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from nanovllm_cli.server.schemas_anthropic import (
     MessagesRequest,
 )
 from nanovllm_cli.server.schemas_streams import MessageEvent
-from nanovllm_cli.server.sse import named_frame, while_connected
+from nanovllm_cli.server.sse import named_frame, named_frames, read_through, while_connected
 from nanovllm_cli.text.tool_calls import ToolChoice
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -58,7 +57,7 @@ def router(context: ServerContext) -> APIRouter:
         def error_frame(error: ApiError) -> bytes:
             return named_frame("error", anthropic_form(error, exchange.request_id))
 
-        return context.stream(answering.frames(), error_frame)
+        return context.stream(named_frames(answering.events()), error_frame)
 
     @routes.post("/v1/messages/count_tokens", responses=answers(CountAnswer))
     async def count_tokens(body: CountTokensRequest, request: Request, exchange: CurrentExchange) -> Response:
@@ -84,17 +83,10 @@ class _Answering:
     builder: MessageBuilder = field(init=False)
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._events()) as steps:
-            async for _ in steps:
-                pass
+        await read_through(self.events())
         return self.builder.message
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._events()) as steps:
-            async for events in steps:
-                yield b"".join([named_frame(event["type"], event) for event in events])
-
-    async def _events(self) -> AsyncGenerator[Sequence[StreamEvent], None]:
+    async def events(self) -> AsyncGenerator[Sequence[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
         begun = False
         context, name = self.context, self.body.model

@@ -17,7 +17,6 @@ from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.function_tools import Tool, checked_tools, name_of
 from nanovllm_cli.server.openai_answers import ChatFrames, ChatStyle, chat_answer
 from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel
-from nanovllm_cli.server.reasoning_effort import effort_of
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
 from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
@@ -152,6 +151,26 @@ def continues(
         message = "a chat without a generation prompt is not supported"
         raise ApiError(400, message, code="unsupported", param="add_generation_prompt")
     return False
+
+
+def effort_of(
+    effort: str | None, thinking: bool | None, model: ServedModel, param: str
+) -> tuple[bool | None, dict[str, Any]]:
+    """What `reasoning_effort` means with a model: whether to reason, and variables of the template, which alone knows how much.
+    thinking: what was asked for beside it.
+
+    A template with a switch and no effort takes `none` as off and the rest as on. Raises ApiError 400 for an effort that the
+    model knows nothing of.
+    """
+    if effort is None:
+        return thinking, {}
+    if model.template_reads("reasoning_effort"):
+        return thinking, {"reasoning_effort": effort}
+    if model.thinking_switch is not None:
+        return effort != "none" if thinking is None else thinking, {}
+    if effort == "none":
+        return thinking, {}
+    raise ApiError(400, f"{model.id} knows no {param}", code="unsupported", param=param)
 
 
 def shown_by(body: StreamFields) -> dict[str, bool]:

@@ -22,7 +22,7 @@ from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.logprobs import check_prompt_logprobs
 from nanovllm_cli.server.merging import merged
 from nanovllm_cli.server.openai_answers import Answer, Head, gather, off_loop, timings_fields, total, usage_fields
-from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
+from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice
 from nanovllm_cli.server.ports import Generation, ServedModel, TextAsked, Usage
 from nanovllm_cli.server.routes_chat import check_streaming, checked_form, shown_by
 from nanovllm_cli.server.routing import answers, api_router
@@ -87,9 +87,7 @@ def _answer(body: CompletionRequest, style: TextStyle, begun: list[Begun], drawn
     for (prompt, _, generation), found in zip(begun, drawn, strict=True):
         echo = Echo.of(prompt, generation, style)
         for answer in _best(found, body.n or style.params.n):
-            choice = text_choice(head, style, echo, len(choices), answer, generation)
-            asked = body.prompt_logprobs is not None
-            choices.append(with_prompt_logprobs(choice, generation) if asked else choice)
+            choices.append(text_choice(head, style, echo, len(choices), answer, generation))
     return {**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style)), **_timings(begun, style)}
 
 
@@ -157,7 +155,8 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
     draws = limit != 0
     max_tokens = limit if draws else 1
     params = body.sampling(model, max_tokens=max_tokens, logprobs=body.logprobs)
-    style = TextStyle(params=params, echo=bool(body.echo), draws=draws, **shown_by(body))
+    shown = {"echo": bool(body.echo), "prompt_logprobs": body.prompt_logprobs is not None, **shown_by(body)}
+    style = TextStyle(params=params, draws=draws, **shown)
     if body.echo and body.logprobs is not None:
         most = max(body.logprobs, body.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=most)

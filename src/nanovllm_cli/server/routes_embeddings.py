@@ -94,7 +94,7 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
                 "object": "list",
                 "model": model.id,
                 "data": await asyncio.to_thread(_data, vectors, body),
-                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+                "usage": _usage(num_tokens),
             }
         )
 
@@ -155,7 +155,7 @@ async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchang
                 "id": "rerank-" + secrets.token_hex(12),
                 "model": model.id,
                 "results": results,
-                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+                "usage": _usage(num_tokens),
             }
         )
 
@@ -174,7 +174,7 @@ async def _score(context: ServerContext, body: ScoreRequest, exchange: Exchange)
                 "created": int(time.time()),
                 "model": model.id,
                 "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+                "usage": _usage(num_tokens),
             }
         )
 
@@ -238,6 +238,10 @@ def _prompt(
     if len(ids) > limit:
         raise UsageError(f"the query leaves no room for a document in {limit} tokens", "shorten it")
     return ids
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def _each(queries: Sequence[T], documents: Sequence[object]) -> Sequence[T]:

@@ -38,7 +38,7 @@ from nanovllm_cli.server.schemas_openai import (
 )
 from nanovllm_cli.server.schemas_openai_answers import NativeAnswer, NativeAnswers
 from nanovllm_cli.server.schemas_sampling import first_given
-from nanovllm_cli.server.sse import data_frame, while_connected
+from nanovllm_cli.server.sse import data_frame, read_through, while_connected
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -74,15 +74,9 @@ async def _answer(context: ServerContext, body: NativeRequest, request: Request,
 
 async def _whole(context: ServerContext, body: NativeRequest, exchange: Exchange) -> Response:
     async with _begun(context, body, exchange) as begun:
-        await asyncio.gather(*(_drawn(one) for one in begun))
+        await asyncio.gather(*(read_through(one.steps()) for one in begun))
         told = await asyncio.to_thread(lambda: [answer for one in begun for answer in one.answers()])
         return JsonResponse(told[0] if len(told) == 1 else told)
-
-
-async def _drawn(begun: _Begun) -> None:
-    async with contextlib.aclosing(begun.steps()) as steps:
-        async for _ in steps:
-            pass
 
 
 async def _frames(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:

@@ -7,7 +7,6 @@ unless said otherwise) in memory, for previous_response_id and for the routes be
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -39,7 +38,7 @@ from nanovllm_cli.server.schemas_responses import (
     ResponsesRequest,
 )
 from nanovllm_cli.server.schemas_streams import ResponseErrorEvent, ResponseEvent
-from nanovllm_cli.server.sse import named_frame, while_connected
+from nanovllm_cli.server.sse import named_frame, named_frames, read_through, while_connected
 
 _INCLUDE = "message.input_image.image_url: with images, which are null otherwise"
 
@@ -66,7 +65,7 @@ def router(context: ServerContext) -> APIRouter:
         body.input = ""
         del before, items
         if body.stream:
-            return context.stream(answering.frames(), answering.error_frames)
+            return context.stream(named_frames(answering.events()), answering.error_frames)
         return JsonResponse(await while_connected(request, answering.whole()))
 
     @routes.post("/responses/input_tokens", include_in_schema=False)
@@ -141,24 +140,17 @@ class _Answering:
     usage: Usage = field(default=Usage(0, 0, 0, 0))
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._events()) as steps:
-            async for _ in steps:
-                pass
+        await read_through(self.events())
         return self.builder.response
-
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._events()) as steps:
-            async for events in steps:
-                yield _frames(events)
 
     def error_frames(self, error: ApiError) -> bytes:
         """A failure behind the first event is an event itself."""
         if self.begun:
-            return _frames(self.builder.fail(error, self.usage))
+            return b"".join([named_frame(event["type"], event) for event in self.builder.fail(error, self.usage)])
         told = {"code": error.code, "message": error.message, "param": error.param}
         return named_frame("error", {"type": "error", "sequence_number": 0, **told})
 
-    async def _events(self) -> AsyncGenerator[list[StreamEvent], None]:
+    async def events(self) -> AsyncGenerator[list[StreamEvent], None]:
         """Those of each step. Nothing is said before the engine has taken the request."""
         cut_off = False
         context, name = self.context, self.body.model
@@ -253,7 +245,3 @@ def _chat_asked(
         param="input",
         image_paths=conversation.image_paths,
     )
-
-
-def _frames(events: Sequence[StreamEvent]) -> bytes:
-    return b"".join([named_frame(event["type"], event) for event in events])

@@ -68,6 +68,17 @@ ImageDetail = Literal["auto", "low", "high", "original"]
 """OpenAI's. An image is made the size that a model was trained with, whatever is said."""
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Of an object or a list, judged before millions of wrong entries are told one by one."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > count:
+            raise PydanticCustomError("too_long", f"has {len(value)} entries, at most {count} are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
 def explained(text: str) -> WrapValidator:
     """Around a union: one error that says what may stand there, instead of one for each of its members."""
 

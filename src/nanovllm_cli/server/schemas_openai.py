@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required
 from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
 
-from nanovllm_cli.sampling_params import INT_BOUNDS, MAX_LOGPROBS, MAX_TOKENS
+from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKENS
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.samplers import names_of
 from nanovllm_cli.server.schemas_common import (
@@ -31,7 +31,7 @@ from nanovllm_cli.server.schemas_common import (
     Unsupported,
     explained,
 )
-from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop
+from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop, bounded
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 MAX_TOP_LOGPROBS = 20
@@ -48,6 +48,7 @@ NativeLimit = Annotated[
     Literal[-1] | Annotated[int, Field(ge=0, le=MAX_TOKENS)],
     explained("a number of tokens, 0 for the prompt alone, or -1 until the context is full"),
 ]
+Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 PingInterval = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, explained("a number of seconds, more than 0, or -1 for none")
 ]
@@ -173,7 +174,7 @@ class ChatRequest(StreamFields, SamplingFields):
     max_completion_tokens: TokenLimit | None = None
     max_tokens: TokenLimit | None = None
     n_predict: TokenLimit | None = None
-    n_cmpl: int | None = Field(default=None, ge=INT_BOUNDS["n"][0], le=INT_BOUNDS["n"][1])
+    n_cmpl: int | None = bounded("n")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     stop: Stop = STOP_BESIDE_TOOLS
@@ -188,11 +189,11 @@ class ChatRequest(StreamFields, SamplingFields):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
-    thinking_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    reasoning_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    thinking_token_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    thinking_budget_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    reasoning_budget_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    thinking_budget: Budget | None = None
+    reasoning_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    reasoning_budget_tokens: Budget | None = None
     reasoning_control: Literal[False] | None = None
     reasoning_budget_message: Unsupported = None
     parse_tool_calls: Literal[True] | None = None
@@ -261,7 +262,7 @@ class NativeRequest(SamplingFields):
     n_predict: NativeLimit | None = None
     max_tokens: NativeLimit | None = None
     max_completion_tokens: NativeLimit | None = None
-    n_cmpl: int | None = Field(default=None, ge=INT_BOUNDS["n"][0], le=INT_BOUNDS["n"][1])
+    n_cmpl: int | None = bounded("n")
     n_probs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     t_max_predict_ms: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
@@ -325,39 +326,42 @@ EmbeddingInput = Annotated[
     explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
 ]
 
-Truncation = Annotated[int | None, Field(ge=-1)]
 
-
-class EmbeddingRequest(StrictModel):
-    """POST /v1/embeddings. pooling: of the hidden states of a text's tokens. truncate_prompt_tokens: vLLM's, texts are cut to so
-    many tokens, by -1 to what the context holds."""
+class PooledFields(StrictModel):
+    """pooling: of the hidden states of a text's tokens."""
 
     model: ModelName | None = None
+    pooling: Literal["mean", "last", "cls"] | None = None
+    priority: Priority | None = None
+    lora: ChosenByModel = None
+
+
+class CutFields(PooledFields):
+    """truncate_prompt_tokens: vLLM's, texts are cut to so many tokens, by -1 to what the context holds."""
+
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    user: Tolerated = None
+
+
+class EmbeddingRequest(CutFields):
+    """POST /v1/embeddings."""
+
     input: EmbeddingInput
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
-    pooling: Literal["mean", "last", "cls"] | None = None
     normalize: Literal[True] | None = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
     add_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: Truncation = None
-    priority: Priority | None = None
-    lora: ChosenByModel = None
-    user: Tolerated = None
 
 
-class NativeEmbeddingRequest(StrictModel):
+class NativeEmbeddingRequest(PooledFields):
     """POST /embeddings. One of content and input. embd_normalize: -1 leaves vectors as they are, 0 makes their largest magnitude
     32760 (16 bits), p makes their p-norm 1."""
 
-    model: ModelName | None = None
     content: EmbeddingInput | None = None
     input: EmbeddingInput | None = None
     embd_normalize: int | None = Field(default=None, ge=-1, le=64)
-    pooling: Literal["mean", "last", "cls"] | None = None
-    priority: Priority | None = None
-    lora: ChosenByModel = None
 
 
 SeveralTexts = Annotated[
@@ -371,31 +375,19 @@ class RerankDocument(TypedDict, total=False):
     text: Required[SomeText]
 
 
-class ScoreRequest(StrictModel):
+class ScoreRequest(CutFields):
     """POST /v1/score, as vLLM has it: texts in pairs, or one beside many."""
 
-    model: ModelName | None = None
     text_1: SeveralTexts
     text_2: SeveralTexts
-    truncate_prompt_tokens: Truncation = None
-    pooling: Literal["mean", "last", "cls"] | None = None
-    priority: Priority | None = None
-    lora: ChosenByModel = None
-    user: Tolerated = None
 
 
-class RerankRequest(StrictModel):
+class RerankRequest(CutFields):
     """POST /v1/rerank, as Jina and Cohere have it."""
 
-    model: ModelName | None = None
     query: str = Field(min_length=1)
     documents: Annotated[list[SomeText | RerankDocument], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_INPUTS)
     top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
     max_tokens_per_doc: Unsupported = None
     rank_fields: Unsupported = None
-    truncate_prompt_tokens: Truncation = None
-    pooling: Literal["mean", "last", "cls"] | None = None
-    priority: Priority | None = None
-    lora: ChosenByModel = None
-    user: Tolerated = None

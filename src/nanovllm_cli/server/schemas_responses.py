@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.reading import object_schema
 from nanovllm_cli.server.responses_items import INPUT_SCHEMA
-from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, Effort, ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, Effort, ModelName, StrictModel, Unsupported, at_most
 from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
@@ -54,13 +53,6 @@ _JSON_SCHEMA = object_schema(
     {"type": {"const": "json_schema"}, "name": {"type": "string", "maxLength": 64}, "schema": {"type": "object"}}, _MAYBE
 )
 _FORMAT: dict[str, Any] = {"anyOf": [object_schema({"type": {"enum": ["text", "json_object"]}}), _JSON_SCHEMA]}
-
-
-def _few_labels(value: Any) -> Any:
-    """Judged by their number, before each of many is told to be wrong."""
-    if isinstance(value, dict) and len(value) > 16:
-        raise PydanticCustomError("too_long", f"has {len(value)} entries, at most 16 are taken")
-    return value
 
 
 class ReasoningAsked(StrictModel):
@@ -111,7 +103,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16),
-            BeforeValidator(_few_labels),
+            at_most(16),
         ]
         | None
     ) = None

@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BeforeValidator, Field, StringConstraints, with_config
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
 
 from nanovllm_cli.config import MAX_LORA_MODULES, MAX_SCALE
@@ -40,6 +39,7 @@ from nanovllm_cli.server.schemas_common import (
     TokenId,
     Tolerated,
     Unsupported,
+    at_most,
     explained,
 )
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -50,13 +50,6 @@ T = TypeVar("T")
 def first_given(*values: T | None) -> T | None:
     """Of several names for one thing, the first that is there."""
     return next((value for value in values if value is not None), None)
-
-
-def _few_biases(value: Any) -> Any:
-    """Judged by their number, before millions of wrong ones are told one by one."""
-    if isinstance(value, dict | list) and len(value) > MAX_LOGIT_BIASES:
-        raise PydanticCustomError("too_long", f"has {len(value)} entries, at most {MAX_LOGIT_BIASES} are taken")
-    return value
 
 
 def bounded(name: str) -> Any:
@@ -150,7 +143,7 @@ class SamplingFields(StrictModel):
                 list[Annotated[list[TokenId | Annotated[str, _strings("bad_words")] | Bias], Field(min_length=2, max_length=2)]],
                 FIRST_ERROR,
             ],
-            BeforeValidator(_few_biases),
+            at_most(MAX_LOGIT_BIASES),
         ]
         | None
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)

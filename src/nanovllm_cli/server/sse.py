@@ -18,7 +18,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -70,6 +71,20 @@ def line_frame(value: Any) -> bytes:
 def named_frame(name: str, value: Any) -> bytes:
     """The same behind `event: …`."""
     return b"event: " + name.encode() + b"\n" + data_frame(value)
+
+
+async def named_frames(steps: AsyncGenerator[Sequence[Mapping[str, Any]], None]) -> AsyncGenerator[bytes, None]:
+    """A frame for each event, by its type; those of a step together."""
+    async with aclosing(steps):
+        async for events in steps:
+            yield b"".join([named_frame(event["type"], event) for event in events])
+
+
+async def read_through(steps: AsyncGenerator[Any, None]) -> None:
+    """To the end, for who wants only what comes of it."""
+    async with aclosing(steps):
+        async for _ in steps:
+            pass
 
 
 def openai_error_frames(error: ApiError) -> bytes:
