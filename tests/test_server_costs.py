@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import socket
 import time
 import tracemalloc
@@ -135,6 +136,26 @@ def test_a_stream_past_its_time_ends_with_an_error(path: str, last: bytes) -> No
             assert (told[-1]["type"], told[-1]["response"]["status"]) == ("response.failed", "failed")
         (generation,) = context.generates.generations  # type: ignore[attr-defined]
         assert generation.closed
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_the_log_tells_of_a_stream_that_failed_in_the_middle(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script.of("Hello", finish=None, error=ApiError(503, "it died", code="engine_died"))
+    context = context_of(FakeModels(), script)
+    with running(context.settings, context) as server, caplog.at_level(logging.INFO, "nanovllm_cli.server.logs"):
+        assert b"it died" in server.ask("POST", path, DOORS[path]).body
+        until(lambda: bool(caplog.records))
+    assert [record.fields["error"] for record in caplog.records] == ["engine_died"]  # type: ignore[attr-defined]
+
+
+def test_the_log_has_more_of_a_streams_unforeseen_failure_under_the_requests_id(caplog: pytest.LogCaptureFixture) -> None:
+    path, failure = "/v1/chat/completions", ValueError("of a library")
+    context = context_of(FakeModels(), Script.of("Hello", finish=None, error=failure))  # type: ignore[arg-type]
+    with running(context.settings, context) as server, caplog.at_level(logging.ERROR, "nanovllm_cli"):
+        told = server.ask("POST", path, DOORS[path], x_request_id="mine-1").body
+    assert b"the server's log has more" in told
+    assert b"of a library" not in told
+    assert [record.getMessage() for record in caplog.records] == ["request mine-1 failed: ValueError"]
 
 
 def test_a_stream_that_has_said_nothing_by_then_is_an_error() -> None:

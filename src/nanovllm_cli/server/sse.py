@@ -123,7 +123,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange | None = scope.get(SCOPE_KEY)
         over = asyncio.create_task(_until(_put_off(exchange)))
-        pump = asyncio.create_task(self._pump(send))
+        pump = asyncio.create_task(self._pump(send, exchange))
         gone, stalled = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._watch_clock(send))
         try:
             await asyncio.wait([pump, gone, stalled, over], return_when=asyncio.FIRST_COMPLETED)
@@ -151,7 +151,7 @@ class EventStream(Response):
         await self._send(send, self._error_frames(error))
         await self._send(send, b"", more=False)
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, exchange: Exchange | None) -> None:
         try:
             async for frame in self._frames:
                 await self._send(send, frame)
@@ -159,8 +159,10 @@ class EventStream(Response):
             if not self._begun:
                 raise
             told = as_api_error(error)
-            if told.status == 500 and told is not error:
-                logger.error("an event stream failed", exc_info=error)
+            if exchange is not None:
+                exchange.error = told.label
+                if told.status == 500 and told is not error:
+                    logger.error("request %s failed: %s", exchange.request_id, type(error).__name__, exc_info=error)
             await self._send(send, self._error_frames(told))
         await self._send(send, b"", more=False)
 
