@@ -345,7 +345,7 @@ def test_what_cannot_be_transcribed_is_told(server: Server, tokenizer: Tokenizer
         ((("file", b"", "a.wav"),), "is empty", "file"),
         ((("file", b"text", "a.wav"),), "no sound of a kind", "file"),
         ((("file", SOUND[:60], "a.wav"),), "shorter than 0.1 seconds", "file"),
-        ((FILE, ("model", b"another")), "no model 'another'", "model"),
+        ((FILE, ("model", b"another")), "model 'another' not found", "model"),
         ((FILE, ("language", b"klingon")), "the language 'klingon'; known are ar, cs", "language"),
         ((FILE, ("temperature", b"hot")), "number", "temperature"),
         ((FILE, ("temperature", b"9e9")), "at most 100", "temperature"),
@@ -353,6 +353,8 @@ def test_what_cannot_be_transcribed_is_told(server: Server, tokenizer: Tokenizer
         ((FILE, ("response_format", b"srt")), "has times", "response_format"),
         ((FILE, ("response_format", b"yaml")), "'json' or 'text'", "response_format"),
         ((FILE, ("timestamp_granularities[]", b"word")), "not supported", "timestamp_granularities"),
+        ((FILE, ("languages[]", b"en"), ("languages[]", b"de")), "not supported", "languages"),
+        ((FILE, ("keywords[]", b"Ljubljana")), "keywords is not supported", "keywords"),
         ((FILE, ("include[]", b"logprobs")), "not supported", "include"),
         ((FILE, ("language", b"en"), ("language", b"de")), "'language' twice", None),
     ):  # fmt: skip

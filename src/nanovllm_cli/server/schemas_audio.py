@@ -48,6 +48,8 @@ class TranscriptionRequest(StrictModel):
     chunking_strategy: Tolerated = None
     timestamp_granularities: Unsupported = None
     include: Unsupported = None
+    languages: Unsupported = None
+    keywords: Unsupported = None
     known_speaker_names: Unsupported = None
     known_speaker_references: Unsupported = None
 
