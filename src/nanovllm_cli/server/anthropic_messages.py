@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from nanovllm_cli.server.chat_turns import ChatTurns, Conversation, Picture
-from nanovllm_cli.server.function_tools import Tool, function_tool
+from nanovllm_cli.server.function_tools import NAME, Tool, function_tool
 from nanovllm_cli.server.reading import (
     described,
     invalid,
@@ -121,11 +121,14 @@ MESSAGES_SCHEMA: dict[str, Any] = {
 
 
 class _Tool(msgspec.Struct):
-    name: str
+    name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{NAME}$"})]
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
+
+
+TOOLS_SCHEMA: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": described({"custom": _Tool}, default="custom")}
 
 
 def chat_messages(system: Any, messages: Any) -> Conversation:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.server.context import ServerContext
@@ -15,31 +13,15 @@ from nanovllm_cli.server.ports import ServedModel
 from nanovllm_cli.server.reading import invalid, kind_of, listed, read, schema_form, shown, unsupported
 from nanovllm_cli.server.responses_items import new_id
 from nanovllm_cli.server.routes_chat import checked_form, effort_of
-from nanovllm_cli.server.schemas_responses import InputTokensRequest, ResponsesRequest
+from nanovllm_cli.server.schemas_responses import (
+    AllowedFunctions,
+    FunctionTool,
+    InputTokensRequest,
+    JsonSchemaFormat,
+    NamedFunction,
+    ResponsesRequest,
+)
 from nanovllm_cli.text.tool_calls import MAX_TOOLS, ToolChoice
-
-
-class _Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Named(msgspec.Struct):
-    name: str
-
-
-class _Allowed(msgspec.Struct):
-    mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
-
-
-class _Schema(msgspec.Struct):
-    name: Annotated[str, msgspec.Meta(max_length=64)]
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
 
 
 class ToolsAsked(NamedTuple):
@@ -55,7 +37,7 @@ def tools_of(body: InputTokensRequest) -> ToolsAsked:
     for place, tool in enumerate(listed([] if body.tools is None else body.tools, "tools", MAX_TOOLS)):
         path = f"tools[{place}]"
         if kind_of(tool, path) == "function":
-            given = read(_Function, tool, path)
+            given = read(FunctionTool, tool, path)
             tools.append(function_tool(given.name, given.description, given.parameters, bool(given.strict), path))
     return ToolsAsked(*_chosen(body.tool_choice, tools))
 
@@ -67,9 +49,9 @@ def _chosen(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolCho
         raise invalid("tool_choice", f"must be {', '.join(CHOICES)}, or an object that names a function")
     kind = kind_of(choice, "tool_choice")
     if kind == "function":
-        return checked_tools(tools, read(_Named, choice, "tool_choice").name)
+        return checked_tools(tools, read(NamedFunction, choice, "tool_choice").name)
     if kind == "allowed_tools":
-        given = read(_Allowed, choice, "tool_choice")
+        given = read(AllowedFunctions, choice, "tool_choice")
         wanted = [str(tool.get("name")) for tool in given.tools if tool.get("type") == "function"]
         return checked_tools(tools, given.mode, wanted)
     raise unsupported("tool_choice.type", f"{shown(kind)} is not supported; functions are the only tools here")
@@ -97,7 +79,7 @@ def _text_format(body: InputTokensRequest) -> Constraint | None:
         return Constraint("json_object")
     if kind != "json_schema":
         raise unsupported("text.format.type", f"{shown(kind)} is not one of text, json_object, json_schema")
-    return schema_form(read(_Schema, form, "text.format").schema, "text.format.schema")
+    return schema_form(read(JsonSchemaFormat, form, "text.format").schema, "text.format.schema")
 
 
 def style_of(body: InputTokensRequest, model: ServedModel) -> tuple[bool | None, dict[str, Any]]:
@@ -152,7 +134,7 @@ def _text(body: ResponsesRequest) -> dict[str, Any]:
     form = body.text.format if body.text is not None else None
     text: dict[str, Any] = {"format": {"type": form["type"] if form is not None else "text"}}
     if text["format"]["type"] == "json_schema":
-        given = read(_Schema, form, "text.format")
+        given = read(JsonSchemaFormat, form, "text.format")
         text["format"] |= {"name": given.name, "schema": given.schema, "strict": True}
     if body.text is not None and body.text.verbosity is not None:
         text["verbosity"] = body.text.verbosity

@@ -11,22 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.anthropic_messages import MESSAGES_SCHEMA, SYSTEM_SCHEMA
-from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.anthropic_messages import MESSAGES_SCHEMA, SYSTEM_SCHEMA, TOOLS_SCHEMA
 from nanovllm_cli.server.reading import object_schema
 from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, ChosenByModel, ModelName, StrictModel, Unsupported
-from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
-_TOOL = object_schema(
-    {"name": {"type": "string", "pattern": f"^{NAME}$"}, "input_schema": {"type": "object"}},
-    {
-        "type": {"enum": [None, "custom"]},
-        "description": {"type": ["string", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-        "input_examples": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
-    },
-)
-_TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}
 _DISPLAY = {"display": {"enum": ["summarized", "omitted", None]}}
 _BUDGET = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 _THINKING: dict[str, Any] = {
@@ -57,7 +45,7 @@ class CountTokensRequest(StrictModel):
     model: ModelName
     messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)]
     system: Annotated[Any, WithJsonSchema(SYSTEM_SCHEMA)] = None
-    tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: ToolChoice | None = None
     thinking: Annotated[Any, WithJsonSchema(_THINKING)] = None
     output_config: OutputConfig | None = None

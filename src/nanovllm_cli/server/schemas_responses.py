@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from nanovllm_cli.server.function_tools import NAME
-from nanovllm_cli.server.reading import object_schema
+from nanovllm_cli.server.function_tools import CHOICES, NAME
+from nanovllm_cli.server.reading import described, object_schema
 from nanovllm_cli.server.responses_items import INPUT_SCHEMA
 from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, Effort, ModelName, StrictModel, Unsupported, at_most
 from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop
@@ -33,26 +34,37 @@ Include = Literal[
 ]
 Text = Annotated[str, Field(max_length=512)]
 
-_MAYBE = {"description": {"type": ["string", "null"]}, "strict": {"type": ["boolean", "null"]}}
-_NAMED = object_schema({"type": {"const": "function"}, "name": {"type": "string"}})
+
+class FunctionTool(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{NAME}$"})]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class AllowedFunctions(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
 _OTHER = object_schema({"type": {"type": "string", "not": {"const": "function"}}}) | {"description": "Skipped"}
-_FUNCTION = object_schema(
-    {"type": {"const": "function"}, "name": {"type": "string", "pattern": f"^{NAME}$"}},
-    {"parameters": {"type": ["object", "null"]}, **_MAYBE},
-)
-_TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [_FUNCTION, _OTHER]}}
-_ALLOWED = object_schema(
-    {
-        "type": {"const": "allowed_tools"},
-        "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "items": {"anyOf": [_NAMED, _OTHER]}},
-    }
-)
-_TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED]}
-_JSON_SCHEMA = object_schema(
-    {"type": {"const": "json_schema"}, "name": {"type": "string", "maxLength": 64}, "schema": {"type": "object"}}, _MAYBE
-)
-_FORMAT: dict[str, Any] = {"anyOf": [object_schema({"type": {"enum": ["text", "json_object"]}}), _JSON_SCHEMA]}
+_TOOL = {"anyOf": [*described({"function": FunctionTool})["anyOf"], _OTHER]}
+_TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}
+_CHOICES = described({"function": NamedFunction, "allowed_tools": AllowedFunctions})["anyOf"]
+_TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": list(CHOICES)}, *_CHOICES]}
+_TEXTS = object_schema({"type": {"enum": ["text", "json_object"]}})
+_FORMAT: dict[str, Any] = {"anyOf": [_TEXTS, *described({"json_schema": JsonSchemaFormat})["anyOf"]]}
 
 
 class ReasoningAsked(StrictModel):
