@@ -35,7 +35,13 @@ from nanovllm_cli.server import (
 )
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.errors import as_api_error, error_response
+from nanovllm_cli.server.errors import (
+    AnthropicErrorAnswer,
+    ErrorAnswer,
+    OllamaErrorAnswer,
+    as_api_error,
+    error_response,
+)
 from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.logs import log_exchange
@@ -155,9 +161,12 @@ def _description(app: FastAPI, needs_key: bool) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
                 if needs_key and path in PUBLIC:
                     operation["security"] = []
-        components = described.setdefault("components", {})
+        components = described["components"]
         for name in ("HTTPValidationError", "ValidationError"):
-            components.get("schemas", {}).pop(name, None)
+            components["schemas"].pop(name, None)
+        for form in (ErrorAnswer, AnthropicErrorAnswer, OllamaErrorAnswer):
+            schema = form.model_json_schema(ref_template="#/components/schemas/{model}")
+            components["schemas"] |= schema.pop("$defs", {}) | {form.__name__: schema}
         if needs_key:
             components["securitySchemes"] = {
                 "bearer": {"type": "http", "scheme": "bearer"},

@@ -244,4 +244,6 @@ def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
         500: "A failure of the server",
         503: "Loading, draining, or no model can take it now",
     }
-    return {status: {"description": text, "model": model} for status, text in told.items()}
+    # By the name of its schema, which `app` adds: FastAPI would make a model of its own for each status of each route.
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+    return {status: {"description": text, "content": content} for status, text in told.items()}
