@@ -188,6 +188,19 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         assert server.stderr.read() == "the weights are broken\n"
 
 
+def test_an_address_of_one_link_is_listened_at_with_its_zone() -> None:
+    known = Path("/proc/net/if_inet6")
+    links = [line.split() for line in known.read_text().splitlines()] if known.exists() else []
+    found = [(bytes.fromhex(link[0]), link[5]) for link in links if link[0].startswith("fe80")]
+    if not found:
+        pytest.skip("this machine has no link-local address")
+    address, zone = socket.inet_ntop(socket.AF_INET6, found[0][0]), found[0][1]
+    listener = listen(ServeSettings(host=f"{address}%{zone}", port=0, api_keys=("long-enough-key",)))
+    (sock,) = listener.sockets
+    assert sock.getsockname()[::3] == (address, socket.if_nametoindex(zone))
+    listener.close()
+
+
 def test_an_address_that_is_taken_is_said_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

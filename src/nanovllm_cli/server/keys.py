@@ -45,10 +45,6 @@ class Keys:
         self._from_file: tuple[str, ...] = ()
         self._tenants = _tenants(given)
 
-    @property
-    def are_needed(self) -> bool:
-        return bool(self._given) or self._file is not None
-
     def tenant_of(self, given: bytes) -> str | None:
         """Whose key it is; None for nobody's."""
         if self._file is not None and (keys := self._file.keys) is not self._from_file:

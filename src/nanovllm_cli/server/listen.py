@@ -13,6 +13,7 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanovllm_cli.errors import AccessRefusedError, NanovllmError, UsageError
 from nanovllm_cli.server.reread import Reread
@@ -51,7 +52,7 @@ def listen(settings: ServeSettings) -> Listener:
     port = settings.port
     for family, _, _, _, address in dict.fromkeys(found):
         try:
-            sockets.append(_tcp(family, (str(address[0]), port)))
+            sockets.append(_tcp(family, (address[0], port, *address[2:])))  # with the zone of a link-local one
         except OSError as failure:
             for each in sockets:
                 each.close()
@@ -98,7 +99,7 @@ def _tls_context(settings: ServeSettings) -> ssl.SSLContext:
     return context
 
 
-def _tcp(family: int, address: tuple[str, int]) -> socket.socket:
+def _tcp(family: int, address: tuple[Any, ...]) -> socket.socket:
     # asyncio turns Nagle's algorithm off, which costs 40 ms an answer, for sockets that say they are TCP.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

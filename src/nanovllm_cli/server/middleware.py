@@ -164,7 +164,7 @@ class Doors:
         named = Headers(scope=scope).getlist("host")
         if len(named) > 1 or (not named and scope["http_version"] != "1.0"):
             raise ApiError(400, "there must be one Host header", code="invalid_host")
-        if not named or (self._keys.are_needed and not self._hosts):
+        if not named or (self._settings.needs_key and not self._hosts):
             return
         host = _host_name(named[0])
         if not (host in self._hosts or "*" in self._hosts or host == self._settings.host.lower() or _is_own(host)):
@@ -172,7 +172,7 @@ class Doors:
 
     def _tenant_of(self, scope: Scope) -> str | None:
         """Whose key it is. Raises ApiError 401, for paths that do not exist as well."""
-        if not self._keys.are_needed or (scope["path"] in PUBLIC and scope["method"] == "GET"):
+        if not self._settings.needs_key or (scope["path"] in PUBLIC and scope["method"] == "GET"):
             return None
         given = _key(scope)
         tenant = self._keys.tenant_of(given)
