@@ -138,6 +138,8 @@ def test_each_key_opens_in_either_header(guarded: Running) -> None:
         assert guarded.ask("GET", "/v1/models", authorization=f"Bearer {key}").status == 200
         assert guarded.ask("GET", "/v1/models", authorization=f"bearer  {key}").status == 200
         assert guarded.ask("GET", "/v1/models", x_api_key=key).status == 200
+        assert guarded.ask("GET", "/v1/models", authorization="Bearer another-key", x_api_key=key).status == 200
+        assert guarded.ask("GET", "/v1/models", x_api_key="another-key", authorization=f"Bearer {key}").status == 200
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,8 @@ class Doors:
         """Whose key it is. Raises ApiError 401, for paths that do not exist as well."""
         if not self._settings.needs_key or (scope["path"] in PUBLIC and scope["method"] == "GET"):
             return None
-        given = _key(scope)
-        tenant = self._keys.tenant_of(given)
+        given = _given_keys(scope)
+        tenant = next((found for key in given if (found := self._keys.tenant_of(key)) is not None), None)
         if tenant is None:
             text = "the API key is not known here" if given else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, text, code="invalid_api_key")
@@ -198,15 +198,12 @@ def _shown_path(scope: Scope) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def _key(scope: Scope) -> bytes:
-    """What was given as a key; empty for none. `x-api-key` is Anthropic's header."""
-    for name, value in scope["headers"]:
-        header: bytes = value
-        if name == b"authorization" and header[:7].lower() == b"bearer ":
-            return header[7:].strip()
-        if name == b"x-api-key":
-            return header.strip()
-    return b""
+def _given_keys(scope: Scope) -> list[bytes]:
+    """What was given as a key. `x-api-key` is Anthropic's header, whose clients may send another service's key there, too."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+    given = (key if kind.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+    return [key.strip() for key in given if key.strip()]
 
 
 def _host_name(header: str) -> str:
