@@ -13,22 +13,12 @@ from nanovllm_cli.server.fim import fills_in
 from nanovllm_cli.server.ollama_answers import timestamp
 from nanovllm_cli.server.ollama_prompts import thinks
 from nanovllm_cli.server.ports import LATEST, EngineState, ModelAbout, Models
+from nanovllm_cli.server.schemas_ollama import OPTION_NAMES
 
 _LOADED = (EngineState.READY, EngineState.STUCK, EngineState.RESTARTING)
 _FOREVER_SECONDS = 2**63 / 1e9
 """From now on: what Ollama says of models that stay."""
 _OFF = SamplingParams()
-_PARAMETERS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "max_tokens": "num_predict",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +126,7 @@ def _parameter_size(count: int) -> str:
 
 def _parameters(params: SamplingParams) -> str:
     """Defaults that change anything, a line each."""
-    changed = (field for field in _PARAMETERS if getattr(params, field) != getattr(_OFF, field))
-    said = [(_PARAMETERS[field], getattr(params, field)) for field in changed]
+    changed = (field for field in OPTION_NAMES if getattr(params, field) != getattr(_OFF, field))
+    said = [(OPTION_NAMES[field], getattr(params, field)) for field in changed]
     said += [("stop", f'"{text}"') for text in params.stop]
     return "\n".join(f"{name:<30} {value}" for name, value in said)

@@ -47,6 +47,21 @@ TokenLimit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
 """Up to 0: until the context is full."""
 
 
+OPTION_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "penalty_last_n": "repeat_last_n",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_tokens": "num_predict",
+}
+"""By fields of SamplingParams, those with one value."""
+
+
 def unloads(keep_alive: float | str | None) -> bool:
     """Whether it is no time at all, which asks for the model to be unloaded."""
     return keep_alive is not None and not re.search("[1-9]", str(keep_alive))
@@ -93,23 +108,11 @@ class OllamaOptions(StrictModel):
 
     def sampling(self, defaults: SamplingParams, num_logprobs: int | None) -> SamplingParams:
         """What is said of how to draw, over a model's defaults: one answer, log-probabilities only where they were asked for."""
-        limit = self.num_predict
-        given = {
-            "max_tokens": limit,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "typical_p": self.typical_p,
-            "penalty_last_n": self.repeat_last_n,
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "stop": self.stop,
-        }
-        said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if limit is not None and limit <= 0:
+        said = {field: value for field, name in OPTION_NAMES.items() if (value := getattr(self, name)) is not None}
+        if self.num_predict is not None and self.num_predict <= 0:
             said["max_tokens"] = None
+        if self.stop is not None:
+            said["stop"] = self.stop
         if self.seed is not None:
             said["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
         return defaults.under({"n": 1, "logprobs": num_logprobs, "prompt_logprobs": None, **said})
