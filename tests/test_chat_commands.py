@@ -217,6 +217,8 @@ MISTAKES = [
     ("/file .", "is a folder"),
     ("/file ~no-such-user/x", "there is no file ~no-such-user/x"),
     ("/export md ~no-such-user/x", "cannot write ~no-such-user/x"),
+    ("/export md " + 300 * "a", "File name too long"),
+    ("/file " + 300 * "a", "File name too long"),
     ("/image", "which image?"),
     ("/image nowhere.png", "there is no file nowhere.png"),
     ("/load nowhere", "there is no session nowhere"),
@@ -249,6 +251,12 @@ def test_branches(tmp_path: Path) -> None:
     ]  # fmt: skip
     [path] = sessions(tmp_path).glob("*.jsonl")
     assert texts(path)[:-2] == ["say 1", "1", "say 2", "2", "say 3", "3", "say 4", "4", "4"]
+
+
+def test_an_edit_that_failed_is_over_in_a_pipe(tmp_path: Path) -> None:
+    """The next line is a message of its own, and takes nothing back."""
+    done = chat(tmp_path, "say 1", "/edit " + 3000 * "x", "say 2", "x")
+    assert done.out.splitlines()[-1] == "[<u>say 1<a>1<u>say 2<a>2<u>x<a>]"
 
 
 def test_going_on_with_an_answer(tmp_path: Path) -> None:

@@ -346,6 +346,8 @@ def test_what_becomes_of_a_messages_images(chat: Chat, fresh: LLM) -> None:
     assert told(chat, "/image 0.png", "/image 1.png", '/image ""')[-1] == "no image goes with the next message"
     told(chat, "fourth")
     assert seen(chat) == []
+    told(chat, "/edit", "/regen", "fifth")  # another answer instead of another question
+    assert [each.content for each in chat.conversation.messages[::2]] == ["third", "fourth", "fifth"]
 
 
 def test_lines_about_images(chat: Chat) -> None:

@@ -90,6 +90,7 @@ def test_broken_lines_have_their_error_in_their_place(tmp_path: Path) -> None:
         '{"prompt": "a", "logit_bias": {"99999999": 1}}': "outside the vocabulary",
         '{"prompt": "\\ud800"}': "not valid Unicode",
         '{"prompt": "a", "id": [1]}': "an id is a string or a number",
+        '{"prompt": "a", "id": "\\ud800"}': "the id is not valid Unicode",
         "[" * 100_000: "nested too deeply",
         '{"prompt": "%s"}' % ("long " * 500): "tokens, the context holds 2000",
         '{"prompt": "fail"}': "NaN logits",

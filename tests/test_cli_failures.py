@@ -165,6 +165,7 @@ BAD_USAGE = {
     "verify tiny --dtype-b float32": "--dtype-b has no meaning without OTHER",
     "run base hi -sys x": "--system-prompt has no meaning: base has no chat template",
     "run tiny hi --chat-template nosuch": "",
+    f"run tiny hi --chat-template {300 * 'a'}": "unknown chat template",
     "run tiny hi --chat-template /dev/null": "/dev/null is no chat template",
     "run tiny hi --chat-template ./nosuch.jinja": "there is no file ./nosuch.jinja",
     "run tiny hi --chat-template-kwargs {": "--chat-template-kwargs is not JSON",

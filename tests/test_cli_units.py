@@ -20,7 +20,7 @@ from nanovllm_cli.cli import history, parsers, settings_view
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.failures import explanation
-from nanovllm_cli.cli.files import WholeFile, stem_of
+from nanovllm_cli.cli.files import WholeFile, is_special, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.options import MemoryOptions, ModelOptions
 from nanovllm_cli.cli.output import Console, Stream, one_line
@@ -426,6 +426,13 @@ def test_devices_are_written_and_not_replaced() -> None:
         file.write("gone")
         file.commit()
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_names_below_devices_that_are_files(tmp_path: Path) -> None:
+    assert is_special(Path("/dev/stdout"))
+    assert is_special(Path("/dev/nosuch"))
+    assert not is_special(Path("/dev/shm/answer.txt"))  # a folder in memory
+    assert not is_special(tmp_path / (300 * "a"))  # the system has no such name
 
 
 def test_a_place_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:

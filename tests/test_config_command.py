@@ -280,6 +280,7 @@ def test_a_file_too_long_is_refused(home: Path) -> None:
         (["set", "ctx-size", "12x"], "is not a number of tokens"),
         (["set", "offline", "perhaps"], "'perhaps' is neither true nor false"),
         (["set", "aliases.x", ""], "takes the name of one model"),
+        (["set", "run.stop", b"\xff"], "the value of run.stop is not valid Unicode"),
         (["unset", "top-p"], "top-p is not set in"),
         (["rum"], "no command 'rum' that has settings"),
         (["list"], "no command 'list' that has settings\nhint: nanovllm config alone shows everything that is set"),
@@ -287,7 +288,7 @@ def test_a_file_too_long_is_refused(home: Path) -> None:
         (["set", "config.set.quiet", "1"], "no command 'config.set' that has settings"),
     ],
 )
-def test_mistakes_change_nothing(home: Path, arguments: list[str], says: str) -> None:
+def test_mistakes_change_nothing(home: Path, arguments: list[str | bytes], says: str) -> None:
     result = nanovllm(home, "config", *arguments)
     assert (result.code, result.out) == (2, "")
     assert says in result.err

@@ -173,7 +173,7 @@ def _export(chat: Chat, argument: str) -> None:
         raise UsageError("a conversation is exported as md or json", "/export md [FILE]")
     name = chat.session.name if chat.session is not None else "conversation"
     path = _path(target.strip() or f"{name}.{kind}")
-    if path.exists():
+    if os.path.exists(path):  # which, unlike Path.exists, takes any text for a name
         raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
     model = chat.model.name
     text = as_markdown(chat.conversation, model) if kind == "md" else as_json(chat.conversation, model)
@@ -267,7 +267,7 @@ def say_attached(chat: Chat, url: str, name: str) -> None:
 
 
 def _named(path: str) -> Path:
-    return _path(path if _path(path).exists() else _unquoted(path))
+    return _path(path if os.path.exists(_path(path)) else _unquoted(path))
 
 
 def _path(text: str) -> Path:
@@ -386,7 +386,7 @@ def _paths(chat: Chat, begun: str) -> Candidates:
     except OSError:
         return []
     shown = [path for path in paths if name.startswith(".") or not path.name.startswith(".")]
-    return [(f"{beginning}{path.name}{'/' if path.is_dir() else ''}", "") for path in shown]
+    return [(f"{beginning}{path.name}{'/' if os.path.isdir(path) else ''}", "") for path in shown]
 
 
 # fmt: off

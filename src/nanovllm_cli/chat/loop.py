@@ -234,24 +234,25 @@ class Chat:
             if edits:
                 self.conversation.undo()
             self.conversation.ask(content, images)
-            self._detach()
-            self._draft, self._edits_last = "", False
+            self._drop_draft()
 
         messages = [*before, Message(0, None, "user", content, images=images)]
         try:
             self._answer(messages, sent)
         finally:
             if not self.interactive:
-                self._detach()
+                self._drop_draft()
 
     def regenerate(self) -> None:
-        """Another answer to the last message."""
+        """Another answer to the last message, which is not edited any more."""
+        self._edits_last = False
         messages = self.conversation.messages
         messages = messages[: messages.index(self.conversation.asked()) + 1]
         self._answer(messages, self.conversation.back_to_question)
 
     def go_on(self) -> None:
-        """More of the last answer."""
+        """More of the last answer, whose question is not edited any more."""
+        self._edits_last = False
         begun = self.conversation.answered()
         self._answer(self.conversation.messages, self.conversation.before_answer, begun)
 
@@ -367,7 +368,9 @@ class Chat:
             advice = "the oldest turns will be left out" if self.model.settings.shifts else OVERFLOW_HINT
             self.display.warn(f"{used / size:.0%} of the context is used ({used} of {size} tokens): {advice}")
 
-    def _detach(self) -> None:
+    def _drop_draft(self) -> None:
+        """With what was to go with it."""
+        self._draft, self._edits_last = "", False
         self.attachments.clear()
         self.images.clear()
 

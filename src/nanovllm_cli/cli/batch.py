@@ -193,8 +193,7 @@ def _line(number: int, data: bytes) -> Line:
     content: dict[str, Any] = {}
     try:
         value = _parsed(data)
-        # An id is worth repeating even where the rest is wrong.
-        content = {"id": value["id"]} if isinstance(value.get("id"), str | int | None) and "id" in value else {}
+        content = {"id": _checked_id(value)}  # worth repeating even where the rest is wrong
         content = _checked(value)
     except UsageError as failure:
         failure.message = f"line {number}: {failure.message}"
@@ -228,6 +227,13 @@ def _meant(key: str, value: dict[str, Any], known: Sequence[str]) -> str | None:
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
+def _checked_id(value: dict[str, Any]) -> str | int | None:
+    found = value.get("id")
+    if not isinstance(found, str | int | None):
+        raise UsageError("an id is a string or a number")
+    return checked(found, "the id") if isinstance(found, str) else found
+
+
 def _checked(value: dict[str, Any]) -> dict[str, Any]:
     known = (*_PROMPT_KEYS, *_PARAM_KEYS, *FORM_KEYS)
     for key in value:
@@ -235,8 +241,6 @@ def _checked(value: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"unknown field {key!r}", _meant(key, value, known))
     if ("prompt" in value) == ("messages" in value):
         raise UsageError("a line has either a prompt or messages")
-    if not isinstance(value.get("id"), str | int | None):
-        raise UsageError("an id is a string or a number")
     if "prompt" in value:
         if not isinstance(value["prompt"], str) or not value["prompt"]:
             raise UsageError("prompt is not a text, or an empty one")

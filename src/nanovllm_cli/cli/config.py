@@ -24,6 +24,7 @@ from nanovllm_cli.cli.command import (
 )
 from nanovllm_cli.cli.command_tree import Page, page
 from nanovllm_cli.cli.files import write_whole
+from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelOptions
 from nanovllm_cli.cli.output import Console
@@ -236,7 +237,7 @@ def _checked_value(ctx: typer.Context, target: Target, key: str, words: list[str
     if target.command is None or target.parameter is None:
         if len(words) > 1 or not words[0]:
             raise UsageError(f"{key} takes the name of one model")
-        return words[0]
+        return checked(words[0], "the name")
     command: Any = ctx.find_root().command
     for word in target.command.words[1:]:
         command = command.commands[word]
@@ -250,6 +251,8 @@ def _checked_value(ctx: typer.Context, target: Target, key: str, words: list[str
         if words[0].lower() not in _SWITCH:
             raise UsageError(f"{key} is a switch: {words[0]!r} is neither true nor false")
         value = _SWITCH[words[0].lower()]
+    for word in words:
+        checked(word, f"the value of {key}")
     _refuse_out_of_bounds(param.name, param.process_value(ctx, as_words(value)))
     return value
 

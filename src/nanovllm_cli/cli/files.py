@@ -110,17 +110,20 @@ def model_path(output: str | None) -> Path | None:
 
 
 def is_special(path: Path) -> bool:
-    """Whether a name stands for a device, a FIFO or a descriptor (/dev/stdout), to be written and never replaced."""
-    if path.is_dir():
+    """Whether a name stands for a device, a FIFO or a descriptor (/dev/stdout), to be written and never replaced. /dev/shm has
+    files like any other folder."""
+    if os.path.isdir(path):
         return False
-    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
+    if str(path).startswith(("/dev/", "/proc/")) and not str(path).startswith("/dev/shm/"):
+        return True
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def stem_of(source: str) -> str:
     """What an output is named after: a repository's last word, a folder's name, a file's without its ending and the number of
     its part."""
     path = Path(os.path.abspath(source))  # `.` has a name, and a link keeps its own
-    return _PART_AT_END.sub("", path.stem if path.is_file() else path.name)
+    return _PART_AT_END.sub("", path.stem if os.path.isfile(path) else path.name)
 
 
 def _umask() -> int:

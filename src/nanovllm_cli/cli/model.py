@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def chat_template(choice: str | None) -> str | None:
     them."""
     if choice is None or "{{" in choice:
         return choice
-    if "/" in choice or Path(choice).exists():
+    if "/" in choice or os.path.exists(choice):
         source = decode(read_file(choice), choice)
         if "{{" not in source:
             raise UsageError(f"{choice} is no chat template: nothing of a conversation would be in the prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import time
@@ -226,7 +227,7 @@ def _tensor_type(text: str) -> tuple[str, str]:
 def _importance(path: str) -> ImportanceFile:
     from nanovllm_cli.weights.imatrix import read_importance
 
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"there is no file {path}", "--imatrix takes what llama-imatrix wrote, or --algorithm imatrix measures")
     return read_importance(Path(path))
 

@@ -72,7 +72,7 @@ def serve(
         refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them out")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
-    if (stray := next((name for name in names if model.modules and "=" in name and not Path(name).exists()), None)) is not None:
+    if (stray := next((name for name in names if model.modules and "=" in name and not os.path.exists(name)), None)) is not None:
         raise UsageError(f"{stray} is no model: --lora-modules takes one adapter", f"say --lora-modules {stray}")
     if len(names) > 1:
         own = ["lora", "lora_scaled", "lora_modules"]
@@ -206,7 +206,7 @@ def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptio
 def _id(name: str) -> str:
     """What clients call a model where no alias says: its name, and of a path only the last part."""
     path = Path(name)
-    if path.exists() or path.is_absolute() or name.startswith((".", "~")):
+    if os.path.exists(path) or path.is_absolute() or name.startswith((".", "~")):
         return path.resolve().name.removesuffix(".gguf") or "model"
     return name
 
