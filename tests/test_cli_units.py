@@ -21,7 +21,7 @@ from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.failures import explanation
 from nanovllm_cli.cli.files import WholeFile, is_special, stem_of
-from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.inputs import decode, read_file, standard_input
 from nanovllm_cli.cli.options import MemoryOptions, ModelOptions
 from nanovllm_cli.cli.output import Console, Stream, one_line
 from nanovllm_cli.cli.program import PROGRAM, build
@@ -381,6 +381,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_file("nul\0byte")
     with pytest.raises(UsageError, match="longer than 64 MiB"):
         read_file("/dev/zero")
+
+
+def test_standard_input_that_another_program_has_left_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with open(reading, encoding="utf-8") as stdin, open(writing, "wb"):
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert standard_input() is stdin.buffer
+        assert os.get_blocking(reading)  # else read() gives None before anything has come
 
 
 def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,12 +322,13 @@ def test_rm_asks_on_a_terminal_and_needs_yes_elsewhere(commands: Commands, home:
     script = commands.run("models", "rm", "org/dense", HF_HUB_CACHE=str(home))
     assert (script.code, "-y" in script.err) == (2, True)
     environ = {**os.environ, "HF_HUB_CACHE": str(home), "TERM": "xterm"}
-    for reply, code, stays in (("n", 1, True), ("y", 0, False)):
+    for reply, code, stays in (("", 1, True), ("n", 1, True), ("y", 0, False)):
         child = Terminal(sys.executable, ["-m", "nanovllm_cli", "models", "rm", "org/dense"], light=True, env=environ, timeout=60)
-        child.expect_exact("remove org/dense from the cache? [y/N]")
-        child.sendline(reply)
+        child.expect_exact("remove org/dense from the cache? [y/N] ")
+        child.sendline(reply) if reply else child.sendeof()
         child.expect(pexpect.EOF)
         child.close()
+        assert (child.before or "").count("\r\n") == 2  # behind the question, and behind what came of it
         assert child.exitstatus == code
         assert (home / "models--org--dense").exists() is stays
 

@@ -83,12 +83,15 @@ def _said(words: Sequence[str]) -> str:
 
 
 def standard_input() -> BinaryIO | None:
-    """Its bytes; None where it is closed or, as nohup leaves it, open for writing alone."""
+    """Its bytes; None where it is closed or, as nohup leaves it, open for writing alone. Another program may have left it so that
+    it does not wait for what is to come (Node does)."""
     if sys.stdin is None:
         return None
     with contextlib.suppress(OSError, ValueError):
-        if fcntl.fcntl(sys.stdin.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        descriptor = sys.stdin.fileno()
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
             return None
+        os.set_blocking(descriptor, True)
     return sys.stdin.buffer
 
 

@@ -231,8 +231,11 @@ def remove(*, ctx: typer.Context, model_word: ModelWord = None, options: RemoveO
 def _agreed(found: Removal, screen: Console) -> bool:
     if sys.stdin is None or not sys.stdin.isatty() or not screen.err.is_terminal:
         raise UsageError("nobody is here to be asked", "-y removes without asking")
-    screen.err.write(f"remove {found.repo} from the cache? [y/N] ")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    screen.ask(f"remove {found.repo} from the cache? [y/N] ")
+    reply = sys.stdin.readline()
+    if not reply:
+        screen.left_open()
+    return reply.strip().lower() in ("y", "yes")
 
 
 def hub_name(name: str) -> HubName:
