@@ -328,7 +328,7 @@ def test_rm_asks_on_a_terminal_and_needs_yes_elsewhere(commands: Commands, home:
         child.sendline(reply) if reply else child.sendeof()
         child.expect(pexpect.EOF)
         child.close()
-        assert (child.before or "").count("\r\n") == 2  # behind the question, and behind what came of it
+        assert child.before.count(b"\r\n") == 2  # behind the question, and behind what came of it
         assert child.exitstatus == code
         assert (home / "models--org--dense").exists() is stays
 
