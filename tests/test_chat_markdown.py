@@ -434,6 +434,11 @@ def test_any_language_name(language: str) -> None:
     assert "".join(piece.text for piece in Highlighter(language).line("int x = 1;")) == "int x = 1;"
 
 
+@pytest.mark.parametrize("info", [" python\n", 'python title="a b"', "Python,ignore", "python:a.py", "{python}", "{.python .x}"])
+def test_the_language_is_the_first_word_behind_a_fence(info: str) -> None:
+    assert Highlighter(info).line("def f(): pass")[0] == ("def", "35")
+
+
 @given(st.lists(st.text(max_size=30).filter(lambda line: "\n" not in line), max_size=8), st.sampled_from(sorted(CODE)))
 @settings(max_examples=150, deadline=None)
 def test_code_is_kept_whatever_it_is(lines: list[str], language: str) -> None:

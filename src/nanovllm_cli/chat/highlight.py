@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from nanovllm_cli.chat.flow import PLAIN, Piece
 
+_LANGUAGE = re.compile(r"\s*\{?\.?([^\s,:{}]*).*", re.DOTALL)  # python title="x"; python:a.py; {.python .numberLines}
 _MAX_LINE = 2000
 _ENDS = {"/*": "*/", "<!--": "-->", "`": "`", "'": "'", '"': '"'}  # of what may go on for several lines
 _MAX_IDLE = 100  # rules in a row that match nothing and only change the state
@@ -50,10 +52,10 @@ _Stack = list[str]
 
 
 class Highlighter:
-    """One block of code. language: what stands behind its fence; an unknown one is plain."""
+    """One block of code. info: what stands behind its fence, whose first word is the language; an unknown one is plain."""
 
-    def __init__(self, language: str) -> None:
-        self._lexer = _lexer(language.strip().lower())
+    def __init__(self, info: str) -> None:
+        self._lexer = _lexer(_LANGUAGE.sub(r"\1", info).lower())
         self._stack: _Stack = ["root"]
         self._carried = ""
 
