@@ -132,8 +132,8 @@ def _examples(name: str) -> Iterator[str]:
     if name not in EXAMPLES:
         return
     yield from _heading("Examples")
-    for example in EXAMPLES[name]:
-        yield from [".PP", _line(example.does), ".PP", ".RS 4", ".EX", _line(example.line), ".EE", ".RE"]
+    for line, does in EXAMPLES[name].items():
+        yield from [".PP", _line(does), ".PP", ".RS 4", ".EX", _line(line), ".EE", ".RE"]
 
 
 def _environment(command: Page, root: Page) -> Iterator[str]:

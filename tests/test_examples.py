@@ -82,10 +82,10 @@ class Line:
 def examples() -> Iterator[Line]:
     seen = set()
     for command, found in EXAMPLES.items():
-        for example in found:
-            if example.line not in seen:
-                yield Line("help", command, example.line)
-            seen.add(example.line)
+        for line in found:
+            if line not in seen:
+                yield Line("help", command, line)
+            seen.add(line)
     pages = "".join(page.read_text() for page in PAGES)
     for block in re.findall(r"^```sh\n(.*?)^```", pages, re.MULTILINE | re.DOTALL):
         for text in block.splitlines():
@@ -205,8 +205,8 @@ def test_every_command_has_examples_and_they_are_about_it() -> None:
     assert EXAMPLES.keys() <= commands.keys()
     for name, found in EXAMPLES.items():
         words = " ".join(commands[name].words) if name else PROGRAM
-        assert all(words in example.line for example in found), name
-        assert all(len(example.line) <= 110 and example.does.endswith(".") for example in found), name
+        assert all(words in line for line in found), name
+        assert all(len(line) <= 110 and does.endswith(".") for line, does in found.items()), name
 
 
 def test_what_is_left_out_is_there() -> None:

@@ -31,9 +31,9 @@ def write_examples(name: str, formatter: Any) -> None:
     if name not in EXAMPLES:
         return
     with formatter.section("Examples"):
-        for example in EXAMPLES[name]:
-            indent = " " * formatter.current_indent
-            formatter.write(f"{indent}{example.line}\n{indent}    {example.does}\n")
+        indent = " " * formatter.current_indent
+        for line, does in EXAMPLES[name].items():
+            formatter.write(f"{indent}{line}\n{indent}    {does}\n")
 
 
 def _write_rows(formatter: Any, rows: list[tuple[str, str]]) -> None:
