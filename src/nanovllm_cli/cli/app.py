@@ -66,8 +66,6 @@ def _invoke(words: list[str]) -> int:
     from nanovllm_cli.cli.program import PROGRAM, build
 
     command = get_command(build())
-    if os.environ.get(f"_{PROGRAM.upper()}_COMPLETE"):
-        command.main(words, prog_name=PROGRAM)
     try:
         with command.make_context(PROGRAM, words) as ctx:
             command.invoke(ctx)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
+from nanovllm_cli.cli.command_tree import parameters, variable_of
 from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.output import console
@@ -43,14 +43,10 @@ def typer_option(*flags: str, help: str, panel: str, **more: Any) -> Any:
     for the type of fields that several groups have, as in `Offline = Annotated[bool, typer_option("--offline", …)]`. panel: the
     section of the help it is in."""
     longest, *others = sorted((flag.split("/")[0] for flag in flags if flag.startswith("--")), key=len, reverse=True) or flags
-    settings: dict[str, Any] = {"envvar": _variable(longest), "show_envvar": False, "show_default": False} | more
+    settings: dict[str, Any] = {"envvar": variable_of(longest), "show_envvar": False, "show_default": False} | more
     if settings["envvar"] is not None:
-        settings["envvar"] = list(dict.fromkeys((settings["envvar"], *map(_variable, (longest, *others)))))
+        settings["envvar"] = list(dict.fromkeys((settings["envvar"], *map(variable_of, (longest, *others)))))
     return typer.Option(*flags, help=help, rich_help_panel=panel, **settings)
-
-
-def _variable(flag: str) -> str:
-    return ENVIRONMENT_PREFIX + flag.lstrip("-").replace("-", "_").upper()
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:

@@ -104,6 +104,11 @@ class Page:
             yield from command.every()
 
 
+def variable_of(flag: str) -> str:
+    """The environment's name for a flag."""
+    return ENVIRONMENT_PREFIX + flag.lstrip("-").replace("-", "_").upper()
+
+
 def page(command: Any, *words: str) -> Page:
     """What Typer's `command` is, under the name `words`."""
     own = getattr(command, "default", None) or command

@@ -29,13 +29,12 @@ def complete(arguments: list[str]) -> None:
 def models() -> Iterator[Word]:
     """One's own short names, ours, and the repositories that are in the cache."""
     from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
-    from nanovllm_cli.weights.hub import cached_repos
 
     own = _own_aliases()
     yield from own.items()
     yield BUNDLED, "comes with the package"
     yield from ((name, repo) for name, repo in ALIASES.items() if name not in own)
-    yield from ((repo, "in the cache") for repo in cached_repos())
+    yield from cached_models()
 
 
 def cached_models() -> Iterator[Word]:

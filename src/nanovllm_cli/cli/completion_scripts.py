@@ -7,7 +7,7 @@ Each `*_script` takes the whole command line as `command_tree.page` gives it. Wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from nanovllm_cli.cli.command_tree import Page, Parameter
@@ -30,12 +30,12 @@ def script(shell: str, root: Page) -> str:
 def _bash(root: Page) -> Iterator[str]:
     yield from ["_nanovllm_commands() {", '    case "$1" in']
     for each in _groups(root):
-        yield f"        {_quoted(_path(each))}) commands={_quoted(_words(inner.words[-1] for inner in each.commands))} ;;"
+        yield f"        {_quoted(_path(each))}) commands={_quoted(' '.join(inner.words[-1] for inner in each.commands))} ;;"
     yield from ["    esac", "}", ""]
     yield from ["_nanovllm_options() {", '    case "$1" in']
     for each in root.every():
         flags = [flag for option in each.options for flag in (*option.flags, *option.off)]
-        yield f"        {_quoted(_path(each))}) options={_quoted(_words(flags))} ;;"
+        yield f"        {_quoted(_path(each))}) options={_quoted(' '.join(flags))} ;;"
     yield from ["    esac", "}", ""]
     yield from ["_nanovllm_value() {", '    case "$1 $2" in']
     for each in root.every():
@@ -54,7 +54,7 @@ def _bash(root: Page) -> Iterator[str]:
 
 def _bash_action(found: Values) -> str:
     """A function and its words, which the script runs when it has looked up all that it needs."""
-    words = _words(found.words)
+    words = " ".join(found.words)
     function = {
         "nothing": ":", "words": "_nanovllm_offer", "files": "_nanovllm_files", "folders": "_nanovllm_folders",
         "models": "_nanovllm_models",
@@ -76,8 +76,7 @@ def _zsh(root: Page) -> Iterator[str]:
         arguments = [
             _zsh_argument(number, argument, found)
             for number, argument in enumerate(each.arguments, 1)
-            if (found := values(root, each, argument)).kind
-            != "nothing"  # its message would stand in the way of the options
+            if (found := values(root, each, argument)).kind != "nothing"  # its message would stand in the way of the options
         ]
         if each.commands:
             first = f"_nanovllm_commands{_suffix(each)}"
@@ -188,10 +187,6 @@ def _by_values(root: Page, command: Page) -> dict[Values, list[Parameter]]:
 def _short(text: str) -> str:
     """The first sentence, or part of one: there is one line in a list."""
     return text.split(". ")[0].split("; ")[0].split(" [")[0].rstrip(".:")
-
-
-def _words(words: Iterable[str]) -> str:
-    return " ".join(words)
 
 
 def _quoted(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Examples for help and manual pages, by the command's name in settings files: each line, and what it does. They run as they stand;
-a test does so."""
+"""Examples for help and manual pages, by the command's name in settings files: each line, and what it does. They run as they
+stand; a test does so."""
 
 EXAMPLES: dict[str, dict[str, str]] = {
     "": {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, page
+from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, page, variable_of
 from nanovllm_cli.cli.habits import near_flags, renamed
 from nanovllm_cli.errors import UsageError
 
@@ -28,7 +28,7 @@ def unread_variables(ctx: Any) -> Iterator[str]:
     options = [option for each in page(ctx.find_root().command).every() for option in each.options]
     known = {variable for option in options for variable in option.variables}
     every_flag = {flag for option in options for flag in option.flags}
-    flags = {flag for flag in every_flag if _variable(flag) in known}
+    flags = {flag for flag in every_flag if variable_of(flag) in known}
     for name in ours:
         word = name.removeprefix(ENVIRONMENT_PREFIX)
         if name not in known and not _BY_KUBERNETES.fullmatch(word):
@@ -41,7 +41,7 @@ def _meant(flag: str, flags: set[str], every_flag: set[str]) -> str:
         return f": {flag} is for the command line alone"
     ours = renamed(flag, flags)
     near = [ours] if ours else near_flags(flag, flags)
-    return f"; did you mean {' or '.join(map(_variable, near))}?" if near else ""
+    return f"; did you mean {' or '.join(map(variable_of, near))}?" if near else ""
 
 
 def typed_twice(ctx: Any, words: Sequence[str]) -> Iterator[str]:
@@ -71,7 +71,3 @@ def _gathering(param: Any) -> Any:
         param = copy.copy(param)
         param.multiple = True
     return param
-
-
-def _variable(flag: str) -> str:
-    return ENVIRONMENT_PREFIX + flag.lstrip("-").replace("-", "_").upper()
