@@ -14,15 +14,16 @@ from nanovllm_cli.chat import sampling
 from nanovllm_cli.chat.clipboard import copy
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.chat.export import CUT, as_json, as_markdown
-from nanovllm_cli.chat.loop import Chat, Leave, count
-from nanovllm_cli.cli import progress_line
+from nanovllm_cli.chat.loop import Chat, Leave
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.cli.progress_line import counted, size
 from nanovllm_cli.cli.question import is_sound
-from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.cli.table import aligned, shortened
 from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.source import IMAGE
+from nanovllm_cli.sent import Medium
 from nanovllm_cli.sounds.source import SOUND
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _show(chat: Chat, argument: str) -> None:
 
 def _system(chat: Chat, argument: str) -> None:
     if argument:
-        chat.tell(None if argument in ('""', "''") else checked(argument))
+        chat.tell(None if argument in sampling.NOTHING else checked(argument))
     chat.display.say(f"system: {chat.conversation.system or 'none'}")
 
 
@@ -152,7 +153,7 @@ def _load(chat: Chat, argument: str) -> None:
 
 def say_session(chat: Chat, name: str) -> None:
     """Which session this is, and how far it has come."""
-    messages = count(len(chat.conversation.messages), "message")
+    messages = counted(len(chat.conversation.messages), "message")
     kept = "" if chat.session is not None else "; what follows is not kept"
     chat.display.say(f"session {name}: {messages}; /history shows them{kept}")
 
@@ -190,8 +191,7 @@ def _history(chat: Chat, argument: str) -> None:
 
 
 def _line_of(chat: Chat, number: int, message: Message) -> str:
-    text = message.shown(" ".join(message.content.split()))
-    text = text if len(text) <= 100 else text[:99] + "…"
+    text = shortened(message.shown(" ".join(message.content.split())), 100)
     remarks = [] if message.cut is None else [CUT[message.cut]]
     branches = chat.conversation.num_branches(message)
     if branches > 1:
@@ -207,8 +207,7 @@ def _clear(chat: Chat, argument: str) -> None:
 
 def _undo(chat: Chat, argument: str) -> None:
     question = chat.undo()
-    text = question.shown(" ".join(question.content.split()))
-    chat.display.say(f"taken back: {text if len(text) <= 60 else text[:59] + '…'}")
+    chat.display.say(f"taken back: {shortened(question.shown(' '.join(question.content.split())), 60)}")
 
 
 def _file(chat: Chat, argument: str) -> None:
@@ -216,10 +215,9 @@ def _file(chat: Chat, argument: str) -> None:
         raise UsageError("which file?", "/file PATH")
     path = _named(argument)
     data = read_file(str(path))
-    if b"\0" in data and IMAGE.kind_of(data) is not None:
-        raise UsageError(f"{path} is an image", "/image PATH sends it")
-    if b"\0" in data and SOUND.kind_of(data) is not None:
-        raise UsageError(f"{path} is a sound", "/audio PATH sends it")
+    for command, medium in _MEDIA.items():
+        if b"\0" in data and medium.kind_of(data) is not None:
+            raise UsageError(f"{path} is {medium.name}", f"/{command} PATH sends it")
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
     if b"\0" in data:
@@ -230,40 +228,36 @@ def _file(chat: Chat, argument: str) -> None:
         raise UsageError(f"{path} has {tokens} tokens, the context holds {limit}")
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
-    size = count(len(text), "character") if tokens is None else count(tokens, "token")
-    chat.display.say(f"{path} ({size}) goes with the next message")
+    long = counted(len(text), "character") if tokens is None else counted(tokens, "token")
+    chat.display.say(f"{path} ({long}) goes with the next message")
 
 
-def _image(chat: Chat, argument: str) -> None:
-    if not argument:
-        raise UsageError("which image?", "/image PATH")
-    if argument in ('""', "''"):
-        chat.images[:] = filter(is_sound, chat.images)
-        chat.display.say("no image goes with the next message")
-        return
-    path = _named(argument)
-    data = read_file(str(path))
-    if data and IMAGE.kind_of(data) is None and b"\0" not in data:
-        raise UsageError(f"{path} is no image of a kind that is read here", f"what is read is {IMAGE.kinds}; /file sends a text")
-    say_attached(chat, IMAGE.data_url(data, str(path)), str(path))
+def _attach(command: str) -> Run:
+    """/image or /audio."""
+    medium = _MEDIA[command]
 
+    def attach(chat: Chat, argument: str) -> None:
+        if not argument:
+            raise UsageError(f"which {medium.noun}?", f"/{command} PATH")
+        if argument in sampling.NOTHING:
+            chat.images[:] = [url for url in chat.images if is_sound(url) is not (medium is SOUND)]
+            chat.display.say(f"no {medium.noun} goes with the next message")
+            return
+        path = _named(argument)
+        data = read_file(str(path))
+        if data and medium.kind_of(data) is None and b"\0" not in data:
+            told = f"{path} is no {medium.noun} of a kind that is read here"
+            raise UsageError(told, f"what is read is {medium.kinds}; /file sends a text")
+        say_attached(chat, medium.data_url(data, str(path)), str(path))
 
-def _audio(chat: Chat, argument: str) -> None:
-    if not argument:
-        raise UsageError("which sound?", "/audio PATH")
-    if argument in ('""', "''"):
-        chat.images[:] = [url for url in chat.images if not is_sound(url)]
-        chat.display.say("no sound goes with the next message")
-        return
-    path = _named(argument)
-    say_attached(chat, SOUND.data_url(read_file(str(path)), str(path)), str(path))
+    return attach
 
 
 def say_attached(chat: Chat, url: str, name: str) -> None:
     """An image or a sound, as a data URL, goes with the next message."""
     tokens = chat.attach(url, name)
-    size = progress_line.size(len(url) * 3 / 4) if tokens is None else count(tokens, "token")
-    chat.display.say(f"{name} ({size}) goes with the next message")
+    long = size(len(url) * 3 / 4) if tokens is None else counted(tokens, "token")
+    chat.display.say(f"{name} ({long}) goes with the next message")
 
 
 def _named(path: str) -> Path:
@@ -304,9 +298,7 @@ def _stats(chat: Chat, argument: str) -> None:
         chat.display.say("nothing has been answered yet")
         return
     chat.display.say(chat.statistics.line())
-    chat.display.say(
-        f"{count(chat.num_answers, 'answer')} of {count(chat.num_answer_tokens, 'token')} since it was started"
-    )
+    chat.display.say(f"{counted(chat.num_answers, 'answer')} of {counted(chat.num_answer_tokens, 'token')} since it was started")
 
 
 def _context(chat: Chat, argument: str) -> None:
@@ -353,6 +345,7 @@ def _leave(chat: Chat, argument: str) -> None:
     raise Leave
 
 
+_MEDIA: dict[str, Medium] = {"image": IMAGE, "audio": SOUND}
 _SHOWN = ("settings", "template", "system", "model")
 _CHOICES: dict[str, Choice] = {"on": "on", "off": "off"}
 
@@ -405,8 +398,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(("undo",), "", "Take the last message and its answer back.", _undo),
     Command(("continue",), "", "Go on with the last answer.", lambda chat, argument: chat.go_on()),
     Command(("file",), "PATH", "Send a text file with the next message.", _file, _paths),
-    Command(("image",), "PATH", 'Send an image with the next message; "" sends none.', _image, _paths),
-    Command(("audio",), "PATH", 'Send a sound with the next message; "" sends none.', _audio, _paths),
+    Command(("image",), "PATH", 'Send an image with the next message; "" sends none.', _attach("image"), _paths),
+    Command(("audio",), "PATH", 'Send a sound with the next message; "" sends none.', _attach("audio"), _paths),
     Command(("think",), "[on|off]", "Whether the model reasons first.", _think, _words("on", "off")),
     Command(("model",), "[NAME]", "Another model for the same conversation.", _model, _model_names),
     Command(("stats",), "", "How fast the last answer was.", _stats),

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from nanovllm_cli.cli.progress_line import counted
 from nanovllm_cli.cli.question import SOUND, is_sound, said
+from nanovllm_cli.cli.table import shortened
 from nanovllm_cli.errors import SessionError, UsageError
 
 Event = dict[str, Any]
@@ -55,7 +57,7 @@ def counted_images(urls: Sequence[str]) -> str:
     """In words: how many images and sounds."""
     num_sounds = sum(map(is_sound, urls))
     numbers = ((len(urls) - num_sounds, "image"), (num_sounds, "sound"))
-    return " and ".join(f"{number} {what}{'' if number == 1 else 's'}" for number, what in numbers if number)
+    return " and ".join(counted(number, what) for number, what in numbers if number)
 
 
 class Conversation:
@@ -118,8 +120,8 @@ class Conversation:
         first = next((each for each in self._all.values() if each.role == "user"), None)
         if first is None:
             return ""
-        line = first.shown(next((line.strip() for line in first.content.splitlines() if line.strip()), ""))
-        return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
+        line = next((line.strip() for line in first.content.splitlines() if line.strip()), "")
+        return shortened(first.shown(line), TITLE_CHARS)
 
     def num_branches(self, message: Message) -> int:
         """How many messages have stood in this one's place, itself included."""
@@ -187,7 +189,7 @@ class Conversation:
             self._at = message.id
         elif kind == "at":
             at = event.get("id")
-            if at is not None and (not _is_int(at) or at not in self._all):
+            if at is not None and (not is_int(at) or at not in self._all):
                 raise SessionError("the conversation goes on from a message that it does not have")
             self._at = at
         elif kind == "system":
@@ -205,7 +207,7 @@ def _message_of(event: Mapping[str, Any]) -> Message:
     """A message from a file: every field checked."""
     fields = {name: event[name] for name in Message.__slots__ if event.get(name) is not None}
     texts = all(_is_text(fields.get(name, "")) for name in ("content", "reasoning", "model"))
-    ids = _is_int(fields.get("id")) and (fields.get("parent") is None or _is_int(fields["parent"]))
+    ids = is_int(fields.get("id")) and (fields.get("parent") is None or is_int(fields["parent"]))
     kinds = fields.get("role") in get_args(Role) and fields.get("cut", "error") in get_args(Cut)
     images = fields.setdefault("images", ())
     seen = isinstance(images, list | tuple) and all(_is_text(each) and each.startswith(_IMAGE) for each in images)
@@ -218,7 +220,8 @@ _ALWAYS = ("id", "parent", "content")
 _IMAGE = "data:image/", SOUND
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """And not true or false, which Python takes for numbers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

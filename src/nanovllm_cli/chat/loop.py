@@ -19,6 +19,7 @@ from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
+from nanovllm_cli.cli.progress_line import counted
 from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, UsageError
@@ -354,9 +355,7 @@ class Chat:
     def _say_what_was_dropped(self, num_dropped: int) -> None:
         if num_dropped > self._num_dropped:
             here = "are left out" if num_dropped > 1 else "is left out"
-            self.display.warn(
-                f"the context is full: of the conversation's beginning {count(num_dropped, 'message')} {here}"
-            )
+            self.display.warn(f"the context is full: of the conversation's beginning {counted(num_dropped, 'message')} {here}")
         self._num_dropped = num_dropped
 
     def _warn_when_nearly_full(self) -> None:
@@ -383,7 +382,3 @@ class Chat:
         self._used, self._num_dropped, self._edits_last = None, 0, False
         if self.model.is_open:
             self.model.start_over()
-
-
-def count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

@@ -21,6 +21,8 @@ _FIELDS = {
     "dry_sequence_breaker": "dry_sequence_breakers",
 }
 DEFAULT = "default"
+NOTHING = ('""', "''")
+"""An empty text as a command's argument."""
 _HABITS = {
     "parameter": "/set NAME VALUE", "system": "/system TEXT", "think": "/think on", "nothink": "/think off",
     "format": "/set json-object on", "noformat": "/set json-object off", "verbose": "/stats",
@@ -128,7 +130,7 @@ def _kind(declared: Any) -> type:
 
 
 def _parsed(chosen: Setting, value: str) -> Any:
-    if chosen.kind is str and value in ('""', "''"):
+    if chosen.kind is str and value in NOTHING:
         raise UsageError(f"{chosen.name} is empty", f"/set {chosen.name} {DEFAULT} leaves it out")
     try:
         if chosen.kind is bool:

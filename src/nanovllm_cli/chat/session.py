@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_cli import system
-from nanovllm_cli.chat.conversation import Conversation, Event
+from nanovllm_cli.chat.conversation import Conversation, Event, is_int
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
 
@@ -134,7 +134,7 @@ class Sessions:
 
     def names(self) -> list[str]:
         """The latest first."""
-        return [path.name.removesuffix(_SUFFIX) for path in sorted(self._files(), key=_modified, reverse=True)]
+        return [path.stem for path in sorted(self._files(), key=_modified, reverse=True)]
 
     def new(self, model: str, name: str | None = None) -> Session:
         """A session whose file comes with its first event; without a name it is called by the date."""
@@ -191,11 +191,10 @@ class Sessions:
         for path in self._files():
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                name, stamp = path.name.removesuffix(_SUFFIX), [stat.st_size, stat.st_mtime_ns]
-                kept = known.get(name)
+                stamp, kept = [stat.st_size, stat.st_mtime_ns], known.get(path.stem)
                 if kept is None or kept["stamp"] != stamp:
-                    kept = {"stamp": stamp, "entry": asdict(_summary(name, path, stat.st_mtime))}
-                found[name] = kept
+                    kept = {"stamp": stamp, "entry": asdict(_summary(path, stat.st_mtime))}
+                found[path.stem] = kept
         if found != known:
             index = json.dumps({"version": VERSION, "sessions": found}, ensure_ascii=False) + "\n"
             with contextlib.suppress(OutputError, OSError):
@@ -208,7 +207,7 @@ class Sessions:
         return self.folder / "index.json"
 
     def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name.removesuffix(_SUFFIX))]
+        return [path for path in self.folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.stem)]
 
 
 def checked_name(name: str) -> str:
@@ -224,10 +223,7 @@ def checked_name(name: str) -> str:
 def kept_ids(events: list[Event]) -> list[int]:
     """The tokens whose KV was saved last; nothing where the line makes no sense (it only ever saves time)."""
     ids = next((event.get("ids") for event in reversed(events) if event.get("event") == "kv"), None)
-    whole = isinstance(ids, list) and all(
-        isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids
-    )
-    return list(ids) if ids and whole else []
+    return ids if isinstance(ids, list) and all(is_int(each) and each >= 0 for each in ids) else []
 
 
 def last_model(events: list[Event]) -> str:
@@ -270,13 +266,13 @@ def _events(data: bytes, path: Path) -> list[Event]:
     return events
 
 
-def _summary(name: str, path: Path, updated: float) -> Entry:
+def _summary(path: Path, updated: float) -> Entry:
     try:
         events = _events(_read(path), path)
         conversation = Conversation.replay(events)
     except NanovllmError:
-        return Entry(name, "(cannot be read)", "", 0, updated)
-    return Entry(name, conversation.title, last_model(events), conversation.num_turns, updated)
+        return Entry(path.stem, "(cannot be read)", "", 0, updated)
+    return Entry(path.stem, conversation.title, last_model(events), conversation.num_turns, updated)
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int], width: int | N
         GAP.join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
-    return [_cut(line.rstrip(), width) for line in lines]
+    return [line.rstrip() if width is None else shortened(line.rstrip(), width) for line in lines]
 
 
-def _cut(line: str, width: int | None) -> str:
-    return line if width is None or len(line) <= width else line[: max(1, width - 1)] + "…"
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of it, the last of which stands for the rest."""
+    return text if len(text) <= most else text[: max(1, most - 1)] + "…"
