@@ -224,7 +224,7 @@ class _First(NamedTuple):
 
 
 def _first_message(talk: ChatOptions, spoken: list[str]) -> _First:
-    texts = [inputs.decode(inputs.read_file(name), name).removesuffix("\n") for name in talk.file or []]
+    texts = [inputs.read_text(name).removesuffix("\n") for name in talk.file or []]
     words = [*([talk.prompt] if talk.prompt is not None else []), *spoken]
     texts.append(" ".join(inputs.checked(word) for word in words))
     images = [(name, IMAGE.data_url(inputs.read_file(name), name)) for name in talk.image or []]
@@ -307,5 +307,4 @@ def _list(saved: Sessions, screen: Console) -> None:
     for entry in entries:
         updated = datetime.fromtimestamp(entry.updated).strftime("%Y-%m-%d %H:%M")
         rows.append((one_line(entry.name), updated, f"{entry.turns:,}", one_line(entry.model), one_line(entry.title)))
-    for line in aligned(rows, left=range(5)):
-        screen.answer(line + "\n")
+    screen.lines(aligned(rows, left=range(5)))

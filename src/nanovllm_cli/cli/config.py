@@ -310,8 +310,7 @@ def _print(found: list[Row], root: Page, screen: Console) -> None:
         with_model = f", with {row.model}" if row.model else ""
         value = f"= {shown(row.value)}" if row.origin else f"({row.value or 'none'})"
         cells.append((f"{row.key} {value}", place(row.origin), whom + with_model))
-    for line in aligned(cells, left=(0, 1, 2)):
-        screen.answer(line + "\n")
+    screen.lines(aligned(cells, left=(0, 1, 2)))
 
 
 def _root(ctx: typer.Context) -> Page:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import defaultdict
 from dataclasses import dataclass
@@ -177,7 +176,7 @@ def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen
             "model": name, "output": str(output), "mmproj": mmproj, "format": made.target, "written": not options.dry_run,
             "bytes": made.num_bytes, "not_carried": made.notes, "tensors": [row.record() for row in rows],
         }  # fmt: skip
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record(record)
     elif options.dry_run:
         beside = "" if made.tower is None else f", and {mmproj} ({size(made.tower.num_bytes)})"
         screen.say(f"would write {output} ({size(made.num_bytes)}){beside}; nothing was written")

@@ -18,7 +18,7 @@ import typer
 
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.files import WholeFile, output_path
-from nanovllm_cli.cli.inputs import STANDARD_INPUT, checked, decode, read_file, read_standard_input
+from nanovllm_cli.cli.inputs import STANDARD_INPUT, checked, read_standard_input, read_text
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
@@ -307,7 +307,7 @@ def _texts(words: Sequence[str], options: TextOptions, screen: Console) -> list[
     if STANDARD_INPUT in (*words, *files) or (sys.stdin is not None and not sys.stdin.isatty()):
         found += _of_source(read_standard_input(screen), "standard input", options.whole)
     for name in sources:
-        found += _of_source(decode(read_file(name), name), name, options.whole)
+        found += _of_source(read_text(name), name, options.whole)
     said = [word for word in words if word != STANDARD_INPUT]
     found += [Text(checked(word, f"text {i}"), f"text {i}", word) for i, word in enumerate(said, 1)]
     if not found:

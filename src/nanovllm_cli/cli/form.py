@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_cli.cli.command import FORM, option
-from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.cli.inputs import checked, read_text
 from nanovllm_cli.constraint import Constraint, ConstraintKind
 from nanovllm_cli.errors import UsageError
 
@@ -123,8 +123,8 @@ def _kind(kind: str, text: str) -> ConstraintKind:
 
 
 def _text(value: str) -> str:
-    return decode(read_file(value[1:]), value[1:]) if value.startswith("@") else value
+    return read_text(value[1:]) if value.startswith("@") else value
 
 
 def _in_file(kind: str, name: str | None) -> tuple[str, str] | None:
-    return None if name is None else (kind, decode(read_file(name), name))
+    return None if name is None else (kind, read_text(name))

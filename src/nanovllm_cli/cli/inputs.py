@@ -75,7 +75,7 @@ def _read(words: Sequence[str], files: Sequence[str], console: Console, *, exact
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
     if reads_stdin and (STANDARD_INPUT in words or STANDARD_INPUT in files or is_piped):
         parts.append(read_standard_input(console, exact=exact))
-    return parts + [decode(read_file(name), name, exact=exact) for name in files if name != STANDARD_INPUT]
+    return parts + [read_text(name, exact=exact) for name in files if name != STANDARD_INPUT]
 
 
 def _said(words: Sequence[str]) -> str:
@@ -120,6 +120,11 @@ def read_file(name: str) -> bytes:
     """The bytes of a file that the user named. Raises UsageError or AccessRefusedError, which name it."""
     with _telling(name), open(name, "rb") as file:
         return _bounded(file.read(MAX_INPUT_BYTES + 1), name)
+
+
+def read_text(name: str, *, exact: bool = False) -> str:
+    """The text of such a file. exact: as of `decode`."""
+    return decode(read_file(name), name, exact=exact)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.history import Message
-from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.inputs import read_text
 from nanovllm_cli.cli.options import Choice, ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
@@ -109,7 +109,7 @@ def chat_template(choice: str | None) -> str | None:
     if choice is None or "{{" in choice:
         return choice
     if "/" in choice or os.path.exists(choice):
-        source = decode(read_file(choice), choice)
+        source = read_text(choice)
         if "{{" not in source:
             raise UsageError(f"{choice} is no chat template: nothing of a conversation would be in the prompt")
         return source

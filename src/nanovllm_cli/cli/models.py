@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -109,13 +108,11 @@ def list_models(*, ctx: typer.Context, options: ListOptions, messages: MessageOp
         rows.append(_looked_at(model, by_repo.get(model.repo)))
     screen.status("")
     if options.json:
-        record = {"models": [row.record() for row in rows], "context": CONTEXT}
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record({"models": [row.record() for row in rows], "context": CONTEXT})
         return
     now = time.time()
     width = screen.out.width() if screen.out.is_terminal else None
-    for line in aligned([_HEADINGS, *(row.cells(now) for row in rows)], left=(0, 1, 2, 7), width=width):
-        screen.answer(line + "\n")
+    screen.lines(aligned([_HEADINGS, *(row.cells(now) for row in rows)], left=(0, 1, 2, 7), width=width))
     total = sum(row.model.num_bytes for row in rows[1:])
     screen.say(f"{len(rows) - 1} models in the cache, {size(total)}; nanovllm models list --short-names lists others", "dim")
 
@@ -157,11 +154,10 @@ def _print_short_names(short: dict[str, str], screen: Console, *, as_json: bool)
 
     here = set(cached_repos())
     if as_json:
-        screen.answer(json.dumps({"short_names": short, "cached": sorted(here & set(short.values()))}) + "\n")
+        screen.record({"short_names": short, "cached": sorted(here & set(short.values()))})
         return
     rows = [("short", "stands for", ""), *((name, repo, "here" if repo in here else "") for name, repo in short.items())]
-    for line in aligned(rows, left=(0, 1, 2)):
-        screen.answer(line + "\n")
+    screen.lines(aligned(rows, left=(0, 1, 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +190,7 @@ def pull(
             "name": name, "repo": found.repo, "revision": found.revision, "quant": found.quant, "path": str(found.path),
             "bytes": found.num_bytes, "format": found.format,
         }  # fmt: skip
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record(record)
     else:
         screen.answer(f"{found.path}\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +73,7 @@ def show(
                 raise UsageError(f"{name} has no chat template")
             screen.answer(template if template.endswith("\n") else template + "\n")
         elif options.json:
-            record = _record(found, checkpoint, facts, tokenizer, template)
-            screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+            screen.record(_record(found, checkpoint, facts, tokenizer, template))
         else:
             _print(found, checkpoint, facts, tokenizer, template, screen)
 
@@ -286,7 +284,7 @@ def _print(
         first = template.splitlines()
         out += [f"template ({len(template):,} characters; --template prints it)"]
         out += ["  " + one_line(line) for line in first[:TEMPLATE_LINES]] + (["  …"] if len(first) > TEMPLATE_LINES else [])
-    screen.answer("\n".join(out) + "\n")
+    screen.lines(out)
 
 
 def count(number: float) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, TextIO
 
 from nanovllm_cli.errors import OutputError
@@ -199,6 +200,14 @@ class Console:
                 self._begin_line()
         self._may_be_written_on = self._may_be_one_screen and not self._one_screen
         self._write(self.out, self._filters[self.out].feed(text) if self.out.is_terminal else text)
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Whole lines of an answer."""
+        self.answer("".join(f"{line}\n" for line in lines))
+
+    def record(self, value: object) -> None:
+        """A line of JSON, as an answer."""
+        self.lines([json.dumps(value, ensure_ascii=False)])
 
     def styled(self, text: str) -> None:
         """Text on stdout that its writer has filtered and styled for the terminal there."""

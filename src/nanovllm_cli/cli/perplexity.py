@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ import typer
 
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import ENGINE, OUTPUT, expand, is_typed, option
-from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
+from nanovllm_cli.cli.inputs import STANDARD_INPUT, read_standard_input, read_text
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_models
 from nanovllm_cli.cli.options import Device, DType, MessageOptions, ModelWord, SourceOptions
@@ -113,7 +112,7 @@ def perplexity(
     if options.device.startswith("cuda"):
         screen.say(f"computed on the CPU, though the device is set to {options.device}", "dim")
     threads = options.num_threads()
-    text = _text(options.text, screen)
+    text = measured_text(options.text, screen)
     screen.announce(f"opening {names[0]}")
     with signals.insisting():
         from nanovllm_cli.quantization import perplexity as measuring
@@ -225,9 +224,9 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _show(figures: Sequence[tuple[str, str]], record: dict[str, Any], options: PerplexityOptions, screen: Console) -> None:
     screen.status("")
     if options.json:
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record(record)
     else:
-        screen.answer("\n".join(aligned(figures, left=(0, 1))) + "\n")
+        screen.lines(aligned(figures, left=(0, 1)))
 
 
 def _check(ctx: typer.Context, options: PerplexityOptions, names: Sequence[str]) -> None:
@@ -244,14 +243,15 @@ def _check(ctx: typer.Context, options: PerplexityOptions, names: Sequence[str])
         raise UnsupportedError("perplexity is measured on the CPU alone", "leave --device out")
 
 
-def _text(path: str | None, screen: Console) -> NamedText:
+def measured_text(path: str | None, screen: Console) -> NamedText:
+    """A file's, standard input's, or the bundled one."""
     from nanovllm_cli.quantization.texts import NamedText, bundled_text
 
     if path is None:
         return bundled_text("verification")
     if path == STANDARD_INPUT:
         return NamedText("standard input", read_standard_input(screen))
-    return NamedText(Path(path).name, decode(read_file(path), path))
+    return NamedText(Path(path).name, read_text(path))
 
 
 @contextmanager

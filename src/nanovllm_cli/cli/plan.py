@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,9 +109,9 @@ def plan(
         record = {"model": name, "where": planned.where, "download_bytes": planned.download_bytes}
         checks = None if compared is None else [asdict(each) | {"share": each.share} for each in compared]
         record |= planned.plan.as_json() | {"check": checks}
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record(record)
     else:
-        screen.answer("\n".join(_lines(planned, compared)) + "\n")
+        screen.lines(_lines(planned, compared))
 
 
 def _planned(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ import typer
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.files import model_path, stem_of
-from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.inputs import read_text
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
@@ -186,7 +185,7 @@ def quantize(
             "model": name, "output": str(output), "written": not options.dry_run, "seconds": round(time.monotonic() - began, 3),
             **plan.as_json(), "algorithm": method.algorithm, "card": None if card is None else card.as_json(),
         }  # fmt: skip
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record(record)
     elif options.dry_run:
         screen.say(f"would write {output} ({size(plan.bytes_after)}); nothing was written")
     else:
@@ -236,7 +235,7 @@ def _text(path: str | None, split: Literal["calibration", "verification"]) -> Na
     """A file's text, or the bundled one."""
     from nanovllm_cli.quantization.texts import NamedText, bundled_text
 
-    return bundled_text(split) if path is None else NamedText(Path(path).name, decode(read_file(path), path))
+    return bundled_text(split) if path is None else NamedText(Path(path).name, read_text(path))
 
 
 def _default_name(source: str, to: str, kind: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,11 +130,10 @@ def tokenize(
     if options.count:
         screen.answer(f"{len(ids)}\n")
     elif options.ids:
-        screen.answer(json.dumps(ids) + "\n")
+        screen.record(ids)
     elif options.json:
         pieces = [_piece(tokenizer.id_to_bytes(i)) for i in ids]
-        record = {"model": name, "ids": ids, "pieces": pieces, "count": len(ids)}
-        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        screen.record({"model": name, "ids": ids, "pieces": pieces, "count": len(ids)})
     elif ids:
         screen.styled(_listing(tokenizer, ids, screen))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,11 +9,11 @@ import typer
 
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
-from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_models
 from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.perplexity import measured_text
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import DifferenceError, UsageError
@@ -110,7 +109,7 @@ def verify(
     progress.done()
     found = verification.compare(a, b, apart, options.tolerance)
     if options.json:
-        screen.answer(json.dumps(found.as_json()) + "\n")
+        screen.record(found.as_json())
     else:
         _print(found, words.tokenizer, ids, screen)
     if not found.equal:
@@ -118,14 +117,7 @@ def verify(
 
 
 def _ids(options: VerifyOptions, tokenizer: Tokenizer, most: int, screen: Console) -> list[int]:
-    if options.text is None:
-        from nanovllm_cli.quantization.texts import bundled_text
-
-        text = bundled_text("verification").text
-    else:
-        from_stdin = options.text == STANDARD_INPUT
-        text = read_standard_input(screen) if from_stdin else decode(read_file(options.text), options.text)
-    ids = tokenizer.truncated(tokenizer.encode(text), most)
+    ids = tokenizer.truncated(tokenizer.encode(measured_text(options.text, screen).text), most)
     if len(ids) < 2:
         raise UsageError("the text is too short to compare anything", "give a longer --text")
     return ids
@@ -151,7 +143,7 @@ def _print(found: Difference, tokenizer: Tokenizer, ids: list[int], screen: Cons
         lines.append(f"different: first at {found.first_layer.name}, token {found.first_layer.first_token}")
     else:
         lines.append("different")
-    screen.answer("\n".join(lines) + "\n")
+    screen.lines(lines)
 
 
 def _shown(tokenizer: Tokenizer, token_id: int) -> str:
