@@ -27,7 +27,7 @@ from nanovllm_cli.sent import Medium
 from nanovllm_cli.sounds.source import SOUND
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.options import Choice
+    from nanovllm_cli.cli.shared_options import Choice
 
 MAX_FILE_BYTES = 4 << 20
 Run = Callable[[Chat, str], None]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
     from nanovllm_cli.cli.answering import Answering, Given
     from nanovllm_cli.cli.model import Loaded
-    from nanovllm_cli.cli.options import Choice
+    from nanovllm_cli.cli.shared_options import Choice
     from nanovllm_cli.llm import LLM
 
 Load = Callable[[], "Loaded"]

@@ -25,7 +25,7 @@ from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, UsageError
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.options import Choice
+    from nanovllm_cli.cli.shared_options import Choice
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from nanovllm_cli.text.reasoning import thinking_variables
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
     from nanovllm_cli.cli.answering import Answering, Given, Settled
-    from nanovllm_cli.cli.options import Choice
+    from nanovllm_cli.cli.shared_options import Choice
 
 
 class RemoteModel(Model):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from nanovllm_cli.cli import signals
+from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, numbers, percentiles, write_results
 from nanovllm_cli.cli.command import OUTPUT, SERVER, expand, is_typed, option
@@ -173,14 +172,9 @@ def _target(options: ServerOptions) -> Target:
     from nanovllm_cli.bench.serve_client import Target
     from nanovllm_cli.client.http import Server
 
-    extra: Any = {}
+    extra = {}
     if options.extra_body is not None:
-        try:
-            extra = json.loads(options.extra_body)
-        except (ValueError, RecursionError) as failure:
-            raise UsageError(f"--extra-body is not JSON: {failure}") from failure
-        if not isinstance(extra, dict):
-            raise UsageError("--extra-body is not an object", """for example: --extra-body '{"top_k": 20}'""")
+        extra = parsers.json_object("--extra-body", options.extra_body, """for example: --extra-body '{"top_k": 20}'""")
     return Target(
         Server.at(options.url),
         options.endpoint,

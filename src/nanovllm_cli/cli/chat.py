@@ -31,7 +31,7 @@ from nanovllm_cli.cli.options import (
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.cli.table import aligned
-from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
+from nanovllm_cli.cli.unused import refuse_beside, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
 from nanovllm_cli.images.source import IMAGE
@@ -92,8 +92,8 @@ def chat(
             name, spoken = name_and_words(model, model_word, words or [])
             source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1, settings=ctx.obj), screen)
         first = _first_message(talk, spoken)
-        refuse_two_switches(ctx, template_kwargs(talk.chat_template_kwargs))
-        _converse(ctx, source, first, talk, sessions, sampling.given() | form.given(), saved, screen)
+        kwargs = template_kwargs(ctx, talk.chat_template_kwargs)
+        _converse(ctx, source, first, talk, kwargs, sessions, sampling.given() | form.given(), saved, screen)
 
 
 @dataclass
@@ -160,6 +160,7 @@ def _converse(
     source: _Local | _Remote,
     first: _First,
     talk: ChatOptions,
+    kwargs: dict[str, Any],
     sessions: SessionOptions,
     given: dict[str, Any],
     saved: Sessions,
@@ -175,7 +176,7 @@ def _converse(
     options = Settings(
         given=given,
         think=talk.think,
-        kwargs=template_kwargs(talk.chat_template_kwargs),
+        kwargs=kwargs,
         shows_reasoning=surface.shows_reasoning,
         shifts=is_local and talk.context_overflow == "shift",
         saves_kv=is_local and sessions.save_kv,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from nanovllm_cli.cli.answer import ReasoningChoice
 from nanovllm_cli.cli.command import CONVERSATION, PROMPT, SESSIONS, option
-from nanovllm_cli.cli.options import Choice
+from nanovllm_cli.cli.shared_options import SystemPrompt, TemplateKwargs, Think
 
 Overflow = Literal["error", "shift"]
 MarkdownChoice = Literal["auto", "always", "never"]
@@ -17,9 +17,7 @@ MarkdownChoice = Literal["auto", "always", "never"]
 class ChatOptions:
     """How it goes."""
 
-    system_prompt: str | None = option(
-        "-sys", "--system-prompt", help="What the model is told first.", panel=CONVERSATION, metavar="TEXT"
-    )
+    system_prompt: SystemPrompt = None
     prompt: str | None = option(
         "-p", "--prompt", help="The first message, as the arguments after MODEL.", panel=PROMPT, metavar="TEXT", envvar=None
     )
@@ -33,9 +31,7 @@ class ChatOptions:
     audio: list[str] | None = option(
         "--audio", help="A sound that the first message is about. Repeatable.", panel=PROMPT, metavar="FILE", envvar=None
     )
-    think: Choice | None = option(
-        "--think", help="Whether the model reasons first, where its template has a switch.", panel=CONVERSATION
-    )
+    think: Think = None
     reasoning: ReasoningChoice = option(
         "--reasoning",
         help="A model's reasoning; auto shows it on a terminal, where hide folds it. [auto]",
@@ -54,9 +50,7 @@ class ChatOptions:
         default="error",
         panel=CONVERSATION,
     )
-    chat_template_kwargs: str | None = option(
-        "--chat-template-kwargs", help="More variables for the chat template.", panel=CONVERSATION, metavar="JSON"
-    )
+    chat_template_kwargs: TemplateKwargs = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from nanovllm_cli.cli import parsers, signals
-from nanovllm_cli.cli.adapter_options import adapters
 from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.files import model_path, stem_of
 from nanovllm_cli.cli.log import screen_for
@@ -19,6 +18,7 @@ from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.shared_options import adapters
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.weights.files import without_quant

@@ -16,8 +16,9 @@ from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongErr
 from nanovllm_cli.vision_spec import TokenIds
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.options import Choice, ModelOptions
+    from nanovllm_cli.cli.options import ModelOptions
     from nanovllm_cli.cli.output import Console
+    from nanovllm_cli.cli.shared_options import Choice
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
     from nanovllm_cli.llm import LLM

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.cli import parsers, signals
+from nanovllm_cli.cli.command import is_typed
 from nanovllm_cli.cli.history import Message
 from nanovllm_cli.cli.inputs import read_text
-from nanovllm_cli.cli.options import Choice, ModelOptions, SourceOptions
+from nanovllm_cli.cli.options import ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.cli.shared_options import Choice
 from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.errors import TemplateError, UsageError
 
@@ -121,17 +122,18 @@ def chat_template(choice: str | None) -> str | None:
         raise UsageError(failure.message, failure.hint) from failure
 
 
-def template_kwargs(text: str | None) -> dict[str, Any]:
-    """--chat-template-kwargs. Raises UsageError for anything but a JSON object."""
+def template_kwargs(ctx: Any, text: str | None) -> dict[str, Any]:
+    """--chat-template-kwargs. Raises UsageError for anything but a JSON object, and where --think was typed as well and both say
+    whether the model reasons."""
     if text is None:
         return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as failure:
-        raise UsageError(f"--chat-template-kwargs is not JSON: {failure}", KWARGS_EXAMPLE) from failure
-    if not isinstance(value, dict):
-        raise UsageError("--chat-template-kwargs is not a JSON object", KWARGS_EXAMPLE)
-    return value
+    from nanovllm_cli.text.reasoning import thinking_variables
+
+    kwargs = parsers.json_object("--chat-template-kwargs", text, KWARGS_EXAMPLE)
+    twice = [name for name in thinking_variables(True) if name in kwargs]
+    if twice and is_typed(ctx, "think") and is_typed(ctx, "chat_template_kwargs"):
+        raise UsageError(f"--think and the {twice[0]} of --chat-template-kwargs say the same thing", "leave one of them out")
+    return kwargs
 
 
 def refuse_template_options(why: str, system: str | None, think: Choice | None, kwargs: Mapping[str, Any]) -> None:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.adapter_options import LoraNames, LoraScaled, adapters
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
-from nanovllm_cli.cli.image_options import ImageMaxTokens, Mmproj, MmprojAuto
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.cli.shared_options import ImageMaxTokens, LoraNames, LoraScaled, Mmproj, MmprojAuto, adapters
 from nanovllm_cli.config import (
     DRAFTED_TOKENS,
     MTP_TOKENS,
@@ -30,8 +29,6 @@ from nanovllm_cli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.serve_options import ServedOptions
-
-Choice = Literal["on", "off"]
 
 
 def print_version(wanted: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import get_args
+from typing import Any, get_args
 
 from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType, LoraModule
 from nanovllm_cli.errors import UsageError
@@ -59,6 +60,17 @@ def logit_bias(text: str) -> tuple[int, float]:
         never = "; -100 all but forbids a token, --bad-word forbids a text" if text.strip().lower().endswith("-inf") else ""
         raise ValueError(f"{text!r} is not a token id with a bias, such as 15043+1 or 15043-1.5{never}")
     return int(match[1]), float(match[2])
+
+
+def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """What stands behind `flag`. Raises UsageError for anything but a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as failure:
+        raise UsageError(f"{flag} is not JSON: {failure}", example) from failure
+    if not isinstance(value, dict):
+        raise UsageError(f"{flag} is not a JSON object", example)
+    return value
 
 
 def escaped(text: str) -> str:

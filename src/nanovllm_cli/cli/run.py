@@ -36,7 +36,7 @@ from nanovllm_cli.cli.progress_line import PromptProgress, counted
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
-from nanovllm_cli.cli.unused import refuse_two_switches, refuse_typed, sampling_notes
+from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
 from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
@@ -84,8 +84,7 @@ def run(
     if prompt.raw and is_typed(ctx, "chat_template"):
         raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them out")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
-    kwargs = template_kwargs(prompt.chat_template_kwargs)
-    refuse_two_switches(ctx, kwargs)
+    kwargs = template_kwargs(ctx, prompt.chat_template_kwargs)
     endpoint = server.endpoint(ctx, "lora_modules")
     last = history.load() if prompt.continue_last else None
     if endpoint is not None:

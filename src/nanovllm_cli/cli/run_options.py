@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm_cli.cli.adapter_options import LoraModules
 from nanovllm_cli.cli.answer import ReasoningChoice
 from nanovllm_cli.cli.command import OUTPUT, PROMPT, option
-from nanovllm_cli.cli.options import Choice
+from nanovllm_cli.cli.shared_options import LoraModules, SystemPrompt, TemplateKwargs, Think
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,7 @@ class PromptOptions:
         "--audio", help="A sound that the prompt is about; - is standard input. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
     )
-    system_prompt: str | None = option(
-        "-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"
-    )
+    system_prompt: SystemPrompt = None
     continue_last: bool = option(
         "--continue",
         help="Go on from the last run: with a new prompt as its next turn, without one with its answer. Its model is used where "
@@ -44,12 +41,8 @@ class PromptOptions:
         default=False, panel=PROMPT, envvar=None,
     )
     raw: bool = option("--raw", help="The prompt as it is, without the chat template.", default=False, panel=PROMPT)
-    think: Choice | None = option(
-        "--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT
-    )
-    chat_template_kwargs: str | None = option(
-        "--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"
-    )
+    think: Think = None
+    chat_template_kwargs: TemplateKwargs = None
     batch: str | None = option(
         "--batch",
         help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',

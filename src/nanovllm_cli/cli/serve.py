@@ -20,7 +20,7 @@ from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptio
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import AccessOptions, AddressOptions, LimitOptions, ServedOptions
-from nanovllm_cli.cli.unused import refuse_two_switches, refuse_typed
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def serve(
         spoken = ["think", "chat_template_kwargs", "reasoning_budget"]
         refuse_typed(ctx, spoken, "has no meaning with several models", "a request says it, or serve one of them alone")
     given = sampling.given()
-    variables, budget = template_kwargs(model.chat_template_kwargs), model.reasoning_budget
-    refuse_two_switches(ctx, variables)
+    variables, budget = template_kwargs(ctx, model.chat_template_kwargs), model.reasoning_budget
     if budget is not None and not -1 <= budget < 2**31:
         raise UsageError("--reasoning-budget is a number of tokens, or -1 for no limit")
     config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.adapter_options import LoraModules, LoraNames, LoraScaled, adapters
 from nanovllm_cli.cli.command import MESSAGES, MODEL, option
 from nanovllm_cli.cli.options import (
     ActivationsChoice,
     ChatTemplateChoice,
-    Choice,
     Device,
     DType,
     ModelNames,
@@ -19,6 +17,7 @@ from nanovllm_cli.cli.options import (
     Quant,
     Revision,
 )
+from nanovllm_cli.cli.shared_options import Choice, LoraModules, LoraNames, LoraScaled, adapters
 from nanovllm_cli.config import EngineConfig, Lora, LoraModule, Policy
 from nanovllm_cli.errors import UsageError
 

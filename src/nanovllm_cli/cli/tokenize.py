@@ -16,7 +16,6 @@ from nanovllm_cli.cli.model import chat_template, name_and_words, named_model, t
 from nanovllm_cli.cli.models_show import here
 from nanovllm_cli.cli.options import (
     ChatTemplateChoice,
-    Choice,
     MessageOptions,
     ModelName,
     ModelWord,
@@ -26,7 +25,8 @@ from nanovllm_cli.cli.options import (
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.question import with_system
-from nanovllm_cli.cli.unused import refuse_two_switches, refuse_typed
+from nanovllm_cli.cli.shared_options import SystemPrompt, TemplateKwargs, Think
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,15 +72,9 @@ class TokenizeOptions:
         "--chat", help="What the model is given where run is given the text: a user's message in the chat template.",
         default=False, panel=PROMPT, envvar=None,
     )
-    system_prompt: str | None = option(
-        "-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"
-    )
-    think: Choice | None = option(
-        "--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT
-    )
-    chat_template_kwargs: str | None = option(
-        "--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"
-    )
+    system_prompt: SystemPrompt = None
+    think: Think = None
+    chat_template_kwargs: TemplateKwargs = None
     ids: bool = option("--ids", help="The ids alone, on a line: [1, 2, 3].", default=False, panel=OUTPUT, envvar=None)
     count: bool = option("--count", help="How many there are, and nothing else.", default=False, panel=OUTPUT, envvar=None)
     json: bool = option(
@@ -108,8 +102,7 @@ def tokenize(
     """
     screen = screen_for(messages)
     _check_together(ctx, options)
-    kwargs = template_kwargs(options.chat_template_kwargs)
-    refuse_two_switches(ctx, kwargs)
+    kwargs = template_kwargs(ctx, options.chat_template_kwargs)
     name, spoken = name_and_words(SourceOptions(options.model), model_word, words or [])
     name = named_model(ctx.obj, name, EXAMPLE)
     template = chat_template(options.chat_template) if options.chat else None

@@ -74,12 +74,3 @@ def refuse_beside(ctx: Any, flag: str, allowed: type, *more: str) -> None:
     names = {*(field.name for field in dataclasses.fields(allowed)), *more}
     others = [param.name for param in ctx.command.params if param.name not in names]
     refuse_typed(ctx, others, f"has no meaning with {flag}", "leave one of them out")
-
-
-def refuse_two_switches(ctx: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises UsageError where --think and --chat-template-kwargs were both typed and say whether the model reasons."""
-    from nanovllm_cli.text.reasoning import thinking_variables
-
-    twice = [name for name in thinking_variables(True) if name in kwargs]
-    if twice and is_typed(ctx, "think") and is_typed(ctx, "chat_template_kwargs"):
-        raise UsageError(f"--think and the {twice[0]} of --chat-template-kwargs say the same thing", "leave one of them out")

@@ -1,0 +1,78 @@
+"""Options of several groups: adapters, how a model sees, how it is spoken to. `options.py` has the groups, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.command import ENGINE, MODEL, PROMPT, typer_option
+from nanovllm_cli.config import EngineConfig, Lora
+
+Choice = Literal["on", "off"]
+
+SystemPrompt = Annotated[
+    str | None, typer_option("-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT")
+]
+Think = Annotated[
+    Choice | None,
+    typer_option("--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT),
+]
+TemplateKwargs = Annotated[
+    str | None,
+    typer_option("--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"),
+]
+Mmproj = Annotated[
+    str | None,
+    typer_option(
+        "-mm", "--mmproj",
+        help="What a GGUF model sees or hears by: its file mmproj-….gguf, or a name on the hub. [the one beside the model]",
+        panel=ENGINE, metavar="FILE",
+    ),
+]  # fmt: skip
+MmprojAuto = Annotated[
+    bool,
+    typer_option(
+        "--mmproj-auto/--no-mmproj",
+        help="Look for what a GGUF model sees or hears by beside it, and download it with a model from the hub. [on]",
+        panel=ENGINE,
+    ),
+]
+ImageMaxTokens = Annotated[
+    int,
+    typer_option(
+        "--image-max-tokens",
+        help="Most tokens that an image is made into, where the model takes images of many sizes. "
+        f"[{EngineConfig().image_max_tokens}]",
+        panel=ENGINE, metavar="N",
+    ),
+]  # fmt: skip
+LoraNames = Annotated[
+    list[str] | None,
+    typer_option(
+        "--lora",
+        help="An adapter that is added to the weights: PEFT's folder, a .gguf file, or a name on the hub. Repeatable.",
+        panel=MODEL, metavar="PATH",
+    ),
+]  # fmt: skip
+LoraScaled = Annotated[
+    list[Any] | None,
+    typer_option(
+        "--lora-scaled", help="The same, of another strength: PATH:0.5. Repeatable.",
+        panel=MODEL, metavar="PATH:SCALE", parser=parsers.scaled,
+    ),
+]  # fmt: skip
+LoraModules = Annotated[
+    list[Any] | None,
+    typer_option(
+        "--lora-modules",
+        help="An adapter that requests may choose, and its name there; others don't have it. PATH as of --lora. Repeatable.",
+        panel=MODEL, metavar="NAME=PATH", parser=parsers.lora_module,
+    ),
+]  # fmt: skip
+
+
+def adapters(names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | None) -> tuple[Lora, ...]:
+    """Those of --lora and of --lora-scaled, each of which may name several."""
+    plain = [Lora(name) for text in names or () for name in parsers.listed(text)]
+    return (*plain, *(Lora(*each) for several in scaled or () for each in several))
