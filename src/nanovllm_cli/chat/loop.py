@@ -91,8 +91,7 @@ class Chat:
         """Begins a session, with what has been said already. Raises UsageError, SessionError or OutputError."""
         session = self.sessions.new(self.model.lasting_name, name)
         if self.conversation.messages:
-            for event in self.conversation.events():
-                session.append(event)
+            self._write_all(session)
         self.session = session
 
     def resume(self, name: str, *, keeps: bool = True) -> None:
@@ -156,8 +155,7 @@ class Chat:
             return
         try:
             if not session.exists:
-                for earlier in self.conversation.events():
-                    session.append(earlier)
+                self._write_all(session)
             session.append(event)
         except NanovllmError as error:
             session.close()
@@ -165,6 +163,15 @@ class Chat:
             self.failure = self.failure or error
             hint = "/save keeps all of it once that is mended" if self.interactive else "--no-save asks for nothing to be kept"
             self.display.fail(f"nothing is kept from here on: {error.message}", hint)
+
+    def _write_all(self, session: Session) -> None:
+        """What has been said already. Where that fails, the session is let go."""
+        try:
+            for event in self.conversation.events():
+                session.append(event)
+        except NanovllmError:
+            session.close()
+            raise
 
     # ---- the conversation ----
 

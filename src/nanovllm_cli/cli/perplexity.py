@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from nanovllm_cli.errors import DifferenceError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.quantization.original import Original
-    from nanovllm_cli.quantization.passages import Cut
     from nanovllm_cli.quantization.perplexity import Windows
     from nanovllm_cli.quantization.texts import NamedText
     from nanovllm_cli.quantization.vector_quality import AnyQuality
@@ -132,7 +131,12 @@ def perplexity(
             most = None if options.chunks == -1 else options.chunks
             cut = Cut(passage, most=most, parse_special=parses, reads_lines=False)
             record = {"model": names[0], "text": text.name, "ctx_size": passage}
-            _compare_vectors(models, text, cut, record, options, threads, screen, progress)
+
+            def by_vectors() -> AnyQuality:
+                one, other = models
+                return measuring.compare_vectors(one, other, text, cut, progress, dtype=options.dtype, threads=threads)
+
+            _compare(models, by_vectors, lambda quality: [("compared", quality.extent(text.name))], record, options, screen)
             return
         tokenizers = [model.tokenizer() for model in models]
         every = [measuring.text_ids(tokenizer, text, parse_special=parses) for tokenizer in tokenizers]
@@ -145,7 +149,12 @@ def perplexity(
             _measure(models[0], windows, record, options, threads, screen, progress)
         else:
             measuring.check_alike(every[0], every[1], models[0].spec, models[1].spec)
-            _compare(models, windows, record, options, threads, screen, progress)
+
+            def by_logits() -> AnyQuality:
+                one, other = (model.checkpoint for model in models)
+                return measuring.compare(one, other, windows, progress, dtype=options.dtype, threads=threads)
+
+            _compare(models, by_logits, lambda quality: _facts(record), record, options, screen)
 
 
 def _measure(
@@ -168,47 +177,21 @@ def _measure(
 
 
 def _compare(
-    models: Sequence[Original], windows: Windows, record: dict[str, Any], options: PerplexityOptions, threads: int | None,
-    screen: Console, progress: ProgressLine,
+    models: Sequence[Original], measure: Callable[[], AnyQuality], facts: Callable[[AnyQuality], list[tuple[str, str]]],
+    record: dict[str, Any], options: PerplexityOptions, screen: Console,
 ) -> None:  # fmt: skip
-    from nanovllm_cli.quantization.perplexity import compare
-
-    one, other = models
-    _tell_differences(one, other, screen)
-    began = time.monotonic()
-    quality = compare(one.checkpoint, other.checkpoint, windows, progress, dtype=options.dtype, threads=threads)
-    _show_compared(models, quality, _facts(record), record, began, options, screen)
-
-
-def _compare_vectors(
-    models: Sequence[Original], text: NamedText, cut: Cut, record: dict[str, Any], options: PerplexityOptions,
-    threads: int | None, screen: Console, progress: ProgressLine,
-) -> None:  # fmt: skip
-    from nanovllm_cli.quantization.perplexity import compare_vectors
-
-    one, other = models
-    _tell_differences(one, other, screen)
-    began = time.monotonic()
-    quality = compare_vectors(one, other, text, cut, progress, dtype=options.dtype, threads=threads)
-    _show_compared(models, quality, [("compared", quality.extent(text.name))], record, began, options, screen)
-
-
-def _tell_differences(one: Original, other: Original, screen: Console) -> None:
+    """facts: what else stands below the figures. Raises DifferenceError for more loss than may be."""
     from nanovllm_cli.quantization.verify_text import OurWords, differences
 
+    one, other = models
     for line in differences(OurWords(one.checkpoint.path), OurWords(other.checkpoint.path)):
         screen.say(f"the tokenizers differ, but not over this text: {line}", "dim")
-
-
-def _show_compared(
-    models: Sequence[Original], quality: AnyQuality, facts: list[tuple[str, str]], record: dict[str, Any], began: float,
-    options: PerplexityOptions, screen: Console,
-) -> None:  # fmt: skip
-    """Raises DifferenceError for more loss than may be."""
-    one, other = models
+    began = time.monotonic()
+    quality = measure()
     seconds = time.monotonic() - began
+    figures = [*quality.figures(f"of {one.name}", f"of {other.name}"), *facts(quality)]
     record |= {"other": other.name, "quality": asdict(quality), "seconds": round(seconds, 3)}
-    _show([*quality.figures(f"of {one.name}", f"of {other.name}"), *facts], record, options, screen)
+    _show(figures, record, options, screen)
     screen.say(f"done in {duration(seconds)}", "dim")
     name, loss = quality.loss
     if options.fail_above is not None and loss > options.fail_above:

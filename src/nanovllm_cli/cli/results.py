@@ -55,7 +55,7 @@ class Results:
         waiting: dict[str, list[int]] = defaultdict(list)
         for position in reversed(range(len(keys))):
             waiting[keys[position]].append(position)
-        kept = 0
+        known, kept = set(keys), 0
         for path in (self._path, self._journal_path):
             for line in _lines_of(path):
                 record = _result_of(line, path, self._overwrite)
@@ -66,7 +66,7 @@ class Results:
                     position = waiting[key].pop()
                     self._lines[position] = _numbered(line, record, numbers[position])
                     kept += 1
-                elif key not in keys and not self._overwrite:
+                elif key not in known and not self._overwrite:
                     raise UsageError(
                         f"{path} holds results of other prompts, another model or other settings",
                         "choose another -o, or add --overwrite to drop them",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanovllm_cli.cli import parsers, signals
-from nanovllm_cli.cli.command import expand, is_typed
+from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.log import hear, screen_for
 from nanovllm_cli.cli.model import chat_template, named_models, say_parts, template_kwargs
 from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelWords
@@ -60,14 +60,14 @@ def serve(
         raise UsageError("--max-models must be at least 1")
     if model.sleep_idle is not None and not model.sleep_idle > 0:
         raise UsageError("--sleep-idle must be more than 0")
-    if is_typed(ctx, "swap_timeout") and model.max_models is None:
-        raise UsageError("--swap-timeout has no meaning without --max-models")
-    if is_typed(ctx, "swap_timeout") and model.max_models is not None and model.max_models >= len(names):
-        raise UsageError(f"--swap-timeout has no meaning: --max-models {model.max_models} has room for all of them")
-    if address.ssl_key_file is None and is_typed(ctx, "ssl_key_password_file"):
-        raise UsageError("--ssl-key-password-file has no meaning without --ssl-key-file")
-    if messages.quiet and is_typed(ctx, "access_log") and limits.access_log:
-        raise UsageError("--access-log has no meaning with --quiet", "leave one of them out")
+    if model.max_models is None:
+        refuse_typed(ctx, ["swap_timeout"], "has no meaning without --max-models")
+    elif model.max_models >= len(names):
+        refuse_typed(ctx, ["swap_timeout"], f"has no meaning: --max-models {model.max_models} has room for all of them")
+    if address.ssl_key_file is None:
+        refuse_typed(ctx, ["ssl_key_password_file"], "has no meaning without --ssl-key-file")
+    if messages.quiet and limits.access_log:
+        refuse_typed(ctx, ["access_log"], "has no meaning with --quiet", "leave one of them out")
     if address.unix_socket is not None:
         refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them out")
     if not 0 < model.swap_timeout < math.inf:
