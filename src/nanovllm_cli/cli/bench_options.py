@@ -109,8 +109,7 @@ class BenchEngineOptions:
         "-b", "--batch-size", help=f"Most tokens in one step of the engine. [{_STEP}]", panel=ENGINE, parser=_sizes
     )
     ubatch_size: list[Any] | None = _several(
-        "-ub", "--ubatch-size",
-        help="The same as in llama.cpp: a step has at most the smaller of both. [--batch-size]",
+        "-ub", "--ubatch-size", help="The same as in llama.cpp: a step has at most the smaller of both. [--batch-size]",
         panel=ENGINE, parser=_sizes,
     )
     cache_type_k: list[Any] | None = _several(

@@ -74,8 +74,7 @@ class LoadOptions:
         "--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", default=NUM_PROMPTS, panel=LOAD, metavar="N"
     )
     request_rate: str = option(
-        "--request-rate",
-        help="Requests a second; inf sends all at once. Several between commas are a run each. [inf]",
+        "--request-rate", help="Requests a second; inf sends all at once. Several between commas are a run each. [inf]",
         default="inf", panel=LOAD, metavar="R,…",
     )
     burstiness: float = option(
@@ -105,8 +104,7 @@ class ServeOutputOptions(SummaryOutputOptions):
     """What is told."""
 
     goodput: list[str] | None = option(
-        "--goodput",
-        help="Goals in milliseconds that a good request keeps to: ttft:200,tpot:50,e2el:5000. Repeatable.",
+        "--goodput", help="Goals in milliseconds that a good request keeps to: ttft:200,tpot:50,e2el:5000. Repeatable.",
         panel=OUTPUT, metavar="NAME:MS",
     )
 

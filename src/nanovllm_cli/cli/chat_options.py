@@ -33,22 +33,17 @@ class ChatOptions:
     )
     think: Think = None
     reasoning: ReasoningChoice = option(
-        "--reasoning",
-        help="A model's reasoning; auto shows it on a terminal, where hide folds it. [auto]",
-        default="auto",
-        panel=CONVERSATION,
+        "--reasoning", help="A model's reasoning; auto shows it on a terminal, where hide folds it. [auto]",
+        default="auto", panel=CONVERSATION,
     )
     markdown: MarkdownChoice = option(
-        "--markdown",
-        help="Render answers; auto does where messages are typed, always on every terminal. [auto]",
-        default="auto",
-        panel=CONVERSATION,
+        "--markdown", help="Render answers; auto does where messages are typed, always on every terminal. [auto]",
+        default="auto", panel=CONVERSATION,
     )
     context_overflow: Overflow = option(
         "--context-overflow",
         help="When the context is full: refuse the message, or leave the oldest turns out and say so. [error]",
-        default="error",
-        panel=CONVERSATION,
+        default="error", panel=CONVERSATION,
     )
     chat_template_kwargs: TemplateKwargs = None
 
@@ -66,10 +61,8 @@ class SessionOptions:
     )
     no_save: bool = option("--no-save", help="Keep nothing.", default=False, panel=SESSIONS)
     save_kv: bool = option(
-        "--save-kv",
-        help="Keep what the model has read as well, so that a session goes on at once.",
-        default=False,
-        panel=SESSIONS,
+        "--save-kv", help="Keep what the model has read as well, so that a session goes on at once.",
+        default=False, panel=SESSIONS,
     )
     list_sessions: bool = option(
         "--list-sessions", help="Show the sessions, the latest first, and end.",

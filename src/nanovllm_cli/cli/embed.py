@@ -53,8 +53,7 @@ class TextOptions:
     )
     whole: bool = option("--whole", help="Each file, and standard input, is one text.", default=False, panel=TEXTS, envvar=None)
     prompt_name: str | None = option(
-        "--prompt-name",
-        help="Put this prompt of the model's before each text. [the model's default, if it has one]",
+        "--prompt-name", help="Put this prompt of the model's before each text. [the model's default, if it has one]",
         panel=TEXTS, metavar="NAME",
     )
     prefix: str | None = option("--prefix", help="Put this before each text.", panel=TEXTS, metavar="TEXT")

@@ -21,8 +21,7 @@ class FormOptions:
     """What the whole answer must be, behind its reasoning; at most one of them."""
 
     json_schema: str | None = option(
-        "-j", "--json-schema",
-        help="JSON of this schema. @FILE reads it; so does a name that ends in .json.",
+        "-j", "--json-schema", help="JSON of this schema. @FILE reads it; so does a name that ends in .json.",
         panel=FORM, metavar="JSON|@FILE",
     )
     json_schema_file: str | None = option(

@@ -189,8 +189,7 @@ class MemoryOptions:
         panel=ENGINE, metavar="SIZE", parser=parsers.count,
     )
     kv_cache: int | None = option(
-        "--kv-cache",
-        help="Memory for the KV cache, such as 512M or 1.5G. [what fits, no more than needed]",
+        "--kv-cache", help="Memory for the KV cache, such as 512M or 1.5G. [what fits, no more than needed]",
         panel=ENGINE, metavar="SIZE", parser=parsers.memory,
     )
     kv_cache_dtype: str = option(
@@ -348,24 +347,19 @@ class SamplingOptions:
         "dry_penalty_last_n", "--dry-penalty-last-n", help="DRY: how far back; -1 is everything."
     )
     dry_sequence_breaker: list[str] | None = option(
-        "--dry-sequence-breaker",
-        help=r"""DRY: ends a repeat. Repeatable; 'none' for none. [\n : " *]""",
-        panel=SAMPLING,
-        metavar="TEXT",
+        "--dry-sequence-breaker", help=r"""DRY: ends a repeat. Repeatable; 'none' for none. [\n : " *]""",
+        panel=SAMPLING, metavar="TEXT",
     )
     xtc_probability: float | None = _sampling("xtc_probability", "--xtc-probability", help="XTC: how often; 0 is off.")
     xtc_threshold: float | None = _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
     logit_bias: list[Any] | None = option(
-        "-l", "--logit-bias",
-        help="Adds to a token's logit: 15043+1, 15043-1.5. Repeatable.",
+        "-l", "--logit-bias", help="Adds to a token's logit: 15043+1, 15043-1.5. Repeatable.",
         panel=SAMPLING, metavar="ID+BIAS", parser=parsers.logit_bias,
     )
     ignore_eos: bool = option("--ignore-eos", help="Go on past the model's own end.", default=False, panel=SAMPLING)
     stop: list[str] | None = option(
-        "--stop",
-        help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
-        panel=SAMPLING,
-        metavar="TEXT",
+        "--stop", help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
+        panel=SAMPLING, metavar="TEXT",
     )
     bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
     min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
@@ -419,13 +413,8 @@ class MessageOptions:
     log_json: bool = option("--log-json", help="One JSON object a line in the log.", default=False, panel=MESSAGES)
     debug: bool = option("--debug", help="Tracebacks with errors.", default=False, panel=MESSAGES)
     version: bool = option(
-        "--version",
-        help="The version, and nothing else.",
-        default=False,
-        panel=MESSAGES,
-        envvar=None,
-        is_eager=True,
-        callback=print_version,
+        "--version", help="The version, and nothing else.",
+        default=False, panel=MESSAGES, envvar=None, is_eager=True, callback=print_version,
     )
 
 

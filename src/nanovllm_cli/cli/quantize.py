@@ -50,8 +50,7 @@ class QuantizeOptions:
         "--algorithm",
         help="rtn rounds to nearest; the others look at what the layers see, and lose less: gptq chooses codes of int and fp8, "
         "imatrix of q2_k to q6_k, awq scales what goes into either. [rtn; imatrix with --imatrix]",
-        default="rtn",
-        panel=QUANTIZATION,
+        default="rtn", panel=QUANTIZATION,
     )
     imatrix: str | None = option(
         "--imatrix", help="An importance matrix of llama.cpp's to go by, .gguf or .dat, instead of a calibration.",
@@ -66,9 +65,7 @@ class QuantizeOptions:
     num_samples: int | None = option(
         "--num-samples",
         help="Most pieces of 512 tokens to calibrate with; for a reranker, pairs with as many tokens. [128]",
-        panel=QUANTIZATION,
-        min=1,
-        max=100_000,
+        panel=QUANTIZATION, min=1, max=100_000,
     )
     tensor_type: list[str] | None = option(
         "--tensor-type",

@@ -14,12 +14,8 @@ class PromptOptions:
     """What is asked."""
 
     prompt: str | None = option(
-        "-p",
-        "--prompt",
-        help="The prompt, as the arguments after MODEL.",
-        panel=PROMPT,
-        metavar="TEXT",
-        envvar=None,
+        "-p", "--prompt", help="The prompt, as the arguments after MODEL.",
+        panel=PROMPT, metavar="TEXT", envvar=None,
     )
     file: list[str] | None = option(
         "-f", "--file", help="Text from a file, before the arguments; - is standard input. Repeatable.",
@@ -44,8 +40,7 @@ class PromptOptions:
     think: Think = None
     chat_template_kwargs: TemplateKwargs = None
     batch: str | None = option(
-        "--batch",
-        help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',
+        "--batch", help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',
         panel=PROMPT, metavar="FILE", envvar=None,
     )
     lora_modules: LoraModules = None
@@ -56,19 +51,12 @@ class OutputOptions:
     """What is said, and where."""
 
     output: str | None = option(
-        "-o",
-        "--output",
-        help="Write the answer to a file, whole or not at all.",
-        panel=OUTPUT,
-        metavar="FILE",
-        envvar=None,
+        "-o", "--output", help="Write the answer to a file, whole or not at all.",
+        panel=OUTPUT, metavar="FILE", envvar=None,
     )
     overwrite: bool = option(
-        "--overwrite",
-        help="Let --batch replace results of other prompts or settings in -o.",
-        default=False,
-        panel=OUTPUT,
-        envvar=None,
+        "--overwrite", help="Let --batch replace results of other prompts or settings in -o.",
+        default=False, panel=OUTPUT, envvar=None,
     )
     json: bool = option("--json", help="One JSON object instead of text.", default=False, panel=OUTPUT)
     jsonl: bool = option(
@@ -81,8 +69,7 @@ class OutputOptions:
         "--reasoning", help="A model's reasoning on stderr; auto: on a terminal. [auto]", default="auto", panel=OUTPUT
     )
     stats: bool | None = option(
-        "--stats/--no-stats",
-        help="A line of statistics on stderr. [unless --quiet, --json or --jsonl]",
+        "--stats/--no-stats", help="A line of statistics on stderr. [unless --quiet, --json or --jsonl]",
         panel=OUTPUT,
     )
     no_save: bool = option("--no-save", help="Keep nothing for --continue.", default=False, panel=OUTPUT)

@@ -48,8 +48,7 @@ class ServedOptions:
         panel=MODEL, metavar="NAME", envvar="NANOVLLM_ALIAS",
     )
     max_models: int | None = option(
-        "--max-models",
-        help="Most models in memory; the one that was not asked for longest makes room. [all of them]",
+        "--max-models", help="Most models in memory; the one that was not asked for longest makes room. [all of them]",
         panel=MODEL,
     )
     sleep_idle: float | None = _seconds(
