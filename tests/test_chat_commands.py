@@ -58,6 +58,8 @@ def test_a_first_message_on_the_command_line_and_from_files(tmp_path: Path) -> N
     assert (
         chat(tmp_path, args=("-q", "tiny", "-f", "a.txt", "and", "words")).out == "[<u>from a file\n\nand words<a>]\n"
     )
+    (tmp_path / "a.c").write_text("// C\n")
+    assert chat(tmp_path, args=("-q", "tiny", "-f", "a.c")).out == "[<u>// C<a>]\n"
     assert chat(tmp_path, "say 2", args=("-q", "-m", "tiny", "say", "1")).out == "1\n2\n"
     assert chat(tmp_path, "say 2", args=("-q", "-m", "tiny", "-p", "say 1")).out == "1\n2\n"
 

@@ -392,6 +392,14 @@ def test_standard_input_that_another_program_has_left_not_waiting(monkeypatch: p
         assert os.get_blocking(reading)  # else read() gives None before anything has come
 
 
+def test_no_stream_loses_what_finds_no_room() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with open(writing, "w") as file, open(reading, "rb"):
+        Stream(file, "standard output", required=True)
+        assert os.get_blocking(writing)
+
+
 def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise PermissionError(13, "Permission denied")

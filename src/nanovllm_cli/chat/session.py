@@ -76,7 +76,7 @@ class Session:
     def rename(self, name: str) -> None:
         """Raises UsageError for a name that is taken or none."""
         new = Session(self._folder, checked_name(name), self._model)
-        if new.path.exists():
+        if os.path.exists(new.path):
             raise UsageError(f"there is a session {name} already", "choose another name")
         if self.exists:
             with _telling(new.path):

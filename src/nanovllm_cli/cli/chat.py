@@ -228,9 +228,12 @@ def _first_message(talk: ChatOptions, spoken: list[str]) -> _First:
     texts = [inputs.read_text(name).removesuffix("\n") for name in talk.file or []]
     words = [*([talk.prompt] if talk.prompt is not None else []), *spoken]
     texts.append(" ".join(inputs.checked(word) for word in words))
+    text = "\n\n".join(text for text in texts if text)
+    if talk.file and text.startswith("/"):  # as comments of many languages do: a message all the same, and no command
+        text = f"/{text}"
     images = [(name, IMAGE.data_url(inputs.read_file(name), name)) for name in talk.image or []]
     images += [(name, SOUND.data_url(inputs.read_file(name), name)) for name in talk.audio or []]
-    return _First("\n\n".join(text for text in texts if text), images)
+    return _First(text, images)
 
 
 def _session_to_resume(options: SessionOptions, saved: Sessions) -> str | None:

@@ -49,6 +49,9 @@ class Stream:
         self._gone = False
         self.is_terminal = file is not None and file.isatty()
         self.is_pipe = _is_pipe(file)
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                os.set_blocking(file.fileno(), True)  # another program may have left it so that what finds no room is lost
         dumb = environ.get("TERM", "") in ("", "dumb")
         self.moves_cursor = self.is_terminal and not dumb
         self.color = _wants_color(environ, self.moves_cursor)
