@@ -17,8 +17,8 @@ from typer.main import get_command
 from nanovllm_cli import folders
 from nanovllm_cli.cli import config as config_command
 from nanovllm_cli.cli import history, parsers, settings_view
+from nanovllm_cli.cli.answer import first_code_block
 from nanovllm_cli.cli.command_tree import page
-from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.failures import explanation
 from nanovllm_cli.cli.files import WholeFile, is_special, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file, standard_input

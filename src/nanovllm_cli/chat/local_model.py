@@ -86,13 +86,11 @@ class LocalModel(Model):
 
     @property
     def lasting_name(self) -> str:
-        """What it can be loaded by again, from any folder."""
         name = self.llm.name
         return str(Path(name).absolute()) if Path(name).exists() else name
 
     @property
     def kept(self) -> Sequence[int]:
-        """The tokens that it has read last, its answer included."""
         return self._kept
 
     @kept.setter

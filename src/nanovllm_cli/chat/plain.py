@@ -6,6 +6,7 @@ stdout has the answers and what commands say, each ended by a newline, and never
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode, standard_input
 from nanovllm_cli.cli.output import Console
@@ -81,17 +82,34 @@ class PlainReader:
         return decode(data, "standard input").removesuffix("\n").removesuffix("\r")
 
 
+class AsItIs:
+    """An answer without its control sequences, and ended by a newline."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._filter = ControlFilter()
+        self._ends_line = False
+
+    def feed(self, text: str) -> None:
+        text = self._filter.feed(text)
+        if text:
+            self._ends_line = text.endswith("\n")
+            self._write(text)
+
+    def finish(self) -> None:
+        if not self._ends_line:
+            self._write("\n")
+
+
 class PlainDisplay:
     """A Display on a Console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._filter = ControlFilter()
-        self._ends_line = False
+        self._answer = AsItIs(console.answer)
 
     def begin(self) -> None:
-        self._filter = ControlFilter()
-        self._ends_line = False
+        self._answer = AsItIs(self._console.answer)
 
     def progress(self, done: int, total: int) -> None:
         if total >= PROMPT_WORTH_SHOWING:
@@ -101,14 +119,10 @@ class PlainDisplay:
         self._console.aside(text)
 
     def content(self, text: str) -> None:
-        text = self._filter.feed(text)
-        if text:
-            self._ends_line = text.endswith("\n")
-            self._console.answer(text)
+        self._answer.feed(text)
 
     def end(self, remark: str | None = None) -> None:
-        if not self._ends_line:
-            self._console.answer("\n")
+        self._answer.finish()
         if remark is not None:
             self._console.say(f"({remark})", "dim")
 

@@ -7,12 +7,12 @@ models and files loses its control sequences on the way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Literal
 
 from nanovllm_cli.chat.flow import Flow
 from nanovllm_cli.chat.keys import AnswerKeys
 from nanovllm_cli.chat.markdown import MarkdownStream
+from nanovllm_cli.chat.plain import AsItIs
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import PromptProgress, duration
 from nanovllm_cli.text.control_filter import ControlFilter
@@ -121,9 +121,9 @@ class TerminalDisplay:
     def _new_flow(self) -> Flow:
         return Flow(self._console.styled, self._console.out.width)
 
-    def _new_stream(self) -> MarkdownStream | _AsItIs:
+    def _new_stream(self) -> MarkdownStream | AsItIs:
         if not self._renders:
-            return _AsItIs(self._console.styled)
+            return AsItIs(self._console.styled)
         return MarkdownStream(self._console.styled, self._console.out.width, color=self._console.out.color)
 
     def _end_part(self) -> None:
@@ -165,22 +165,3 @@ class TerminalDisplay:
             style = "1" if label else ""
         styled = f"\x1b[0;{style}m{label or one_line(text)}\x1b[0m" if style else label
         self._console.styled(f"{styled}{one_line(text) if label else ''}\n")
-
-
-class _AsItIs:
-    """An answer without its control sequences, and ended by a newline."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._filter = ControlFilter()
-        self._at_line_start = True
-
-    def feed(self, text: str) -> None:
-        text = self._filter.feed(text)
-        if text:
-            self._at_line_start = text.endswith("\n")
-            self._write(text)
-
-    def finish(self) -> None:
-        if not self._at_line_start:
-            self._write("\n")

@@ -5,15 +5,17 @@ A printer sees pieces, in order, and is told how it ended; it knows nothing abou
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nanovllm_cli.cli import records
 from nanovllm_cli.cli.answering import Piece, Result
-from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.errors import RequestError
+
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^\n]*)")  # of code, also where a list has indented it (CommonMark 0.31, section 4.5)
 
 ReasoningChoice = Literal["show", "hide", "auto"]
 Write = Callable[[str], None]
@@ -129,3 +131,36 @@ class JsonLinesPrinter(Printer):
     def finish(self, result: Result, statistics: records.Statistics) -> None:
         record = {"event": "end", **records.end_record(result, self._name)}
         self._write(records.dumps(record | {"statistics": records.statistics_record(statistics)}) + "\n")
+
+
+class CodeBlock(NamedTuple):
+    """closed: False where the answer ended inside the block."""
+
+    text: str
+    closed: bool
+
+
+def first_code_block(answer: str) -> CodeBlock | None:
+    """The first fenced block's lines without its fences and without its indentation, or None where there is none."""
+    lines = answer.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        fence = _FENCE.match(line)
+        if fence is None or (fence[2][0] == "`" and "`" in fence[3]):
+            continue
+        block: list[str] = []
+        for inner in lines[number + 1 :]:
+            if _closes(inner, fence[2]):
+                return CodeBlock("".join(block), True)
+            block.append(_dedented(inner, len(fence[1])))
+        return CodeBlock("".join(block), False)
+    return None
+
+
+def _closes(line: str, opening: str) -> bool:
+    text = line.strip()
+    return len(text) >= len(opening) and set(text) == {opening[0]}
+
+
+def _dedented(line: str, width: int) -> str:
+    blank = len(line) - len(line.lstrip(" \t"))
+    return line[min(width, blank) :]

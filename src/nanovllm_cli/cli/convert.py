@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -201,8 +202,6 @@ class _Row:
 
     @classmethod
     def of(cls, kind: str, steps: list[Step]) -> _Row:
-        from math import prod
-
         return cls(
             kind, len(steps), sum(prod(step.shape) for step in steps),
             _types(step.before for step in steps), sum(step.before_bytes for step in steps),

@@ -254,7 +254,7 @@ class LocalAnswerer:
 
     def _encode(self, question: Question, given: Given) -> Encoded:
         if question.messages is None:
-            ids = self._prompting.encode_raw(question.text)
+            ids = self._llm.tokenizer.encode(question.text)
         elif question.goes_on:
             ids = self._prompting.encode_unfinished(question.messages)
         else:

@@ -195,9 +195,6 @@ class Prompting:
         answer = str(last.get("content") or "")
         return ids + self.llm.tokenizer.encode(answer, add_special_tokens=False, parse_special=False)
 
-    def encode_raw(self, text: str) -> list[int]:
-        return self.llm.tokenizer.encode(text)
-
     @property
     def thinking_switch(self) -> str | None:
         """The template's variable that turns reasoning on and off, if it has one."""
