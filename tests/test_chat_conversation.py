@@ -84,11 +84,11 @@ def test_the_same_events_give_the_same_conversation(operations: list[tuple[int, 
             OPERATIONS[operation](conversation, text)
         except UsageError:
             continue
-        written = json.loads(json.dumps(events))
-        for copy in (Conversation.replay(written), Conversation.replay(conversation.events())):
-            assert copy.messages == conversation.messages
-            assert copy.system == conversation.system
-            assert copy.title == conversation.title
+    written = json.loads(json.dumps(events))
+    for copy in (Conversation.replay(written), Conversation.replay(conversation.events())):
+        assert copy.messages == conversation.messages
+        assert copy.system == conversation.system
+        assert copy.title == conversation.title
 
 
 @pytest.mark.parametrize(
