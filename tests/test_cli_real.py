@@ -90,6 +90,16 @@ def test_the_same_seed_gives_the_same_answer_in_every_form(tmp_path: Path, model
     assert "outside the vocabulary" in third["error"]["message"]
 
 
+def test_a_prompts_tokens_have_the_likelihood_that_they_have_in_an_answer(tmp_path: Path, model: str) -> None:
+    args = ["run", "-q", model, "--raw", "--temp", "0", "-n", "1", "--dtype", "bfloat16", "--batch", "-"]
+    line = json.dumps({"prompt": "Once upon a", "logprobs": 1}) + "\n"
+    [answer] = json.loads(nanovllm(tmp_path, *args, stdin=line).stdout)["answers"]
+    line = json.dumps({"prompt": f"Once upon a{answer['text']}", "prompt_logprobs": 1}) + "\n"
+    first, *others = json.loads(nanovllm(tmp_path, *args, stdin=line).stdout)["prompt_logprobs"]
+    assert first is None
+    assert others[-1:] == answer["logprobs"]
+
+
 @pytest.mark.parametrize(
     ("args", "stdin", "code", "says"),
     [

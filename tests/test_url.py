@@ -692,8 +692,10 @@ def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_plain_batch(tmp_path: Path) -> None:
-    source = lines(tmp_path / "in", {"prompt": "one"}, {"messages": [{"role": "user", "content": "m"}]})
+    messages = [{"role": "user", "content": "m"}]
+    source = lines(tmp_path / "in", {"prompt": "one"}, {"messages": messages}, {"prompt": "x", "prompt_logprobs": 0})
     with OpenAIServer(echo) as server:
-        first, second = map(json.loads, run(tmp_path, server, "-q", "--raw", "--batch", source).out.splitlines())
+        first, second, third = map(json.loads, run(tmp_path, server, "-q", "--raw", "--batch", source).out.splitlines())
     assert first["answers"][0]["text"] == "<one>"
     assert "messages need a chat template" in second["error"]["message"]
+    assert third["error"]["message"] == "prompt_logprobs are not read from a server"

@@ -75,11 +75,13 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a question. splits: reasoning is told apart from content, where there is any."""
+    """What came of a question. splits: reasoning is told apart from content, where there is any. prompt_logprobs: records of the
+    prompt's tokens, None for the first; None where they were not asked for."""
 
     answers: list[Answer]
     usage: Usage
     splits: bool
+    prompt_logprobs: list[Record | None] | None = None
 
 
 @dataclass

@@ -297,7 +297,11 @@ class LocalAnswerer:
             answers.append(Answer(each.index, content, reasoning, each.num_tokens, logprobs, *reasons))
         total = sum(each.num_tokens for each in output.outputs)
         usage = Usage(len(output.prompt_ids), output.metrics.num_cached_tokens, total)
-        return Result(answers, usage, known is not None)
+        prompt = None
+        if output.prompt_logprobs is not None:
+            asked = output.prompt_logprobs
+            prompt = [None if each is None else records.logprob_records([each], self._llm)[0] for each in asked]
+        return Result(answers, usage, known is not None, prompt)
 
 
 def _stamps_of(path: Path) -> str:

@@ -3,7 +3,7 @@
 --json     {"model", "answers": [answer, …], "usage", "statistics"}
 --jsonl    {"event": "token", "index", "text", "token_ids"} for each step,
            then {"event": "end"} with what --json has but for texts
---batch    {"id", "line", "model", "answers", "usage", "key"},
+--batch    {"id", "line", "model", "answers", "usage", "key"}, and "prompt_logprobs" where a line asks for them,
            or {"id", "line", "error": {"type", "message"}, "key"}
 answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
            and "reasoning", "logprobs" where there are any
@@ -12,6 +12,7 @@ answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,7 +162,8 @@ def result_record(result: Result, model: str, *, keeps_reasoning: bool) -> Recor
     """A whole result."""
     shows = result.splits and keeps_reasoning
     answers = [answer_record(answer, answer.reasoning if shows else None) for answer in result.answers]
-    return {"model": model, "answers": answers, "usage": result.usage._asdict()}
+    record = {"model": model, "answers": answers, "usage": result.usage._asdict()}
+    return record if result.prompt_logprobs is None else record | {"prompt_logprobs": result.prompt_logprobs}
 
 
 def end_record(result: Result, model: str) -> Record:
@@ -210,7 +212,7 @@ def logprob_records(entries: Sequence[TokenLogprobs], llm: LLM) -> list[Record]:
 
 def _finite(value: float) -> float | None:
     """JSON has no infinity: None stands for a probability of zero."""
-    return value if value == value and abs(value) != float("inf") else None
+    return value if math.isfinite(value) else None
 
 
 def rate(count: int, seconds: float | None) -> float | None:

@@ -13,7 +13,14 @@ from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result,
 from nanovllm_cli.client.blocking import single, stepwise
 from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, Delta, TokenLogprob, chat_body, text_body
-from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, ServerError, UsageError
+from nanovllm_cli.errors import (
+    AccessRefusedError,
+    ModelNotFoundError,
+    NanovllmError,
+    ServerError,
+    UnsupportedError,
+    UsageError,
+)
 from nanovllm_cli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -153,6 +160,8 @@ class RemoteAnswerer:
         """Connections are closed with what was asked over them."""
 
     def _request(self, question: Question, given: Given) -> tuple[str, dict[str, Any]]:
+        if given.get("prompt_logprobs") is not None:
+            raise UnsupportedError("prompt_logprobs are not read from a server", "leave them out")
         if question.messages is None:
             return TEXT, text_body(self.name, question.text, given)
         if self.raw:
