@@ -7,7 +7,7 @@ are in `peer_options`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from nanovllm_cli.cli.peer_options import EXPLAINED, OPTIONS, SPLIT, THERE, TOKEN
 
@@ -137,11 +137,14 @@ def near_flags(flag: str, known: Collection[str]) -> list[str]:
     """At most three of `known` that a flag which is none of them may be a slip of; its dashes do not count."""
     word = flag.replace("_", "-").lstrip("-")
     names = {each.lstrip("-"): each for each in sorted(known) if len(each.lstrip("-")) > 2}
-    if word in names:
-        return [names[word]]
-    begun = [each for name, each in names.items() if len(word) > 2 and (word.startswith(name) or name.startswith(word))]
-    close = [names[name] for name in difflib.get_close_matches(word, names, n=3, cutoff=0.75)]
-    return list(dict.fromkeys([*close, *begun]))[:3]
+    return [names[word]] if word in names else [names[each] for each in nearest(word, names, cutoff=0.75)]
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """At most three that may have been meant: spelt much alike, or one the beginning of the other (temperature, temp)."""
+    names = list(names)
+    begun = [each for each in names if min(len(each), len(name)) > 2 and (name.startswith(each) or each.startswith(name))]
+    return list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3, cutoff=cutoff), *begun]))[:3]
 
 
 def is_habit(flag: str) -> bool:

@@ -18,13 +18,13 @@ has is an error, and so is a file that cannot be read: a setting that has no eff
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm_cli.cli.habits import nearest
 from nanovllm_cli.cli.toml_text import TomlText
 from nanovllm_cli.errors import UsageError
 
@@ -239,13 +239,6 @@ def _known(file: SettingsFile, path: tuple[str, ...], known: Iterable[str], what
         elif what == "table":
             hint = f"settings stand below the [name] of a table: {', '.join(names)}"
         raise UsageError(f"{file.place(*path)}: {name!r} is no {what}", hint)
-
-
-def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """At most three that may have been meant: spelt much alike, or one the beginning of the other (temperature, temp)."""
-    names = list(names)
-    longer = [each for each in names if len(each) > 2 and (name.startswith(each) or each.startswith(name))]
-    return list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *longer]))[:3]
 
 
 def flag_name(key: str) -> str:

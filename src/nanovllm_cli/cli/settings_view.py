@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.cli.command_tree import Page, Parameter
-from nanovllm_cli.cli.settings import Origin, Settings, SettingsFile, flag_name, nearest, user_file, working_folder
+from nanovllm_cli.cli.habits import nearest
+from nanovllm_cli.cli.settings import Origin, Settings, SettingsFile, flag_name, user_file, working_folder
 from nanovllm_cli.cli.toml_text import literal
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import in_home
