@@ -118,6 +118,12 @@ def page(command: Any, *words: str) -> Page:
     return Page(words, summary, tuple(text), parameters(own), pages, getattr(own, "reads_settings", False))
 
 
+def root_page(ctx: Any) -> Page:
+    """The whole program's, in whose context something runs."""
+    root = ctx.find_root()
+    return page(root.command, str(root.info_name))
+
+
 def parameters(command: Any) -> tuple[Parameter, ...]:
     """Of a command itself, the help's own flag last."""
     found = [parameter(each) for each in command.params if not getattr(each, "hidden", False)]

@@ -23,10 +23,8 @@ def completion(
     bash, put the first example's line into ~/.bashrc; for zsh, the second's into ~/.zshrc, after compinit; for fish, run the
     third once.
     """
-    from nanovllm_cli.cli.command_tree import page
+    from nanovllm_cli.cli.command_tree import root_page
     from nanovllm_cli.cli.completion_scripts import script
     from nanovllm_cli.cli.log import screen_for
 
-    screen = screen_for(messages)
-    root = ctx.find_root()
-    screen.answer(script(shell, page(root.command, str(root.info_name))))
+    screen_for(messages).answer(script(shell, root_page(ctx)))

@@ -22,7 +22,7 @@ from nanovllm_cli.cli.command import (
     group,
     option,
 )
-from nanovllm_cli.cli.command_tree import Page, page
+from nanovllm_cli.cli.command_tree import Page, root_page
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.cli.log import screen_for
@@ -126,7 +126,7 @@ def show(
     Each line has a value, where it comes from, and the commands that get it.
     """
     screen = screen_for(messages)
-    root = _root(ctx)
+    root = root_page(ctx)
     assert isinstance(ctx.obj, Settings)
     found = list(rows(root, ctx.obj, ".".join(words or []), options.model, options.all))
     if options.json:
@@ -147,7 +147,7 @@ def get(*, ctx: typer.Context, key: KeyWord, messages: MessageOptions) -> None:
     """
     screen = screen_for(messages)
     assert isinstance(ctx.obj, Settings)
-    target = target_of(_root(ctx), key)
+    target = target_of(root_page(ctx), key)
     origin = value_of(ctx.obj, target)
     if origin is None:
         raise NotSet(f"{key} is not set", "nanovllm config shows what is")
@@ -168,7 +168,7 @@ def set_value(
 ) -> None:
     """Set a value in the user's file, or with --project in the project's. Other lines and comments stay as they are."""
     screen = screen_for(messages)
-    root = _root(ctx)
+    root = root_page(ctx)
     target = target_of(root, key)
     value = _checked_value(ctx, target, key, values)
     file = _file(files)
@@ -185,7 +185,7 @@ def set_value(
 def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: MessageOptions) -> None:
     """Take a value out of the user's file, or with --project out of the project's."""
     screen = screen_for(messages)
-    target = target_of(_root(ctx), key)
+    target = target_of(root_page(ctx), key)
     file = _file(files)
     if not os.path.exists(file) or not (keys := keys_of(there := SettingsFile(file), target)):
         raise UsageError(f"{key} is not set in {file}", "nanovllm config shows what is")
@@ -311,8 +311,3 @@ def _print(found: list[Row], root: Page, screen: Console) -> None:
         value = f"= {shown(row.value)}" if row.origin else f"({row.value or 'none'})"
         cells.append((f"{row.key} {value}", place(row.origin), whom + with_model))
     screen.lines(aligned(cells, left=(0, 1, 2)))
-
-
-def _root(ctx: typer.Context) -> Page:
-    root = ctx.find_root()
-    return page(root.command, str(root.info_name))

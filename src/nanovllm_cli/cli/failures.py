@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import typer
 
 from nanovllm_cli.cli.command import full_name, source_of
-from nanovllm_cli.cli.command_tree import page
+from nanovllm_cli.cli.command_tree import root_page
 from nanovllm_cli.cli.habits import (
     command_hint,
     near_flags,
@@ -124,7 +124,7 @@ def _commands_with(flag: str, ctx: Any) -> list[str]:
     """Commands that have an option of this very name, in the order of the help."""
     if ctx is None or ctx.parent is None:
         return []
-    every = page(ctx.find_root().command, ctx.find_root().info_name).every()
+    every = root_page(ctx).every()
     return [" ".join(each.words[1:]) for each in every if any(flag in (*option.flags, *option.off) for option in each.options)]
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, page, variable_of
+from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, root_page, variable_of
 from nanovllm_cli.cli.habits import near_flags, renamed
 from nanovllm_cli.errors import UsageError
 
@@ -25,7 +25,7 @@ def unread_variables(ctx: Any) -> Iterator[str]:
     here = {name for param in ctx.command.params for name in param.envvar or ()}
     if here.issuperset(ours):  # as nearly always: nothing is to be gathered from all commands
         return
-    options = [option for each in page(ctx.find_root().command).every() for option in each.options]
+    options = [option for each in root_page(ctx).every() for option in each.options]
     known = {variable for option in options for variable in option.variables}
     every_flag = {flag for option in options for flag in option.flags}
     flags = {flag for flag in every_flag if variable_of(flag) in known}
