@@ -115,7 +115,8 @@ class LocalModel(Model):
             self._open(new)
         except (Exception, KeyboardInterrupt):
             signals.forgive()
-            self._open(old)
+            with signals.held():  # whatever else comes: without a model there is no conversation
+                self._open(old)
             raise
 
     def think(self, choice: Choice) -> None:

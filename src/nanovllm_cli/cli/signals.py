@@ -37,8 +37,8 @@ def install() -> None:
 
 
 def check() -> None:
-    """Raises for a signal that has come and that nothing has unwound for."""
-    if _received is not None:
+    """Raises for a signal that has come and that nothing has unwound for; where signals are held, at the end of that."""
+    if _received is not None and not _held:
         raise _exception(_received)
 
 
@@ -53,8 +53,7 @@ def held(*, firmly: bool = True) -> Iterator[None]:
         yield
     finally:
         _held, _held_firmly = before
-    if not _held:
-        check()
+    check()
 
 
 def forgive() -> None:
@@ -78,8 +77,7 @@ def insisting() -> Iterator[None]:
         _insists = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    if not _held:
-        check()
+    check()
 
 
 def restore() -> None:
