@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,7 +20,6 @@ from nanovllm_cli.config import (
     Activations,
     DTypeName,
     EngineConfig,
-    KVCacheDType,
     Lora,
     LoraModule,
 )
@@ -47,6 +46,12 @@ def _default(cls: type[SamplingParams] | type[EngineConfig], name: str) -> str:
     """What a field is where nobody says: for the help."""
     value = next(field.default for field in dataclasses.fields(cls) if field.name == name)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _of_same_name(cls: type[SamplingParams] | type[EngineConfig], *groups: object) -> dict[str, Any]:
+    """Fields of `cls` that are options of these groups, by what they say."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: getattr(group, name) for group in groups for name in names if hasattr(group, name)}
 
 
 def _sampling(name: str, *flags: str, help: str, **more: Any) -> Any:
@@ -222,27 +227,16 @@ class MemoryOptions:
     @parsers.by_their_flags()
     def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
-        given: dict[str, Any] = {
+        given = _of_same_name(EngineConfig, model, self) | {
+            "lora": model.adapters,
+            "lora_modules": model.modules,
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
             "max_num_batched_tokens": self.batch_size,
             "kv_cache_bytes": self.kv_cache,
             "threads": None if self.threads == -1 else self.threads,
             "max_num_seqs": max_num_seqs,
         }
-        return EngineConfig(
-            dtype=model.dtype,
-            device=model.device,
-            quant=model.quant,
-            lora=model.adapters,
-            lora_modules=model.modules,
-            activations=model.activations,
-            kv_cache_dtype=cast(KVCacheDType, self.kv_cache_dtype),
-            cache_type_k=cast(KVCacheDType | None, self.cache_type_k),
-            cache_type_v=cast(KVCacheDType | None, self.cache_type_v),
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            tensor_parallel_size=self.tensor_parallel_size,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +291,8 @@ class EngineOptions(MemoryOptions):
         draft = self.draft_model
         if draft is not None and isinstance(settings, Settings):
             draft = settings.resolve(draft)
-        return dataclasses.replace(
-            MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
-            deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
-            num_speculative_tokens=self.speculate, draft_model=draft, draft_quant=self.draft_quant,
-            mtp=self.mtp, draft_min_p=self.draft_min_p, mmproj=self.mmproj, mmproj_auto=self.mmproj_auto,
-            image_max_tokens=self.image_max_tokens,
-        )  # fmt: skip
+        config = MemoryOptions.config(self, model, max_num_seqs=max_num_seqs)
+        return dataclasses.replace(config, draft_model=draft, num_speculative_tokens=self.speculate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +358,8 @@ class SamplingOptions:
         """Fields of SamplingParams that were asked for, and nothing else. Raises UsageError for what no model could
         do."""
         others = ("ignore_eos", "logit_bias", "stop")  # of the same name, in another form
-        same = [each.name for each in dataclasses.fields(SamplingParams) if hasattr(self, each.name) and each.name not in others]
-        fields = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        same = _of_same_name(SamplingParams, self).items()
+        fields = {name: value for name, value in same if value is not None and name not in others}
         if self.predict is not None:
             if self.predict < 1 and self.predict not in (-1, -2):
                 wanted = f"--predict must be a whole number from 1 on, -1 or -2, not {self.predict}"
