@@ -108,6 +108,13 @@ def test_what_has_no_meaning_is_missing(choice: dict[str, Any]) -> None:
     assert delta_of(**choice) == Delta(0, "", "", None, None, None, None)
 
 
+def test_half_a_surrogate_pair_is_a_question_mark() -> None:
+    half = "\ud800"
+    choice = {"delta": {"content": half, "reasoning": half}, "finish_reason": half, "stop_reason": half}
+    (delta,) = read({"choices": [choice]})[1]
+    assert (delta.content, delta.reasoning, delta.finish_reason, delta.stop_reason) == ("?", "?", "?", "?")
+
+
 @pytest.mark.parametrize("index", [-1, 65536, "0", 1.0, None])
 def test_an_answer_has_a_number(index: object) -> None:
     assert delta_of(index=65535, text="a").index == 65535

@@ -123,7 +123,7 @@ class Results:
 
     def _append(self, line: str) -> None:
         assert self._journal is not None
-        data = (line + "\n").encode("utf-8", "replace")  # a server may send half a surrogate pair
+        data = (line + "\n").encode()
         try:
             while data:
                 data = data[os.write(self._journal, data) :]

@@ -191,8 +191,8 @@ def _delta(choice: dict[str, Any]) -> Delta:
         content,
         tuple(ids or ()) if known else None,
         _logprobs(choice.get("logprobs")),
-        reason if isinstance(reason, str) and reason else None,
-        stop if isinstance(stop, str | int) else None,
+        _text(reason) or None,
+        _text(stop) if isinstance(stop, str) else stop if isinstance(stop, int) else None,
         token_count(choice.get("completion_tokens")),
     )
 
