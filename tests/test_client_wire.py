@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm_cli.client.events import StreamError
+from nanovllm_cli.client.events import error_text
 from nanovllm_cli.client.wire import AnswerStream, Delta, Timings, TokenLogprob, chat_body, text_body
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
@@ -113,6 +114,7 @@ def test_half_a_surrogate_pair_is_a_question_mark() -> None:
     choice = {"delta": {"content": half, "reasoning": half}, "finish_reason": half, "stop_reason": half}
     (delta,) = read({"choices": [choice]})[1]
     assert (delta.content, delta.reasoning, delta.finish_reason, delta.stop_reason) == ("?", "?", "?", "?")
+    assert error_text({"error": {"message": half}}) == "?"
 
 
 @pytest.mark.parametrize("index", [-1, 65536, "0", 1.0, None])

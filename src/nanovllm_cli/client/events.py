@@ -69,7 +69,8 @@ def error_text(body: Any) -> str:
     """What a server's error object says, whichever of the usual shapes it has; at most 200 characters."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:200]
+    text = str(message).encode("utf-8", "replace").decode()  # without halves of surrogate pairs, which JSON can write
+    return " ".join(text.split())[:200]
 
 
 def event_object(data: str) -> dict[str, Any]:
