@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_cli.client.events import StreamError
-from nanovllm_cli.client.events import error_text
+from nanovllm_cli.client.events import StreamError, error_text
 from nanovllm_cli.client.wire import AnswerStream, Delta, Timings, TokenLogprob, chat_body, text_body
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
