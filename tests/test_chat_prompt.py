@@ -314,8 +314,19 @@ def test_reasoning_is_kept_apart_and_can_be_gone_on_with(llm: LLM, tmp_path: Pat
     assert whole.reasoning not in llm.tokenizer.decode(ids)
 
 
+class AtEnd:
+    """A Reader behind what was said first."""
+
+    def read(self, draft: str = "") -> str:
+        raise EOFError
+
+    def close(self) -> None:
+        pass
+
+
 def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LLM, tmp_path: Path) -> None:
     log: list[str] = []
+    broken = {"bad"}
 
     def find_model(name: str) -> Callable[[], Loaded]:
         if name == "typo":
@@ -323,7 +334,7 @@ def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LL
 
         def open_model() -> Loaded:
             log.append(name)
-            if name == "bad":
+            if name in broken:
                 raise UsageError("a broken model")
             return Loaded(llm, 0.0)
 
@@ -345,5 +356,8 @@ def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LL
             chat.switch_model("typo")
         assert log[6:] == []
         assert chat.model.kept == kept != ()
+        broken.add("two")
+        chat.run(AtEnd(), ["/model bad", "nobody is left to answer"])
+        assert (log[6:], len(chat.conversation.messages)) == (["closed", "bad", "two"], 4)
     finally:
         llm.close = close  # type: ignore[method-assign]

@@ -200,6 +200,8 @@ class Chat:
                 signals.check()  # what a request to end has broken, such as a terminal that was closed, is no failure
                 self.failure = self.failure or error
                 self.display.fail(error.message, error.hint)
+                if not self.model.is_open:  # one could not be loaded, nor the one before it again
+                    return
 
     def handle(self, text: str) -> None:
         """A message, or a command. Raises NanovllmError, and KeyboardInterrupt where an answer was stopped."""
