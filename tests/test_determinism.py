@@ -41,7 +41,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     scope="module",
     params=[
         "qwen3 float32", "qwen3 bfloat16", "qwen3 bfloat16 int8", "gemma3 bfloat16", "granite bfloat16", "experts bfloat16",
-        "shared bfloat16", "latent bfloat16", "latent float32 fp8",
+        "shared bfloat16", "latent bfloat16", "latent bfloat16 fp8",
     ],
 )  # fmt: skip
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:

@@ -129,8 +129,8 @@ def test_another_process_answers_a_conversation_of_4000_tokens_at_once(shared: L
 
 
 @pytest.mark.parametrize("settings", [
-    {"dtype": "float32"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
-    {"cache_type_k": "int8", "dtype": "bfloat16"}, {"quant": "int8"},
+    {"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    {"cache_type_k": "int8", "cache_type_v": "fp8"}, {"dtype": "bfloat16", "cache_type_v": "fp8"}, {"quant": "int8"},
 ])  # fmt: skip
 def test_what_follows_has_the_same_bits(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     first = load(folder, **settings)
@@ -199,7 +199,7 @@ def refused(llm: LLM, path: Path, caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("settings", [
-    {"dtype": "bfloat16"}, {"quant": "int8"}, {"kv_cache_dtype": "int8"}, {"deterministic": True},
+    {"dtype": "bfloat16"}, {"quant": "int8"}, {"cache_type_k": "int8", "cache_type_v": "fp8"}, {"deterministic": True},
 ])  # fmt: skip
 def test_other_settings_are_refused(
     saved: Path, folder: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
