@@ -309,7 +309,7 @@ def test_all_kernels_beside_matmuls_are_compiled_before_somebody_waits(monkeypat
     assert len(kernels) >= 5
     for kernel in kernels:
         monkeypatch.setattr(kernel, "_compiled", {})
-    warm.warm_up("experts", torch.bfloat16)
+    warm.warm_up([warm.Kind("experts", (torch.bfloat16,))])
     known = [set(kernel._compiled) for kernel in kernels]
     mixture = layer(MoESpec(5, 2, MLPSpec(64), norm_topk=True), 32, torch.bfloat16, None)
     x = randn(3, 32).bfloat16()

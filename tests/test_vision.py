@@ -587,7 +587,7 @@ def test_a_tower_that_does_not_load_ends_what_has_images_and_is_not_read_again(
         tries.append(1)
         raise CheckpointError("NaN in a tower")
 
-    monkeypatch.setattr(sight._organs[0], "_load", load)
+    monkeypatch.setattr(sight._organs[0], "load", load)
     engine = engine_for(worker)
     for _ in range(2):
         prompts = [prompt_with(vision, [4, an_image(vision, 2, 3), 4], token), TokenIds([5, 6, 7])]

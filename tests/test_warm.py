@@ -13,6 +13,7 @@ import torch
 
 from nanovllm_cli.kernels import cpu_latent, entry, warm
 from nanovllm_cli.kernels.entry import Kernel
+from nanovllm_cli.kernels.warm import Kind
 from test_entry import negate, negated
 
 
@@ -52,27 +53,28 @@ def test_a_part_that_is_under_way_does_not_keep_from_the_others(monkeypatch: pyt
         raise entry.UnderWay
 
     others = [lambda *dtypes, number=number: seen.append((number, *dtypes)) for number in range(2)]
-    monkeypatch.setitem(warm.PARTS, "all", (others[0], under_way, others[1]))
-    warm.help_with('["all", ["bfloat16", "int8"], 1]')
-    dtypes = torch.bfloat16, torch.int8
-    assert seen == ["taken", (1, *dtypes), (0, *dtypes)], "beginning with the part that was told"
+    monkeypatch.setitem(warm.PARTS, "all", (others[0], under_way))
+    monkeypatch.setitem(warm.PARTS, "scan", (others[1],))
+    warm.help_with('[[["all", ["bfloat16", "int8"]], ["scan", ["float32"]]], 1]')
+    assert seen == ["taken", (1, torch.float32), (0, torch.bfloat16, torch.int8)], "beginning with the part that was told"
 
 
 def test_a_helper_compiles_into_the_cache_and_is_gone_afterwards(
     started: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    latent = Kind("latent", (torch.float32,))
     kernels = [kernel for kernel in vars(cpu_latent).values() if isinstance(kernel, Kernel)]
     with monkeypatch.context() as alone:
         alone.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-        with warm._helpers("latent", (torch.float32,), 1):
+        with warm._helpers([latent]):
             assert started[0].wait(timeout=100) == 0
     for kernel in kernels:
         monkeypatch.setattr(kernel, "_compiled", {})
-    warm.warm_up("latent", torch.float32)
+    warm.warm_up([latent])
     hits = [sum(made.cache_hits for made, *_ in kernel._compiled.values()) for kernel in kernels]
     assert sum(hits) == len(kernels) == 2
-    assert warm.is_compiled("latent", torch.float32)
-    assert not warm.is_compiled("latent", torch.bfloat16)
+    assert latent.is_compiled
+    assert not Kind("latent", (torch.bfloat16,)).is_compiled
 
 
 def test_what_fails_ends_the_helpers_too(started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +83,9 @@ def test_what_fails_ends_the_helpers_too(started: list[subprocess.Popen[bytes]],
 
     monkeypatch.setitem(warm.PARTS, "all", (fail, fail))
     with pytest.raises(RuntimeError, match="broken"):
-        warm.warm_up("all", torch.float32)
+        warm.warm_up([Kind("all", (torch.float32,))])
     assert [each.returncode for each in started] == [-9]
-    assert not warm.is_compiled("all", torch.float32)
+    assert not Kind("all", (torch.float32,)).is_compiled
 
 
 @pytest.mark.parametrize(

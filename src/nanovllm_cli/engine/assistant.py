@@ -41,6 +41,7 @@ class LoadedAssistant(LoadedGuesser):
         self.spec = self.own_spec = read_assistant(checkpoint, self._reader, loaded.spec)
         check_weights_fit(self._num_bytes(), self.platform.available_bytes())
         self.model = Assistant(self.spec, self._kit(), loaded.model)
+        self.platform.compile(self.dtype)
         load_weights(self.model, checkpoint, self._reader, progress)
         self._count()
 

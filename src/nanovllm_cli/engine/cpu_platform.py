@@ -15,8 +15,9 @@ from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import cpu, dense, warm
+from nanovllm_cli.kernels import cpu, dense
 from nanovllm_cli.kernels.cpu_ops import CpuOps
+from nanovllm_cli.kernels.warm import Kind, warm_up
 from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec, ScanSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
@@ -46,7 +47,8 @@ class CpuPlatform:
         self.progress = progress or NullProgress()
         self.threads = _num_threads(config, self.progress)
         self._thread: int | None = None
-        self._has_integer = self._has_adapters = False
+        self._kinds: dict[str, None] = {}
+        """Of kernels beside those of every model, by `kernels.warm`, that weights and layers made so far need."""
         self.ops = CpuOps()
 
     @property
@@ -74,15 +76,14 @@ class CpuPlatform:
             self._thread = threading.get_ident()
 
     def compile(self, dtype: torch.dtype) -> None:
-        self._warm_up("all", dtype, *cache_dtypes(self.config.cache_types, dtype))
-
-    def _warm_up(self, kind: str, *dtypes: torch.dtype) -> None:
-        is_compiled = warm.is_compiled(kind, *dtypes)
-        if not is_compiled:
+        kinds = [Kind("all", (dtype, *cache_dtypes(self.config.cache_types, dtype)))]
+        kinds += [Kind(name, (dtype,)) for name in self._kinds]
+        is_new = not all(kind.is_compiled for kind in kinds)
+        if is_new:
             self.progress.stage("compiling kernels for this processor (kept for later runs)", None, "tensors")
         with self.progress.starting():
-            warm.warm_up(kind, *dtypes)
-        if not is_compiled:
+            warm_up(kinds)
+        if is_new:
             self.progress.done()
 
     def available_bytes(self) -> int:
@@ -93,9 +94,8 @@ class CpuPlatform:
             return DenseStorage(num_rows, width, dtype)
         rounds = {"auto": dtype != torch.float32, "rounded": True, "exact": False}[self.config.activations]
         storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
-        if isinstance(storage, CpuInteger) and not self._has_integer:
-            self._has_integer = True
-            self._warm_up("integer", dtype)
+        if isinstance(storage, CpuInteger):
+            self._kinds["integer"] = None
         return storage
 
     def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
@@ -107,24 +107,22 @@ class CpuPlatform:
     def with_adapters(
         self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None
     ) -> WeightStorage:
-        if not self._has_adapters:
-            self._has_adapters = True
-            self._warm_up("adapters", dtype)
+        self._kinds["adapters"] = None
         return CpuLowRank(weight, sides, dtype, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
-        if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
-            self._warm_up("experts", dtype)
-        if any(isinstance(mixer, ConvSpec) for mixer in spec.mixers):
-            self._warm_up("conv", dtype)
-        states = [state for mixer in spec.mixers if (state := state_in(mixer)) is not None]
-        if any(isinstance(state, ScanSpec) for state in states):
-            self._warm_up("scan", dtype)
-        if any(isinstance(state, DeltaSpec) for state in states):
-            self._warm_up("delta", dtype)
-        if any(attention.latent is not None for attention in spec.attentions):
+        states = [state_in(mixer) for mixer in spec.mixers]
+        is_latent = any(attention.latent is not None for attention in spec.attentions)
+        needed = {
+            "experts": any(isinstance(block.mlp, MoESpec) for block in spec.blocks),
+            "conv": any(isinstance(mixer, ConvSpec) for mixer in spec.mixers),
+            "scan": any(isinstance(state, ScanSpec) for state in states),
+            "delta": any(isinstance(state, DeltaSpec) for state in states),
+            "latent": is_latent,
+        }
+        self._kinds |= dict.fromkeys(name for name, is_needed in needed.items() if is_needed)
+        if is_latent:
             _check_that_keys_are_values(*self.config.cache_types)
-            self._warm_up("latent", dtype)
         groups = {attention.queries_a_key for attention in spec.attentions}
         kept = cache_dtypes(self.config.cache_types, dtype)
         return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk)

@@ -88,9 +88,9 @@ class LoadedModel:
         needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
         if group is None or group.rank == 0:  # the others load meanwhile
             check_weights_fit(needed, platform.available_bytes(), 1 if group is None else group.size)
-        platform.compile(self.dtype)
         self.own_spec = self.spec if group is None else own_spec(self.spec, group.rank, group.size)
         self.model = Decoder(self.spec, self._kit())
+        platform.compile(self.dtype)
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)

@@ -70,6 +70,7 @@ class LoadedMTP(LoadedGuesser):
         needed += self._num_bytes([head_name(table, self.spec)]) * self.spec.vocab_size // loaded.spec.vocab_size
         check_weights_fit(needed, self.platform.available_bytes())
         self.model = MTP(self.spec, self._kit(), loaded.model)
+        self.platform.compile(self.dtype)
         load_mtp(self.model, checkpoint, self._reader, table, progress)
         self._count()
 

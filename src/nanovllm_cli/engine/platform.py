@@ -65,7 +65,7 @@ class Platform(Protocol):
         """Called by the thread that is going to use the device, before it does; often."""
 
     def compile(self, dtype: torch.dtype) -> None:
-        """What can be compiled before the model is known, with a word about it where it takes a while."""
+        """What the weights and layers made so far need, with a word about it where it takes a while."""
 
     def available_bytes(self) -> int:
         """Memory that weights may take now."""

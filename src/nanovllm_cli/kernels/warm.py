@@ -10,13 +10,14 @@ for the rest. A marker in numba's cache folder tells later runs that it is done,
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -47,56 +48,79 @@ from nanovllm_cli.kernels.states import States
 from nanovllm_cli.processors import THREADS_VARIABLE, num_processors
 from nanovllm_cli.sampling_params import SamplingParams
 
+MOST_HELPERS = 3
+"""The longest part takes a quarter of the time of all."""
 HELPER_BYTES = 1 << 30
 """More memory than a process that compiles takes."""
-logger = logging.getLogger(__name__)
 
 
-def is_compiled(kind: str, *dtypes: torch.dtype) -> bool:
-    """True if `warm_up` has been through for these, with these sources and versions, on this machine."""
-    return _marker(kind, *dtypes).exists()
+class Kind(NamedTuple):
+    """name: of PARTS. dtypes: that of activations; for "all" those of the keys and values that are kept, too."""
 
+    name: str
+    dtypes: tuple[torch.dtype, ...]
 
-def warm_up(kind: str, *dtypes: torch.dtype) -> None:
-    """Run each kernel of a kind (of PARTS) once on next to nothing. dtypes: that of activations; for "all" those of the keys and
-    values that are kept, too."""
-    parts = PARTS[kind]
-    with _helpers(kind, dtypes, 0 if is_compiled(kind, *dtypes) else _idle_processors(len(parts))) as helped:
-        if helped:
-            _go_through(kind, dtypes, 0)
-        for part in parts:
-            part(*dtypes)
-    if entry.keeps():
+    @property
+    def is_compiled(self) -> bool:
+        """True if `warm_up` has been through, with these sources and versions, on this machine."""
+        return self._marker.exists()
+
+    @property
+    def parts(self) -> list[Callable[[], None]]:
+        return [functools.partial(part, *self.dtypes) for part in PARTS[self.name]]
+
+    def mark(self) -> None:
         with contextlib.suppress(OSError):  # nothing can be kept: numba compiles again next time, and says nothing either
-            _marker(kind, *dtypes).touch()
+            self._marker.touch()
+
+    @property
+    def _marker(self) -> Path:
+        return Path(numba.config.CACHE_DIR or ".") / "-".join(["compiled", self.name, *map(_name, self.dtypes)])
 
 
-def _go_through(kind: str, dtypes: tuple[torch.dtype, ...], first: int) -> None:
-    """Compile what nobody else is compiling, beginning with part `first`."""
-    parts = PARTS[kind]
+def warm_up(kinds: Sequence[Kind]) -> None:
+    """Run each kernel of these once on next to nothing."""
+    new = [kind for kind in kinds if not kind.is_compiled]
+    with _helpers(new) as helped:
+        if helped:
+            _go_through(new, 0)
+        for kind in kinds:
+            for part in kind.parts:
+                part()
+            if entry.keeps():
+                kind.mark()
+
+
+def _go_through(kinds: Sequence[Kind], first: int) -> None:
+    """Compile what nobody else is compiling, beginning with part `first` of them all."""
+    parts = [part for kind in kinds for part in kind.parts]
     for part in parts[first:] + parts[:first]:
         with contextlib.suppress(entry.UnderWay), entry.passing_over():
-            part(*dtypes)
+            part()
 
 
 def help_with(told: str) -> None:
     """What a helper is started for. told: see `_helpers`."""
-    kind, names, first = json.loads(told)
-    _go_through(kind, tuple(getattr(torch, name) for name in names), first)
+    kinds, first = json.loads(told)
+    _go_through([Kind(name, tuple(getattr(torch, dtype) for dtype in dtypes)) for name, dtypes in kinds], first)
 
 
 @contextlib.contextmanager
-def _helpers(kind: str, dtypes: tuple[torch.dtype, ...], count: int) -> Iterator[int]:
+def _helpers(kinds: Sequence[Kind]) -> Iterator[int]:
     """Processes that compile meanwhile, and how many. What one fails at this process meets itself."""
+    num_parts = sum(len(kind.parts) for kind in kinds)
+    count = _idle_processors(num_parts) if kinds else 0
     code = f"import sys; from {__name__} import help_with; help_with(sys.argv[1])"
     environment = child_environment() | {THREADS_VARIABLE: "1"}
+    names = [(kind.name, [_name(dtype) for dtype in kind.dtypes]) for kind in kinds]
     helpers: list[subprocess.Popen[bytes]] = []
     try:
-        for number in range(1, count + 1):
-            told = json.dumps([kind, [_name(dtype) for dtype in dtypes], len(PARTS[kind]) * number // (count + 1)])
-            command, none = [sys.executable, "-c", code, told], subprocess.DEVNULL
-            helpers.append(subprocess.Popen(command, env=environment, stdin=none, stdout=none, stderr=none))
-        yield count
+        with contextlib.suppress(OSError):  # no more processes may be started
+            for number in range(1, count + 1):
+                told, none = json.dumps([names, num_parts * number // (count + 1)]), subprocess.DEVNULL
+                command = [sys.executable, "-c", code, told]
+                helpers.append(subprocess.Popen(command, env=environment, stdin=none, stdout=none, stderr=none))
+        yield len(helpers)
     finally:
         for helper in helpers:
             helper.kill()  # it has nothing left to do, or nobody is there who wants it
@@ -104,11 +128,11 @@ def _helpers(kind: str, dtypes: tuple[torch.dtype, ...], count: int) -> Iterator
 
 
 def _idle_processors(most: int) -> int:
-    """Beside this process's own, up to one for each part but one, as far as memory goes."""
+    """Beside this process's own, for `most` parts, as far as memory goes."""
     if not sys.executable or not entry.can_keep():
         return 0
     idle = int(num_processors() - max(1.0, os.getloadavg()[0]) + 0.5)
-    return max(0, min(most - 1, idle, system.available_bytes() // HELPER_BYTES))
+    return max(0, min(most - 1, MOST_HELPERS, idle, system.available_bytes() // HELPER_BYTES))
 
 
 def _norms(dtype: torch.dtype, *_: torch.dtype) -> None:
@@ -257,10 +281,6 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "scan": (_scan,), "latent": (_latent,),
 }  # fmt: skip
 """Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
-
-
-def _marker(kind: str, *dtypes: torch.dtype) -> Path:
-    return Path(numba.config.CACHE_DIR or ".") / "-".join(["compiled", kind, *map(_name, dtypes)])
 
 
 def _name(dtype: torch.dtype) -> str:
