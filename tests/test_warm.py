@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def test_what_another_process_compiles_is_passed_over_and_later_waited_for(
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(entry.UnderWay), entry.passing_over():
             negated("f", Kernel(negate._function))
+        with entry.passing_over(), ThreadPoolExecutor(1) as other:  # another model's thread waits as ever
+            assert other.submit(negated, "f", Kernel(negate._function)).result() == (0, [-1, -2, -100])
         assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100]), "it has waited"
 
 
@@ -64,8 +67,10 @@ def test_a_helper_compiles_into_the_cache_and_is_gone_afterwards(
 ) -> None:
     latent = Kind("latent", (torch.float32,))
     kernels = [kernel for kernel in vars(cpu_latent).values() if isinstance(kernel, Kernel)]
+    (tmp_path / "numba.py").write_text("raise SystemExit(3)")
     with monkeypatch.context() as alone:
         alone.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+        alone.chdir(tmp_path)  # where somebody works is no place to import from
         with warm._helpers([latent]):
             assert started[0].wait(timeout=100) == 0
     for kernel in kernels:

@@ -36,6 +36,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -143,7 +144,8 @@ def _use_own_threads() -> None:
         numba.config.THREADING_LAYER = "workqueue"
 
 
-_keeps = _waits = True
+_keeps = True
+_passes_over: ContextVar[bool] = ContextVar("passes_over", default=False)
 _turn = threading.Lock()
 _replay: list[Any] = []
 os.register_at_fork(after_in_child=_in_a_forked_child)
@@ -265,13 +267,12 @@ class UnderWay(Exception):
 
 @contextlib.contextmanager
 def passing_over() -> Iterator[None]:
-    """What another process is compiling is not waited for: UnderWay."""
-    global _waits
-    _waits = False
+    """What another process is compiling is not waited for by this thread: UnderWay."""
+    before = _passes_over.set(True)
     try:
         yield
     finally:
-        _waits = True
+        _passes_over.reset(before)
 
 
 def can_keep() -> bool:
@@ -285,7 +286,7 @@ def can_keep() -> bool:
 def _locked(handle: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not system.lock(handle):
-        if not _waits:
+        if _passes_over.get():
             raise UnderWay
         if time.monotonic() > deadline:
             return False

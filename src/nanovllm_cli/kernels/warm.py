@@ -110,7 +110,6 @@ def _helpers(kinds: Sequence[Kind]) -> Iterator[int]:
     """Processes that compile meanwhile, and how many. What one fails at this process meets itself."""
     num_parts = sum(len(kind.parts) for kind in kinds)
     count = _idle_processors(num_parts) if kinds else 0
-    code = f"import sys; from {__name__} import help_with; help_with(sys.argv[1])"
     environment = child_environment() | {THREADS_VARIABLE: "1"}
     names = [(kind.name, [_name(dtype) for dtype in kind.dtypes]) for kind in kinds]
     helpers: list[subprocess.Popen[bytes]] = []
@@ -118,7 +117,7 @@ def _helpers(kinds: Sequence[Kind]) -> Iterator[int]:
         with contextlib.suppress(OSError):  # no more processes may be started
             for number in range(1, count + 1):
                 told, none = json.dumps([names, num_parts * number // (count + 1)]), subprocess.DEVNULL
-                command = [sys.executable, "-c", code, told]
+                command = [sys.executable, "-P", "-m", "nanovllm_cli.kernels.warm", told]
                 helpers.append(subprocess.Popen(command, env=environment, stdin=none, stdout=none, stderr=none))
         yield len(helpers)
     finally:
@@ -285,3 +284,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    help_with(sys.argv[1])
