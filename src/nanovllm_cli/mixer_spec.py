@@ -237,11 +237,6 @@ class DeltaSpec:
         return self.channels
 
     @property
-    def num_gains(self) -> int:
-        """Of its norm."""
-        return (self.values if self.mamba else self.value_dim) if self.normed else 0
-
-    @property
     def channels(self) -> int:
         """Of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
@@ -311,11 +306,6 @@ class ScanSpec:
     def num_guessed(self) -> int:
         """See `DeltaSpec`: what went into the convolution, and what came out."""
         return 2 * self.channels
-
-    @property
-    def num_gains(self) -> int:
-        """Of its norms."""
-        return self.num_parts if self.norms == "gains" else 0
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""

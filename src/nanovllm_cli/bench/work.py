@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nanovllm_cli.bench.sweep import Trial
 from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.planning.estimate import multiplied
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +58,8 @@ class ModelWork(NamedTuple):
             kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kept)
         head = 2.0 * spec.num_drawn * spec.hidden_size
-        linear, looks = _multiplied(spec)
-        of_prompts, looks_of_prompts = _multiplied(spec.for_prompts)
-        shares = of_prompts / linear, looks_of_prompts / looks if looks else 1.0
+        linear, looks, prompts = multiplied(spec), _looks(spec), spec.for_prompts
+        shares = multiplied(prompts) / linear, _looks(prompts) / looks if looks else 1.0
         return cls(
             read_bytes, kv_bytes, 2 * linear, head, 2 * looks, expert_bytes, spec.expert_share, state_bytes, *shares,
             spec.reads_both_ways,
@@ -92,17 +92,9 @@ class ModelWork(NamedTuple):
         return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
 
 
-def _multiplied(spec: ModelSpec) -> tuple[float, float]:
-    """Multiply-adds of a token: with the layers' matrices and states, and with each token that it looks at."""
-    linear, looks = 0.0 if spec.streams is None else float(spec.streams.num_outer(spec.hidden_size)), 0.0
-    for block in spec.blocks:
-        linear += block.num_active(spec.hidden_size)
-        linear += 0 if block.mlp is None else 3 * spec.hidden_size * spec.per_layer_width
-        if (state := state_in(block.mixer)) is not None:
-            linear += 3 * state.key_dim * state.values
-    for attention in spec.attentions:
-        looks += 2 * attention.num_heads * attention.head_dim
-    return linear, looks
+def _looks(spec: ModelSpec) -> float:
+    """Multiply-adds of a token with each that it looks at."""
+    return sum(2.0 * attention.num_heads * attention.head_dim for attention in spec.attentions)
 
 
 def _sum_to(count: int) -> int:

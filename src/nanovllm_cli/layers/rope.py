@@ -28,7 +28,7 @@ class Rope:
         device = ops.device
         self.attention_factor = _attention_factor(spec)
         self._sign = -1.0 if spec.backwards else 1.0
-        self._short, self._long = (self._sign * _frequencies(spec, long).to(device) for long in (False, True))
+        self._short, self._long = ((self._sign * _frequencies(spec, long)).to(device) for long in (False, True))
         self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
 
     def tables(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

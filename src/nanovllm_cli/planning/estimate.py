@@ -12,6 +12,7 @@ is left out (launching kernels, sampling, Python) is little beside some hundred 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,12 +23,14 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_byte
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, PairSpec, ScanSpec, StateSpec
+from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
-from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
+from nanovllm_cli.models.outline import shapes_of
+from nanovllm_cli.planning.facts import Facts, TensorClass
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import DenseBytes, WeightFormats
+from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 CONTEXTS = (4096, 8192, 32768)
@@ -76,75 +79,33 @@ def plan_weights(
         head, outer = (dense_bytes(count, facts.spec.hidden_size, dtype) for count in counts)
         plain = {each.name: each.count * (head if each.name == "head" else outer) for each in facts.classes if _is_plain(each)}
         kept = {each.name: plain.get(each.name, each.num_bytes) for each in facts.classes}
+        numbers = {each.name: each.numbers for each in facts.classes}
         total = sum(kept.values())
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
-        skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, parameters(facts.spec)["per layer"])
+        skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, numbers.get("per layer", 0))
         mixtures = (block.mlp for block in facts.spec.blocks if isinstance(block.mlp, MoESpec))
-        numbers = sum(mixture.num_routed(facts.spec.hidden_size) for mixture in mixtures)
-        share = numbers / max(1, parameters(facts.spec)["mlp"])
+        routed = sum(mixture.num_routed(facts.spec.hidden_size) for mixture in mixtures)
+        share = routed / max(1, numbers.get("mlp", 0))
         return WeightPlan(name, total, total - skipped, _RATES[dtype], share * kept.get("mlp", 0))
-    formats = WeightFormats(checkpoint, reader, wanted)
-    layer = formats.of("blocks.0.q.weight")
-    if wanted is not None:
-        for width in _widths(facts.spec):
-            wanted.check_width(width)
-    form = formats.of("embedding.weight")
-    rows, width = facts.spec.vocab_size, facts.spec.hidden_size
-    embedding = dense_bytes(rows, width, dtype) if form is None else math.ceil(rows * form.row_bytes(width))
+    formats, names = WeightFormats(checkpoint, reader, wanted), names_of(checkpoint)
+    shapes = shapes_of(facts.spec)
+    layers: Counter[Format | None] = Counter()
+    for ours, shape in shapes.items():
+        form = formats.of(ours) if len(shape) == 2 else None
+        if form is not None and form == wanted:
+            form.check_width(shape[1])
+        if ours.startswith("blocks."):
+            layers[form] += math.prod(shape)
+    unread = {"per_layer_embedding.weight"} | (set() if facts.spec.tied_head else {"embedding.weight"})
+    parts = [each for each in shapes if each in unread], [each for each in shapes if ".experts." in each]
+    skipped, experts = (formats.num_bytes(dtype, dense_bytes, [checkpoint_name(each, names) for each in part]) for part in parts)
     total = formats.num_bytes(dtype, dense_bytes)
-    read = total - (0 if facts.spec.tied_head else embedding) - _by_token_bytes(facts.spec, formats, dtype, dense_bytes)
-    experts = _expert_bytes(facts.spec, formats, dtype, dense_bytes)
-    return WeightPlan(name, total, read, _multiplies(layer, dtype, activations), experts)
-
-
-def _expert_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> float:
-    """All experts of a layer are stored alike."""
-    total = 0.0
-    for i, block in enumerate(spec.blocks):
-        if isinstance(block.mlp, MoESpec):
-            expert, hidden = block.mlp.expert, block.mlp.width(spec.hidden_size)
-            reading = [(part, rows, hidden) for part, rows in expert.parts.items()]
-            for part, rows, width in (*reading, ("down", hidden, expert.intermediate_size)):
-                form = formats.of(f"blocks.{i}.experts.0.{part}.weight")
-                each = dense_bytes(rows, width, dtype) if form is None else rows * form.row_bytes(width)
-                total += block.mlp.num_experts * each
-    return total
-
-
-def _by_token_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> int:
-    """Of what layers have of each token, where a model has that."""
-    if not spec.per_layer_width:
-        return 0
-    width, form = spec.num_layers * spec.per_layer_width, formats.of("per_layer_embedding.weight")
-    return dense_bytes(spec.vocab_size, width, dtype) if form is None else math.ceil(spec.vocab_size * form.row_bytes(width))
+    return WeightPlan(name, total, total - skipped, _multiplies(layers.most_common(1)[0][0], dtype, activations), experts)
 
 
 def _is_plain(outer: TensorClass) -> bool:
     """An embedding or a head that others left as it was."""
     return outer.name in ("embedding", "head") and set(outer.types) <= {"BF16", "F16", "F32"}
-
-
-def _widths(spec: ModelSpec) -> set[int]:
-    found = {spec.per_layer_width, spec.num_layers * spec.per_layer_width} - {0}
-    for block in spec.blocks:
-        halves = (block.mixer.attention, block.mixer.state) if isinstance(block.mixer, PairSpec) else (block.mixer,)
-        found |= {spec.hidden_size} | {_mixed(half) for half in halves if half is not None}
-        if isinstance(block.mixer, AttentionSpec) and block.mixer.latent is not None:
-            found |= {block.mixer.latent.query_rank or spec.hidden_size}
-        parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
-        found |= {part.intermediate_size for part in parts if part is not None}
-        found |= {block.mlp.width(spec.hidden_size)} if isinstance(block.mlp, MoESpec) else set()
-    return found
-
-
-def _mixed(mixer: AttentionSpec | ConvSpec | StateSpec) -> int:
-    """How wide what its last projection reads is."""
-    match mixer:
-        case ConvSpec():
-            return mixer.channels
-        case DeltaSpec() | ScanSpec():
-            return mixer.values
-    return mixer.num_heads * (mixer.head_dim if mixer.latent is None else mixer.latent.value_dim)
 
 
 def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activations) -> str:
@@ -227,9 +188,17 @@ def _operations(speed: Speed, weights: WeightPlan) -> float:
 
 def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
     """Operations of a token; the head is multiplied for those that are drawn from."""
-    numbers = parameters(spec)
-    layers = sum(numbers[part] for part in ("per layer", "attention", "conv", "mlp")) - spec.num_idle
-    return 2.0 * (layers + with_head * spec.num_drawn * spec.hidden_size)
+    return 2.0 * (multiplied(spec) + with_head * spec.num_drawn * spec.hidden_size)
+
+
+def multiplied(spec: ModelSpec) -> int:
+    """Multiply-adds of a token with the layers' matrices and states."""
+    found = 0 if spec.streams is None else spec.streams.num_outer(spec.hidden_size)
+    for block in spec.blocks:
+        found += block.num_active(spec.hidden_size)
+        found += 0 if block.mlp is None else 3 * spec.hidden_size * spec.per_layer_width
+        found += 0 if (state := state_in(block.mixer)) is None else 3 * state.key_dim * state.values
+    return found
 
 
 def _attention(spec: ModelSpec, keys: float) -> float:

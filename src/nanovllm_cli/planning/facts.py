@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.mixer_spec import ConvSpec, RopeSpec, state_in
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.convert_names import shortest
+from nanovllm_cli.weights.convert_names import shortest, tensor_shapes
 from nanovllm_cli.weights.hearing import read_hearing
 from nanovllm_cli.weights.loader import hf_spec, read_spec
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
-from nanovllm_cli.weights.tensor_names import left_aside, mtp_names_of
+from nanovllm_cli.weights.tensor_names import left_aside, mtp_names_of, names_of
 from nanovllm_cli.weights.vision import read_vision
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -88,7 +88,7 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
         names = set(checkpoint.names())
         infos = [checkpoint.info(name) for name in sorted(names - left_aside(checkpoint, names))]
         stored = _classes((i.name, math.prod(i.shape), i.num_bytes, i.dtype_name) for i in infos)
-        numbers = parameters(spec)
+        numbers = parameters(spec, names_of(checkpoint))
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
                    for each in stored]  # fmt: skip
     embedding, predicts_further = use_of(embedding, spec), mtp_names_of(checkpoint) is not None
@@ -102,41 +102,11 @@ def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightRe
     return None if headers_only and checkpoint.format == "hf" and quantized else open_reader(checkpoint)
 
 
-def parameters(spec: ModelSpec) -> dict[str, int]:
-    """How many numbers each part of a model has, norms and biases included with what they belong to."""
-    hidden = spec.hidden_size
+def parameters(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, int]:
+    """How many numbers each part of a model has, norms and biases included with what they belong to. names: see `names_of`."""
     found = dict.fromkeys(CLASSES, 0)
-    found["embedding"] = spec.vocab_size * hidden
-    found["head"] = 0 if spec.tied_head else spec.num_drawn * hidden
-    found["head"] += spec.num_drawn * spec.head_bias
-    found["norms"] = spec.norm.num_weights(hidden) * spec.ends_normed
-    if spec.entry is not None:
-        found["embedding"] += (spec.entry.positions + spec.entry.segments) * hidden
-        found["norms"] += 0 if spec.entry.norm is None else spec.entry.norm.num_weights(hidden)
-    for block in spec.blocks:
-        mixer, mlp = (0 if part is None else part.num_weights(hidden) for part in (block.mixer, block.mlp))
-        found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += mixer
-        found["norms"] += 0 if (state := state_in(block.mixer)) is None else state.num_gains
-        found["mlp"] += mlp
-        found["norms"] += len(block.norms) * spec.norm.num_weights(hidden)
-        if isinstance(block.mlp, MoESpec) and block.mlp.apart:
-            found["norms"] += 3 * hidden
-            found["mlp"] += hidden  # the router's norm, which has a name of its own
-        found["other"] += block.scaled
-        if block.streams is not None:
-            found["norms"] += 2 * hidden
-            found["other"] += block.streams.num_weights(hidden) + hidden
-    found["norms"] += sum(sum(attention.qk_norm_sizes.values()) for attention in spec.attentions)
-    found["norms"] += sum(attention.num_heads * attention.head_dim for attention in spec.attentions if attention.found_norm)
-    found["norms"] += sum(mlp.intermediate_size for mlp in spec.mlps if mlp.normed)
-    for latent in (attention.latent for attention in spec.attentions):
-        found["norms"] += 0 if latent is None else latent.rank + (latent.query_rank or 0)
-    if spec.streams is not None:
-        found["other"] += spec.streams.num_outer(hidden)
-    if spec.per_layer_width:
-        layers, width = spec.num_layers, spec.per_layer_width
-        found["per layer"] = spec.num_by_token + layers * width * 3 * hidden
-        found["norms"] += width + layers * hidden
+    for name, shape in tensor_shapes(spec, names).items():
+        found[class_of(name)] += math.prod(shape)
     return found
 
 
