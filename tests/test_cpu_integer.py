@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, integer
@@ -20,6 +19,7 @@ from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows, IntegerRows, take_rows
 from record_reference import dequantize
 from test_cpu_records import CODEBOOKS, KINDS, codebook_layout, random_rows
+from test_gguf_blocks import expected
 
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -226,21 +226,22 @@ def block_bytes(name: str, n: int, blocks: int) -> torch.Tensor:
     found = np.empty((0, kind.block_bytes), np.uint8)
     while len(found) < n * blocks:
         data = rng.integers(0, 256, (4096, kind.block_bytes), dtype=np.uint8)
-        with np.errstate(all="ignore"):
-            values = np.abs(quants.dequantize(data, GGMLQuantizationType[name])).max(1)
+        values = np.abs(expected(name, data)).max(1)
         found = np.concatenate([found, data[(values < 1e4) & (values > 1e-3)]])
     return torch.from_numpy(found[: n * blocks].reshape(n, -1).copy())
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))
 def test_every_block_type(name: str) -> None:
-    n, blocks = 70, 512 // BLOCKS[name].block_len
-    data = block_bytes(name, n, blocks)
-    storage = CpuInteger(Blocks(name), n, 512, torch.bfloat16)
+    n, width = 70, 512 + BLOCKS[name].block_len % 256
+    data = block_bytes(name, n, width // BLOCKS[name].block_len)
+    storage = CpuInteger(Blocks(name), n, width, torch.bfloat16)
     storage.load_rows(0, BlockRows(data))
-    values = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[name]))
-    x = randn(7, 512)
-    assert error(storage.matmul(x, None, torch.float32), rounded(x, BLOCKS[name].group) @ values.double().T) < 1e-6
+    values = torch.from_numpy(expected(name, data.numpy()))
+    x = randn(7, width)
+    out = storage.matmul(x, None, torch.float32)
+    assert error(out, rounded(x, BLOCKS[name].group) @ values.double().T) < 1e-6
+    assert torch.equal(storage.matmul(x[2:3].contiguous(), None, torch.float32), out[2:3])
     ids = torch.arange(n)
     assert torch.equal(storage.rows(ids, None), values.bfloat16())
 
@@ -250,7 +251,7 @@ def test_rows_of_nvfp4_have_factors(dtype: torch.dtype) -> None:
     """As small as of a weight of 1e-3, and beyond what a scale of 16 bits holds."""
     n = 70
     data, factors = block_bytes("NVFP4", n, 5), torch.logspace(-12, 2, n)
-    values = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType.NVFP4)).double() * factors.double()[:, None]
+    values = torch.from_numpy(expected("NVFP4", data.numpy())).double() * factors.double()[:, None]
     exact, rounding = CpuValues(Blocks("NVFP4"), n, 320, dtype, rounds=False), CpuInteger(Blocks("NVFP4"), n, 320, dtype)
     for storage in (exact, rounding):
         storage.load_rows(40, take_rows(BlockRows(data, factors), slice(40, n)))
@@ -273,7 +274,7 @@ def test_every_block_type_with_activations_as_they_are(name: str, dtype: torch.d
     data = block_bytes(name, n, blocks)
     storage = CpuValues(Blocks(name), n, 512, dtype, rounds=False)
     storage.load_rows(0, BlockRows(data))
-    values = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[name]))
+    values = torch.from_numpy(expected(name, data.numpy()))
     x = randn(7, 512, dtype=dtype)
     out = storage.matmul(x, None, torch.float32)
     assert error(out, x.double() @ values.double().T) < 1e-6

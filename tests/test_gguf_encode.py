@@ -15,9 +15,12 @@ from gguf import GGMLQuantizationType, quants
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.quant.gguf_blocks import BLOCKS, decompose, dequantize
 from nanovllm_cli.quant.gguf_encode import ENCODED, encode, pack
+from nanovllm_cli.quant.gguf_types import TENSOR_TYPES
+from test_gguf_blocks import expected
 
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-BY_GGUF = tuple(name for name in ENCODED if name not in K_TYPES)
+SIGNS = ("Q1_0", "Q2_0")
+BY_GGUF = tuple(name for name in ENCODED if name not in (*K_TYPES, *SIGNS))
 HALF_STEP = 2.0**-11  # of float16
 
 
@@ -35,7 +38,7 @@ def weights(kind: str, rows: int = 48, width: int = 1024, seed: int = 0) -> np.n
 
 def square_error(name: str, data: torch.Tensor, x: np.ndarray, importance: np.ndarray | None = None) -> float:
     """By `gguf`'s way back, in float64."""
-    back = quants.dequantize(data.numpy(), GGMLQuantizationType[name]).astype(np.float64)
+    back = expected(name, data.numpy()).astype(np.float64)
     return float((np.square(back - x) * (1 if importance is None else importance)).sum())
 
 
@@ -57,7 +60,7 @@ def encoded_by_llama_cpp(ggml: ctypes.CDLL, name: str, x: np.ndarray, importance
     out = np.empty((x.shape[0], x.shape[1] // kind.block_len * kind.block_bytes), np.uint8)
     address = None if importance is None else importance.ctypes.data
     written = ggml.ggml_quantize_chunk(
-        GGMLQuantizationType[name], x.ctypes.data, out.ctypes.data, 0, x.shape[0], x.shape[1], address
+        TENSOR_TYPES[name].number, x.ctypes.data, out.ctypes.data, 0, x.shape[0], x.shape[1], address
     )
     assert written == out.size
     return torch.from_numpy(out)
@@ -88,6 +91,36 @@ def test_types_that_gguf_writes_have_its_bytes(name: str) -> None:
     x = weights("long tails", rows=7, width=768)
     want = quants.quantize(x, GGMLQuantizationType[name])
     np.testing.assert_array_equal(encode(name, torch.from_numpy(x)).numpy(), want)
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_signs_have_the_bytes_of_llama_cpp(ggml: ctypes.CDLL, name: str) -> None:
+    for kind in ("normal", "long tails", "positive"):
+        x = weights(kind)
+        assert torch.equal(encode(name, torch.from_numpy(x)), encoded_by_llama_cpp(ggml, name, x, None))
+
+
+def test_a_block_of_signs_by_hand() -> None:
+    """The mean of 128 magnitudes, 0.5, as float16 0x3800; a bit a number, lowest first, 1 from zero on."""
+    x = np.full(128, 0.5, np.float32)
+    x[[0, 9, 127]] *= -1
+    x[[1, 2]], x[[3, 4]] = 0.0, 1.0
+    signs = bytes([0b11111110, 0b11111101, *[255] * 13, 0b01111111])
+    assert encode("Q1_0", torch.from_numpy(x)[None]).numpy().tobytes() == b"\x00\x38" + signs
+
+
+def test_a_block_of_three_values_by_hand() -> None:
+    """The largest magnitude, 2, as float16 0x4000; two bits a number, lowest first: what rounds to -1, 0 and 1 of it, plus one."""
+    x = np.zeros(64, np.float32)
+    x[:8] = 2.0, -2.0, 1.0, -1.0, 0.999, -0.999, 1.5, -0.0
+    codes = bytes([0b00_10_00_10, 0b01_10_01_01, *[0b01_01_01_01] * 14])
+    assert encode("Q2_0", torch.from_numpy(x)[None]).numpy().tobytes() == b"\x00\x40" + codes
+
+
+@pytest.mark.parametrize(("name", "values"), [("Q1_0", (-1, 1)), ("Q2_0", (-1, 0, 1))])
+def test_weights_that_are_so_already_lose_nothing(name: str, values: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).choice(values, (9, 512)).astype(np.float32) * np.float32(0.0123).astype(np.float16).astype(np.float32)
+    assert torch.equal(dequantize(name, encode(name, torch.from_numpy(x))), torch.from_numpy(x))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q2_K"])
@@ -164,7 +197,7 @@ def test_the_scales_of_a_block_fit_its_codes_about_as_well_as_any(name: str) -> 
 # ---- bytes ----
 
 
-@pytest.mark.parametrize("name", K_TYPES)
+@pytest.mark.parametrize("name", [*K_TYPES, *SIGNS])
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (5, 3)])
 def test_packing_is_the_inverse_of_decomposing_for_any_bytes(name: str, rows: int, blocks: int) -> None:
     size = (rows, blocks * BLOCKS[name].block_bytes)
@@ -322,7 +355,7 @@ def test_an_importance_of_another_shape_is_refused(shape: tuple[int, ...]) -> No
 # ---- refused ----
 
 
-@pytest.mark.parametrize("name", BY_GGUF)
+@pytest.mark.parametrize("name", [*BY_GGUF, *SIGNS])
 def test_an_importance_for_a_type_that_can_not_weigh_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name} is rounded to nearest"):
         encode(name, torch.ones(1, 256), torch.ones(256))

@@ -57,7 +57,7 @@ class Packed(NamedTuple):
 
 def empty(layout: RecordLayout) -> Packed:
     """A weight of zeros, to be filled."""
-    assert layout.table is None or layout.bits == 4, "a CPU looks codes of fewer bits up in codebooks"
+    assert layout.table is None or layout.bits in (1, 4), "a CPU looks other codes of few bits up in codebooks"
     data = zeros(layout.num_bytes, torch.uint8, huge_pages=True)
     if layout.codebook is not None:
         return Packed(layout, data, simd_codebook.tables(layout.codebook), simd_codebook.unpacker(layout.codebook))

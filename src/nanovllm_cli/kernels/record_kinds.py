@@ -35,7 +35,7 @@ SCALE_DTYPES = {
     SUB_ODD: torch.uint8,
 }
 LOW_DTYPES = {ZERO: torch.uint8, MIN: torch.float16, SUB_MIN: torch.uint8}
-PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 NO_SIGNS, SIGN_A_CODE, SIGN_A_POINT = range(3)
 """What has a bit of its own in a record that says which of a codebook's two rows of numbers counts."""
 
@@ -76,7 +76,7 @@ class RecordLayout:
     """A packed [num_rows, width] weight: scale * (table[code] - offset) - low. scale, low: kinds as above.
 
     bits: of a code; 0 with a codebook. unit: supers are divided by 2**unit. table: 16 bytes, what codes of up to
-    4 bits stand for; None: for themselves.
+    4 bits stand for; None: for themselves. Codes of one bit stand for 0 and 2: signs, with an offset of 1.
     """
 
     num_rows: int
@@ -96,6 +96,7 @@ class RecordLayout:
         assert (self.low in (SUB_MIN, NIBBLE)) <= (self.scale == SUB_U8)
         assert self.low == NO_LOW or self.offset == 0
         assert self.table is None or len(self.table) == 16
+        assert self.bits != 1 or (self.table is not None and self.table[:2] == (0, 2)), "what kernels unpack a bit to"
 
     @property
     def padded_width(self) -> int:

@@ -352,8 +352,8 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: b
 
 
 def _make_one_row(with_low: bool) -> Any:
-    """One compiled function for planes of 2 to 6 bits. No format has a table and lows."""
-    r2, r3, r4, r5 = (_make_row(planes, False, with_low) for planes in ((2,), (2, 1), (4,), (4, 1)))
+    """One compiled function for planes of 1 to 6 bits. No format has a table and lows, or one bit and groups of 16."""
+    r1, r2, r3, r4, r5 = (_make_row(planes, False, with_low) for planes in ((1,), (2,), (2, 1), (4,), (4, 1)))
     p2, p3, p6 = (_make_row(planes, True, with_low) for planes in ((2,), (2, 1), (4, 2)))
     t4 = r4 if with_low else _make_row((4,), False, False, has_table=True)
 
@@ -368,6 +368,8 @@ def _make_one_row(with_low: bool) -> Any:
                 p3(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
             else:
                 p2(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+        elif bits == 1:
+            r1(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
         elif table != 0:
             t4(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
         elif bits == 4:
@@ -390,4 +392,4 @@ def in_one_pass(bits, group, table):
     """True where `one_row` has this kind, and is quicker than a panel."""
     if group < 32:
         return _ONE_PASS and table == 0 and (bits <= 3 or (bits == 6 and WIDE))
-    return _ONE_PASS and (bits == 4 if table != 0 else bits <= 5)
+    return _ONE_PASS and (bits in (1, 4) if table != 0 else bits <= 5)

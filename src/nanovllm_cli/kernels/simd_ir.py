@@ -169,8 +169,13 @@ def by_quarters(b: ir.IRBuilder, function: Callable[..., Any], *vectors: Any) ->
 
 
 def code_bytes(b: ir.IRBuilder, planes: tuple[int, ...], unit: int, load: Callable[[int], Any]) -> Any:
-    """Codes of one unit, a byte each, from their planes (quant/cpu_records.py). load(row): 64 bytes of that row of the step."""
+    """Codes of one unit, a byte each, from their planes (quant/cpu_records.py); of a single bit, 0 or 2. load(row): 64 bytes of
+    that row of the step."""
     constant = lambda value: ir.Constant(BYTES, [value] * (4 * LANES))
+    if planes == (1,):
+        signs = load(0)
+        signs = b.lshr(signs, constant(unit - 1)) if unit else b.shl(signs, constant(1))
+        return b.and_(signs, constant(2))
     row = shift = 0
     whole = None
     for plane in planes:

@@ -74,15 +74,15 @@ def _make_unpack(planes: tuple[int, ...], has_table: bool = False) -> Any:
     return unpack
 
 
-_u2, _u3, _u4 = _make_unpack((2,)), _make_unpack((2, 1)), _make_unpack((4,))
+_u1, _u2, _u3, _u4 = (_make_unpack(planes) for planes in ((1,), (2,), (2, 1), (4,)))
 _u4_by_table = _make_unpack((4,), has_table=True)
 _u5, _u6, _u7 = _make_unpack((4, 1)), _make_unpack((4, 2)), _make_unpack((4, 2, 1))
 
 
 @inner
 def unpack_codes(bits, source, steps, target, ahead, table):
-    """Planes of 2 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile. table: 0,
-    or of codes of 4 bits the address of 16 bytes that they stand for."""
+    """Planes of 1 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile. table: 0,
+    or of codes of 4 bits the address of 16 bytes that they stand for; a single bit stands for 0 or 2."""
     if bits == 4:
         if table != 0:
             _u4_by_table(source, steps, target, ahead, table)
@@ -96,6 +96,8 @@ def unpack_codes(bits, source, steps, target, ahead, table):
         _u3(source, steps, target, ahead, table)
     elif bits == 2:
         _u2(source, steps, target, ahead, table)
+    elif bits == 1:
+        _u1(source, steps, target, ahead, table)
     else:
         _u7(source, steps, target, ahead, table)
 

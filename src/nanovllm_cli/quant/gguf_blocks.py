@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.quant import gguf_codebooks
 from nanovllm_cli.quant.gguf_codebooks import CODEBOOKS, Points
 from nanovllm_cli.quant.gguf_fields import Parts, fields, halves, little_endian, split
+from nanovllm_cli.quant.gguf_types import TENSOR_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class BlockType:
 
     @property
     def block_len(self) -> int:
-        return int(GGML_QUANT_SIZES[GGMLQuantizationType[self.name]][0])
+        return TENSOR_TYPES[self.name].block_len
 
     @property
     def block_bytes(self) -> int:
-        return int(GGML_QUANT_SIZES[GGMLQuantizationType[self.name]][1])
+        return TENSOR_TYPES[self.name].block_bytes
 
 
 class Decomposed(NamedTuple):
@@ -188,6 +188,8 @@ BLOCKS: dict[str, BlockType] = {
         BlockType("Q4_K", 4, 32, sub=torch.uint8, has_minimum=True),
         BlockType("Q5_K", 5, 32, sub=torch.uint8, has_minimum=True),
         BlockType("Q6_K", 6, 16, offset=32, sub=torch.int8),
+        BlockType("Q1_0", 1, 128, table=(-1, 1, *(0,) * 14)),
+        BlockType("Q2_0", 2, 64, offset=1),
         BlockType("TQ1_0", 2, 256, offset=1),
         BlockType("TQ2_0", 2, 256, offset=1),
         BlockType("IQ4_NL", 4, 32, table=quants.IQ4_NL.kvalues),
@@ -285,6 +287,16 @@ def _tq2_0(blocks: torch.Tensor) -> Parts:
     return fields(low, 2, 32), halves(d)
 
 
+def _q1_0(blocks: torch.Tensor) -> Parts:
+    d, signs = split(blocks, 2, 16)
+    return fields(signs, 1, 1), halves(d)
+
+
+def _q2_0(blocks: torch.Tensor) -> Parts:
+    d, low = split(blocks, 2, 16)
+    return fields(low, 2, 1), halves(d)
+
+
 def _iq4_xs(blocks: torch.Tensor) -> Parts:
     d, high, low, codes = split(blocks, 2, 2, 4, 128)
     sub = fields(low, 4, 1) | fields(high, 2, 1) << 4
@@ -304,5 +316,6 @@ def _nvfp4(blocks: torch.Tensor) -> Parts:
 _SPLIT: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "IQ4_NL": _q4_0, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
+    "Q1_0": _q1_0, "Q2_0": _q2_0, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "IQ4_NL": _q4_0, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
 }  # fmt: skip

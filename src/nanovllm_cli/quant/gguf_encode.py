@@ -1,4 +1,5 @@
-"""From floats to GGUF's block types: the K-quants by a search of our own, the types that `gguf` writes through `gguf`.
+"""From floats to GGUF's block types: the K-quants by a search of our own, Q1_0 and Q2_0 by their rules, the types that `gguf`
+writes through `gguf`.
 
 Legend: n rows, K columns, G groups along a row, S blocks along a row, b blocks.
 """
@@ -46,7 +47,7 @@ def encode(type_name: str, rows: torch.Tensor, importance: torch.Tensor | None =
         parts = _searched(kind, x, _weights(importance, width))
         data = pack(parts)
     elif importance is None:
-        data = _by_gguf(kind, x)
+        data = pack(_ROUNDED[kind.name](kind, x)) if kind.name in _ROUNDED else _by_gguf(kind, x)
         parts = decompose(kind.name, data)
     else:
         raise UnsupportedError(f"{kind.name} is rounded to nearest and can't weigh columns", "leave the importance out")
@@ -67,6 +68,30 @@ def _by_gguf(kind: BlockType, x: Floats) -> torch.Tensor:
     x = np.where(np.abs(x) < SMALLEST, np.float32(0), x)
     with np.errstate(all="ignore"):  # what overflows is found in the scales
         return torch.from_numpy(quants.quantize(x, GGMLQuantizationType[kind.name]))
+
+
+def _signs(kind: BlockType, x: Floats) -> Decomposed:
+    """Signs, -0 a positive one, and as scale the mean magnitude, summed from the first on as llama.cpp does."""
+    blocks = np.abs(x).reshape(len(x), -1, kind.group)
+    with np.errstate(over="ignore"):
+        mean = np.add.accumulate(blocks, -1, dtype=np.float32)[..., -1] / np.float32(kind.group)
+    return Decomposed(kind, torch.from_numpy((x >= 0).astype(np.uint8)), torch.from_numpy(mean).half())
+
+
+def _ternary(kind: BlockType, x: Floats) -> Decomposed:
+    """-1, 0 or 1 times the largest magnitude, of which a half goes outwards. Nothing gets the fourth code, which stands for 2."""
+    x = np.where(np.abs(x) < SMALLEST, np.float32(0), x)
+    blocks = x.reshape(len(x), -1, kind.group)
+    largest = np.abs(blocks).max(-1)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(1) / largest, np.float32(0))
+    share = blocks * inverse[..., None]
+    values = np.sign(share) * (np.abs(share) >= 0.5)
+    codes = torch.from_numpy((values + kind.offset).astype(np.uint8)).view(x.shape)
+    return Decomposed(kind, codes, torch.from_numpy(largest).half())
+
+
+_ROUNDED = {"Q1_0": _signs, "Q2_0": _ternary}
 
 
 def _weights(importance: torch.Tensor | None, width: int) -> Floats:
@@ -117,7 +142,7 @@ _SEARCHES = {
     "Q5_K": _affine(31, 63, (-0.6, -0.2, 0.2, 0.6)),
     "Q6_K": _symmetric(32, 128, 0.6, 6.0),
 }
-ENCODED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *_SEARCHES, "TQ1_0", "TQ2_0", "MXFP4")
+ENCODED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *_SEARCHES, "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "MXFP4")
 
 
 def _searched(kind: BlockType, x: Floats, weights: Floats) -> Decomposed:
@@ -146,7 +171,7 @@ def _halves(values: npt.NDArray[np.float64]) -> torch.Tensor:
 
 
 def pack(parts: Decomposed) -> torch.Tensor:
-    """The inverse of `gguf_blocks.decompose` for the K-quants: uint8 [n, bytes a row]."""
+    """The inverse of `gguf_blocks.decompose` for the K-quants, Q1_0 and Q2_0: uint8 [n, bytes a row]."""
     n, width = parts.codes.shape
     across = width // parts.kind.block_len
     blocks = [None if part is None else part.view(n * across, part.shape[1] // across) for part in parts[1:]]
@@ -199,4 +224,14 @@ def _q6_k(codes: torch.Tensor, d: torch.Tensor, sub: torch.Tensor, *_: None) -> 
     return [_join(codes, 4, 64), _join(codes >> 4, 2, 32), _bytes(sub), _bytes(d)]
 
 
-_PACK: dict[str, Callable[..., Fields]] = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+def _q1_0(codes: torch.Tensor, d: torch.Tensor, *_: None) -> Fields:
+    return [_bytes(d), _join(codes, 1, 1)]
+
+
+def _q2_0(codes: torch.Tensor, d: torch.Tensor, *_: None) -> Fields:
+    return [_bytes(d), _join(codes, 2, 1)]
+
+
+_PACK: dict[str, Callable[..., Fields]] = {
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q1_0": _q1_0, "Q2_0": _q2_0,
+}  # fmt: skip

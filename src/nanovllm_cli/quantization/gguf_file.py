@@ -29,7 +29,7 @@ def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile,
     Raises UnsupportedError for what GGUF can't say of a model."""
     made = convert.plan(original.checkpoint, "gguf")
     header = made.header | {
-        Keys.General.FILE_TYPE: GGUFValue(int(file_type(plan.to.lower())), GGUFValueType.UINT32),
+        Keys.General.FILE_TYPE: GGUFValue(file_type(plan.to.lower()), GGUFValueType.UINT32),
         Keys.General.QUANTIZATION_VERSION: GGUFValue(QUANTIZATION_VERSION, GGUFValueType.UINT32),
     }
     items = {name: own for name, own in plan.by_output().items() if own[0].format is not None}

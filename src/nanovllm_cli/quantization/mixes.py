@@ -15,12 +15,11 @@ https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (the exception that i
 
 from __future__ import annotations
 
-from gguf import LlamaFileType
-
 from nanovllm_cli.mixer_spec import DeltaSpec, MixerSpec, attention_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
+from nanovllm_cli.quant.gguf_types import FILE_TYPES
 from nanovllm_cli.weights.convert_tensors import NARROW
 
 _BASES = {
@@ -33,9 +32,9 @@ _FEW_BITS = ("q2_k_m", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 _FILE_TYPES = {"q2_k_m": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_M", "q4_k": "MOSTLY_Q4_K_M", "q5_k": "MOSTLY_Q5_K_M"}
 
 
-def file_type(mix: str) -> LlamaFileType:
+def file_type(mix: str) -> int:
     """What `general.file_type` says of a file in this mix."""
-    return LlamaFileType[_FILE_TYPES.get(mix, f"MOSTLY_{mix.upper()}")]
+    return FILE_TYPES[_FILE_TYPES.get(mix, f"MOSTLY_{mix.upper()}")]
 
 
 def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:

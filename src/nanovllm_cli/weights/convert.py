@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from gguf.constants import GGUFValueType, Keys, LlamaFileType
+from gguf.constants import GGUFValueType, Keys
 from gguf.gguf_writer import GGUFValue
 
 from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
@@ -299,7 +299,7 @@ def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
         steps.append(Step.of(info, info.dtype_name if keeps else gguf_type(name, info.shape, info.dtype_name, outtype)))
     header = header_of(source.config, source.metadata_types)
     if outtype != "auto":
-        header[Keys.General.FILE_TYPE] = GGUFValue(int(_file_type(outtype, steps)), GGUFValueType.UINT32)
+        header[Keys.General.FILE_TYPE] = GGUFValue(_file_type(outtype, steps), GGUFValueType.UINT32)
     return Plan("gguf", steps, [], header)
 
 
@@ -391,7 +391,7 @@ def _read_again(made: Plan, path: Path) -> None:
             read_spec(written, PlainReader(written))
 
 
-def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
+def _file_type(outtype: str, steps: list[Step]) -> int:
     """What was asked for, where a tensor has it; else what most bytes have. As llama.cpp's converter has it, MXFP4 beside plain
     numbers counts for more than those."""
     asked = outtype.upper()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gguf import RopeScalingType
-from gguf.constants import GGUFValueType, LlamaFileType, PoolingType
+from gguf.constants import GGUFValueType, PoolingType
 from gguf.gguf_writer import GGUFValue
 from gguf.metadata import Metadata
 from gguf.utility import size_label
@@ -124,7 +124,7 @@ def gguf_header(
     spec: ModelSpec,
     family: Family,
     names: set[str],
-    file_type: LlamaFileType,
+    file_type: int,
     predicts_further: bool = False,
 ) -> GGUFHeader:
     """`name`: of the model, `org/name` or a folder's; `names`: what the file's tensors will be called; `predicts_further`:

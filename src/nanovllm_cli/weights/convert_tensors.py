@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bert import GGUF_ENTRY
 from nanovllm_cli.models.gemma4 import PER_LAYER_GGUF_NAMES
 from nanovllm_cli.quant.gguf_encode import encode
+from nanovllm_cli.quant.gguf_types import FILE_TYPES, TENSOR_TYPES
 from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
 from nanovllm_cli.weights.safetensors import DTYPES
@@ -28,13 +28,16 @@ from nanovllm_cli.weights.writer import TensorOut
 
 PLAIN_TYPES = ("f32", "f16", "bf16")
 BLOCK_TYPES = (
-    "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k", "tq2_0", "tq1_0", "mxfp4",
+    "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k", "q2_0", "q1_0", "tq2_0", "tq1_0",
+    "mxfp4",
 )  # fmt: skip
 """What can be written, under llama.cpp's names for --outtype."""
 
-# Where rows do not divide into blocks of 256: as llama.cpp's quantizer does, a type with blocks of 32.
+# Where rows do not divide into blocks of 64 to 256: as llama.cpp's quantizer does, a type with blocks of 32; for Q1_0, which it
+# has none for, the smallest.
 NARROW = {
-    "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+    "Q1_0": "Q4_0", "Q2_0": "Q4_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1", "Q6_K": "Q8_0",
 }  # fmt: skip
 
 _FILE_TYPES = {
@@ -92,14 +95,14 @@ class Step(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of the output."""
-        return (self.gguf() if self.after in GGMLQuantizationType.__members__ else self.safetensors()).num_bytes
+        return (self.gguf() if self.after in TENSOR_TYPES else self.safetensors()).num_bytes
 
     @property
     def copied(self) -> bool:
         return self.before == self.after and not self.added and not self.skips
 
     def gguf(self) -> GGUFTensor:
-        return GGUFTensor(self.name, self.shape, GGMLQuantizationType[self.after])
+        return GGUFTensor(self.name, self.shape, TENSOR_TYPES[self.after])
 
     def safetensors(self) -> TensorOut:
         return TensorOut(self.name, self.shape, dtype_of(self.after))
@@ -258,11 +261,11 @@ def quantized_already(model: str, weight: str, kind: str) -> UsageError:
 
 def is_blocks(kind: str) -> bool:
     """Whether a type of GGUF's rounds blocks of numbers together."""
-    return kind in GGMLQuantizationType.__members__ and _block_len(kind) > 1
+    return kind in TENSOR_TYPES and _block_len(kind) > 1
 
 
 def _block_len(kind: str) -> int:
-    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
+    return TENSOR_TYPES[kind].block_len
 
 
 def check_outtype(outtype: str, target: str) -> None:
@@ -286,6 +289,6 @@ def main_type(steps: list[Step]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
-def file_type(kind: str) -> LlamaFileType:
+def file_type(kind: str) -> int:
     """general.file_type of a file most of which has this type."""
-    return LlamaFileType.__members__.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)
+    return FILE_TYPES.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), FILE_TYPES["GUESSED"])

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf.constants import GGUFType, LlamaFileType
+from gguf.constants import GGUFType
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import ConformerSpec, Sense
@@ -81,7 +81,7 @@ def plain_type_of(steps: list[Step]) -> str:
     return main_type([step for step in steps if ".blk." in step.name])
 
 
-def tower_header(name: str, kind: LlamaFileType, keys: Mapping[str, Any]) -> Header:
+def tower_header(name: str, kind: int, keys: Mapping[str, Any]) -> Header:
     """keys: beside those that all such files have."""
     builder = HeaderBuilder(TOWER)
     builder.add_type(GGUFType.MMPROJ)

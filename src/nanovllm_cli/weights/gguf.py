@@ -2,7 +2,8 @@
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Every count,
 length and offset in the file is compared with the bytes that are left before anything is allocated for it. Of the
-`gguf` package only the numbers of the tensor types and the dequantization of their blocks are used.
+`gguf` package only the numbers of the tensor types and the dequantization of their blocks are used; what it does not have is our
+own (`quant/gguf_types.py`, `quant/gguf_blocks.py`).
 
 What the metadata keys mean is the business of `models/` and `text/`; the parts of a split model are put together in
 `checkpoint.py`. Big-endian files are refused.
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.quant import gguf_blocks
+from nanovllm_cli.quant.gguf_types import BY_NUMBER, NEWER, TensorType
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN, MappedFile
 
 VERSIONS = (2, 3)
@@ -52,15 +55,15 @@ _U32 = _SCALARS[GGUFValueType.UINT32]
 _U64 = _SCALARS[GGUFValueType.UINT64]
 
 # The types that are plain numbers, and so can be looked at in place
-_PLAIN: dict[GGMLQuantizationType, torch.dtype] = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-    GGMLQuantizationType.F64: torch.float64,
-    GGMLQuantizationType.I8: torch.int8,
-    GGMLQuantizationType.I16: torch.int16,
-    GGMLQuantizationType.I32: torch.int32,
-    GGMLQuantizationType.I64: torch.int64,
+_PLAIN: dict[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 
@@ -68,21 +71,18 @@ class GGUFEntry(NamedTuple):
     """Where a tensor lies: `start` counts from the beginning of the file. `shape` is in torch order, rows first;
     the file has it the other way round."""
 
-    type: GGMLQuantizationType
+    type: TensorType
     shape: tuple[int, ...]
     start: int
     num_bytes: int
 
     @property
     def dtype_name(self) -> str:
-        return str(self.type.name)
+        return self.type.name
 
     @property
     def row_bytes(self) -> int:
-        block_len: int
-        block_bytes: int
-        block_len, block_bytes = GGML_QUANT_SIZES[self.type]
-        return (self.shape[-1] if self.shape else 1) // block_len * block_bytes
+        return (self.shape[-1] if self.shape else 1) // self.type.block_len * self.type.block_bytes
 
     @property
     def num_rows(self) -> int:
@@ -107,12 +107,12 @@ class GGUFFile:
 
         Plain numbers are read-only views of the file. Block types are dequantized into float32, some rows at a time, so that
         no second copy of the whole exists.
-        UnsupportedError for block types that the `gguf` package cannot dequantize.
+        UnsupportedError for block types of no weights (Q8_1, Q8_K).
         """
         entry = self.entries[name]
         if rows is not None:
             entry = _rows_of(entry, *rows)
-        if (plain := _PLAIN.get(entry.type)) is not None:
+        if (plain := _PLAIN.get(entry.type.name)) is not None:
             return self.file.tensor(entry.start, entry.shape, plain)
         return self._dequantized(name, entry)
 
@@ -132,13 +132,13 @@ class GGUFFile:
         """Row by row where rows are long, many rows at once where they are short."""
         result = torch.empty(entry.shape, dtype=torch.float32)
         flat = result.view(-1)
-        block_len, block_bytes = GGML_QUANT_SIZES[entry.type]
+        block_len, block_bytes = entry.type.block_len, entry.type.block_bytes
         blocks = self.file.array(entry.start, entry.num_bytes).reshape(-1, block_bytes)
         step = max(1, _DEQUANTIZE_ELEMENTS // block_len)
         for first in range(0, len(blocks), step):
             try:
                 with np.errstate(all="ignore"):  # broken scales give NaN, which the loader looks for
-                    values = dequantize(_wide(blocks[first : first + step]), entry.type)
+                    values = _numbers(entry.type, blocks[first : first + step])
             except NotImplementedError as error:
                 raise UnsupportedError(
                     f"{self.path}: tensor {name!r} has the type {entry.type.name}, which cannot be dequantized",
@@ -146,6 +146,14 @@ class GGUFFile:
                 ) from error
             flat[first * block_len : first * block_len + values.size] = torch.from_numpy(values.reshape(-1))
         return result
+
+
+def _numbers(kind: TensorType, blocks: np.ndarray) -> np.ndarray:
+    """float32 of whole blocks, in any shape."""
+    if kind in NEWER:
+        return gguf_blocks.dequantize(kind.name, torch.from_numpy(blocks)).numpy()
+    values: np.ndarray = dequantize(_wide(blocks), GGMLQuantizationType(kind.number))
+    return values
 
 
 def _wide(blocks: np.ndarray) -> np.ndarray:
@@ -159,7 +167,7 @@ def _rows_of(entry: GGUFEntry, first: int, stop: int) -> GGUFEntry:
     """The entry of rows `first` to `stop` (exclusive)."""
     assert entry.shape, "a scalar has no rows"
     assert 0 <= first <= stop <= entry.shape[0], f"rows {first}:{stop} of a tensor of {entry.shape}"
-    assert len(entry.shape) > 1 or entry.type in _PLAIN, "a single row of blocks is not divided"
+    assert len(entry.shape) > 1 or entry.type.name in _PLAIN, "a single row of blocks is not divided"
     bytes_each = entry.num_bytes // max(entry.shape[0], 1)
     shape = (stop - first, *entry.shape[1:])
     return entry._replace(shape=shape, start=entry.start + first * bytes_each, num_bytes=shape[0] * bytes_each)
@@ -323,14 +331,13 @@ class _HeaderReader:
         dims = [self._number(_U64) for _ in range(num_dims)]
         type_number = self._number(_U32)
         start = self._number(_U64)
-        try:
-            tensor_type = GGMLQuantizationType(type_number)
-        except ValueError as error:
+        tensor_type = BY_NUMBER.get(type_number)
+        if tensor_type is None:
             raise UnsupportedError(
                 f"{self.path}: tensor {name!r} has the unknown type {type_number}",
                 "take another quantization of this model, for example Q4_K_M or Q8_0",
-            ) from error
-        block_len, block_bytes = GGML_QUANT_SIZES[tensor_type]
+            )
+        block_len, block_bytes = tensor_type.block_len, tensor_type.block_bytes
         if dims and dims[0] % block_len:
             raise self._broken(
                 f"tensor {name!r}: rows of {dims[0]} do not divide into {tensor_type.name} blocks of {block_len}"

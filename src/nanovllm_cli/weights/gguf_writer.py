@@ -13,11 +13,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, Keys
+from gguf.constants import GGUFValueType, Keys
 from gguf.gguf_writer import SHARD_NAME_FORMAT, GGUFValue, WriterState
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.quant.gguf_types import TensorType
 from nanovllm_cli.weights.gguf import DEFAULT_ALIGNMENT, MAX_NAME_BYTES
 from nanovllm_cli.weights.writer import TensorWriter
 
@@ -32,14 +33,11 @@ class GGUFTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: TensorType
 
     @property
     def num_bytes(self) -> int:
-        block_len: int
-        block_bytes: int
-        block_len, block_bytes = GGML_QUANT_SIZES[self.type]
-        return math.prod(self.shape) // block_len * block_bytes
+        return math.prod(self.shape) // self.type.block_len * self.type.block_bytes
 
 
 class HeaderBuilder(GGUFWriter):  # type: ignore[misc]
@@ -102,7 +100,7 @@ class GGUFPartWriter(TensorWriter[GGUFTensor]):
                     f"the tensor name {tensor.name!r} is longer than GGUF's {MAX_NAME_BYTES - 1} bytes"
                 )
             writer.add_tensor_info(
-                tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, raw_dtype=tensor.type
+                tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, raw_dtype=tensor.type.number
             )
         writer.fout, writer.state = [file], WriterState.EMPTY
         try:
