@@ -11,7 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.quant.gguf_blocks import BLOCKS, BlockType, block_type, decompose, dequantize
+from nanovllm_cli.kernels.integer import unpack
+from nanovllm_cli.quant.gguf_blocks import BLOCKS, CODES, BlockType, block_type, decompose, dequantize, is_finite
 
 NAMES = list(BLOCKS)
 
@@ -143,6 +144,31 @@ def test_rows_are_read_alone_and_from_any_view(name: str) -> None:
     assert_same_bits(dequantize(name, wide[:, 3:]).numpy(), whole)
     assert_same_bits(dequantize(name, data[4:5]).numpy(), whole[4:5])
     assert dequantize(name, data[:0]).shape == (0, whole.shape[1])
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_codes_are_unpacked_by_all_threads_as_by_torch(name: str) -> None:
+    """More blocks than a task has, in rows that lie anywhere."""
+    kind, data = BLOCKS[name], torch.from_numpy(any_bytes(name, 35, 7, seed=6))
+    wide = torch.zeros(35, data.shape[1] + 3, dtype=torch.uint8)
+    wide[:, 3:] = data
+    for rows in (data, wide[:, 3:], data[4:5], data[:0]):
+        assert torch.equal(unpack(rows, kind.block_bytes, kind.block_len, CODES[name]), decompose(name, rows).codes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_that_are_not_finite_are_found(name: str) -> None:
+    """By every element of them alone, as the numbers that come out tell."""
+    kind, data = BLOCKS[name], np.zeros((1, 2 * BLOCKS[name].block_bytes), np.uint8)
+    for at in range(kind.block_bytes, data.shape[1] - 1):
+        data[:] = 0
+        data[0, at : at + 2] = 0xFF, 0x7F if name != "IQ1_M" else 0xFF
+        rows = torch.from_numpy(data)
+        parts = decompose(name, rows)
+        lows = parts.minima()
+        finite = bool(parts.scales().isfinite().all()) and (lows is None or bool(lows.isfinite().all()))
+        assert is_finite(name, rows) is finite
+    assert is_finite(name, torch.from_numpy(data * 0))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -110,7 +110,7 @@ def test_a_block_of_signs_by_hand() -> None:
 
 
 def test_a_block_of_three_values_by_hand() -> None:
-    """The largest magnitude, 2, as float16 0x4000; two bits a number, lowest first: what rounds to -1, 0 and 1 of it, plus one."""
+    """The largest magnitude, 2, as float16 0x4000; two bits a number, lowest first: what rounds to -1, 0, 1 of it, plus one."""
     x = np.zeros(64, np.float32)
     x[:8] = 2.0, -2.0, 1.0, -1.0, 0.999, -0.999, 1.5, -0.0
     codes = bytes([0b00_10_00_10, 0b01_10_01_01, *[0b01_01_01_01] * 14])

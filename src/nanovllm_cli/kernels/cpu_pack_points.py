@@ -48,9 +48,10 @@ def pack_points(arguments, thread, team):
                         _set_bit(target, 8 * (bit * TILE + column) + 7, np.int64(points[low_rows]) >> bit)
                 signed = given[r - first_row, step * 4 : (step + 1) * 4]
                 if signs == SIGN_A_CODE:
-                    for code in range(STEP):
-                        at = 8 * signs_at + (code // 4 * TILE + column) * 4 + code % 4
-                        _set_bit(target, at, np.int64(signed[code // 8]) >> (code % 8))
+                    for unit in range(STEP // 4):  # four bits, half a byte that two columns share
+                        at, up = signs_at + (unit * TILE + column) // 2, column % 2 * 4
+                        four = np.int64(signed[unit // 2]) >> (unit % 2 * 4) & 15
+                        target[at] = target[at] & ~(15 << up) | four << up
                 elif num_bytes > signs_at:
                     for row in range(rows):
                         _set_bit(target, 8 * (signs_at + 8 * row) + column, np.int64(signed[row]))

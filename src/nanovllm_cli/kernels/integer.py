@@ -5,11 +5,12 @@ All of it can be recorded in a cpu.Program. Work of several weights on the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import cpu_integer, simd_codebook
+from nanovllm_cli.kernels import cpu_blocks, cpu_integer, simd_codebook
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of, zeros
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
@@ -62,6 +63,19 @@ def empty(layout: RecordLayout) -> Packed:
     if layout.codebook is not None:
         return Packed(layout, data, simd_codebook.tables(layout.codebook), simd_codebook.unpacker(layout.codebook))
     return Packed(layout, data, None if layout.table is None else torch.tensor(layout.table, dtype=torch.uint8))
+
+
+def unpack(data: torch.Tensor, block_bytes: int, block_len: int, places: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Codes uint8 [n, K] of rows of GGUF's blocks, uint8 [n, bytes a row]. places: see `cpu_blocks.unpack_blocks`."""
+    n, row_bytes = data.shape
+    blocks = row_bytes // block_bytes
+    assert row_bytes == blocks * block_bytes
+    codes = torch.empty(n, blocks * block_len, dtype=torch.uint8)
+    first, second, *_ = (*places, (0, 0, 1, 8, 0, 0))
+    data = data.contiguous()
+    ints = address_of(data, torch.uint8, n, row_bytes), n * blocks, block_bytes, codes.data_ptr(), block_len, *first, *second
+    launch(cpu_blocks.unpack_blocks, codes.numel(), "", ints)
+    return codes
 
 
 def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:

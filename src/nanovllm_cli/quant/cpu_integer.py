@@ -147,7 +147,9 @@ def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayou
     assert isinstance(rows, BlockRows)
     if layout.codebook is not None:
         return _point_rows(form.type, rows.data)
-    parts = gguf_blocks.decompose(form.type, rows.data)
+    kind = gguf_blocks.block_type(form.type)
+    codes = integer.unpack(rows.data, kind.block_bytes, kind.block_len, gguf_blocks.CODES[kind.name])
+    parts = gguf_blocks.decompose(kind.name, rows.data, codes)
     if layout.scale == kinds.UE4M3:
         factors = torch.ones(len(parts.d), device=parts.d.device) if rows.factors is None else rows.factors
         return RecordRows(parts.codes, parts.d, None, factors.unsqueeze(1).expand(-1, layout.num_chunks))

@@ -15,9 +15,9 @@ to 32). A tile's chunks lie behind each other, tiles behind each other. A (tile,
 Everything is read once, in the order in which it lies: a processor fetches such a stream ahead by itself.
 
 Of 32 k's, four that follow each other are a unit: what `vpdpbusd` multiplies at once for one column, four bytes. Eight units are
-split into planes, the widest first and with the lowest bits: 8 = {8}, 7 = {4, 2, 1}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4}, 3 = {2, 1},
-2 = {2}, 1 = {1}. A plane of b bits takes b of the `bits` rows of 64 x 4 bytes; a row holds 8 / b units that follow each other, the first
-in the lowest bits. Unpacking is shifts, masks and ors of whole vectors, and 8 bits need none.
+split into planes, the widest first and with the lowest bits: 8 = {8}, 7 = {4, 2, 1}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4},
+3 = {2, 1}, 2 = {2}, 1 = {1}. A plane of b bits takes b of the `bits` rows of 64 x 4 bytes; a row holds 8 / b units that follow
+each other, the first in the lowest bits. Unpacking is shifts, masks and ors of whole vectors, and 8 bits need none.
 
 With a codebook (GGUF's IQ types) a record has indices of points of `length` codes each instead: 32 k's of 64 columns are
 
@@ -95,6 +95,9 @@ def _pack_points(
 
 def _padded(rows: torch.Tensor, width: int) -> np.ndarray:
     """[n, width], zeros behind what is there."""
+    if rows.shape[1] == width:
+        whole: np.ndarray = rows.contiguous().numpy()
+        return whole
     return np.pad(rows.contiguous().numpy(), ((0, 0), (0, width - rows.shape[1])))
 
 

@@ -28,7 +28,7 @@ from gguf import quants
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.quant import gguf_codebooks
 from nanovllm_cli.quant.gguf_codebooks import CODEBOOKS, Points
-from nanovllm_cli.quant.gguf_fields import Parts, fields, halves, little_endian, split
+from nanovllm_cli.quant.gguf_fields import Field, Parts, fields, halves, little_endian, split
 from nanovllm_cli.quant.gguf_types import TENSOR_TYPES
 
 
@@ -92,20 +92,32 @@ def _two_levels(d: torch.Tensor, sub: torch.Tensor | None) -> torch.Tensor:
     return (d.float().unsqueeze(-1) * sub.float().view(n, num_d, groups // num_d)).view(n, groups)
 
 
-def decompose(type_name: str, data: torch.Tensor) -> Decomposed:
-    """Rows of blocks, uint8 [n, bytes a row]. UnsupportedError for a type that isn't in BLOCKS; CheckpointError for rows that
-    aren't whole blocks."""
+def decompose(type_name: str, data: torch.Tensor, codes: torch.Tensor | None = None) -> Decomposed:
+    """Rows of blocks, uint8 [n, bytes a row]. codes: where somebody has them already. UnsupportedError for a type that isn't in
+    BLOCKS; CheckpointError for rows that aren't whole blocks."""
+    kind = block_type(type_name)
+    blocks = _blocks(kind, data)
+    codes = _as_rows(kind, data, _codes(kind, blocks)) if codes is None else codes
+    d, *rest = (None if part is None else _as_rows(kind, data, part) for part in _scales(kind, blocks))
+    assert d is not None
+    return Decomposed(kind, codes, d, *rest)
+
+
+def is_finite(type_name: str, data: torch.Tensor) -> bool:
+    """Whether all scales are. Whole numbers that multiply a float16 are too small to matter. Errors as of `decompose`."""
     kind = block_type(type_name)
     blocks = _blocks(kind, data)
     if kind.name in CODEBOOKS:
+        return bool(gguf_codebooks.scales(kind.name, blocks).isfinite().all())
+    return all(bool(halves(blocks[:, at : at + 2]).isfinite().all()) for at in _HALVES[kind.name])
+
+
+def _scales(kind: BlockType, blocks: torch.Tensor) -> Parts:
+    """d, sub, dmin and sub_min [b, …], as many of them as there are."""
+    if kind.name in CODEBOOKS:
         points = gguf_codebooks.find_points(kind.name, blocks)
-        parts: Parts = gguf_codebooks.codes(kind.name, points), points.d, points.sub
-    else:
-        parts = _SPLIT[kind.name](blocks)
-    codes, d, *rest = (None if part is None else _as_rows(kind, data, part) for part in parts)
-    assert codes is not None
-    assert d is not None
-    return Decomposed(kind, codes, d, *rest)
+        return points.d, points.sub
+    return _SCALES[kind.name](blocks)
 
 
 def find_points(type_name: str, data: torch.Tensor) -> Points:
@@ -207,115 +219,104 @@ BLOCKS: dict[str, BlockType] = {
 }
 
 
-# ---- from bytes: each function takes blocks [b, block_bytes], and gives codes, d, sub, dmin, sub_min [b, …] ----
+# ---- from bytes ----
 
-def _q4_0(blocks: torch.Tensor) -> Parts:
-    d, low = split(blocks, 2, 16)
-    return fields(low, 4, 16), halves(d)
-
-
-def _q4_1(blocks: torch.Tensor) -> Parts:
-    d, least, low = split(blocks, 2, 2, 16)
-    return fields(low, 4, 16), halves(d), None, -halves(least)
-
-
-def _q5_0(blocks: torch.Tensor) -> Parts:
-    d, high, low = split(blocks, 2, 4, 16)
-    return fields(low, 4, 16) | fields(high, 1, 1) << 4, halves(d)
+_FOURS, _HIGH = Field(2, 16, 4, 16), Field(2, 4, 1, 1, 4)
+CODES: dict[str, tuple[Field, ...]] = {
+    "Q4_0": (_FOURS,), "Q4_1": (_FOURS._replace(at=4),), "Q5_0": (_FOURS._replace(at=6), _HIGH),
+    "Q5_1": (_FOURS._replace(at=8), _HIGH._replace(at=4)), "Q8_0": (Field(2, 32, 8, 32, flip=128),),
+    "Q2_K": (Field(16, 64, 2, 32),), "Q3_K": (Field(32, 64, 2, 32), Field(0, 32, 1, 32, 2)), "Q4_K": (Field(16, 128, 4, 32),),
+    "Q5_K": (Field(48, 128, 4, 32), Field(16, 32, 1, 32, 4)), "Q6_K": (Field(0, 128, 4, 64), Field(128, 64, 2, 32, 4)),
+    "Q1_0": (Field(2, 16, 1, 1),), "Q2_0": (Field(2, 16, 2, 1),), "TQ2_0": (Field(0, 64, 2, 32),), "IQ4_NL": (_FOURS,),
+    "IQ4_XS": (Field(8, 128, 4, 16),), "MXFP4": (Field(1, 16, 4, 16),), "NVFP4": (Field(4, 32, 4, 8),),
+}  # fmt: skip
+"""Of types whose codes are bits of a block's bytes: where."""
 
 
-def _q5_1(blocks: torch.Tensor) -> Parts:
-    d, least, high, low = split(blocks, 2, 2, 4, 16)
-    return fields(low, 4, 16) | fields(high, 1, 1) << 4, halves(d), None, -halves(least)
+def _codes(kind: BlockType, blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [b, block_len]."""
+    if kind.name in CODEBOOKS:
+        return gguf_codebooks.codes(kind.name, gguf_codebooks.find_points(kind.name, blocks))
+    if kind.name == "TQ1_0":
+        return _ternary(blocks)
+    first, *more = (field.of(blocks) for field in CODES[kind.name])
+    for each in more:
+        first |= each
+    return first
 
 
-def _q8_0(blocks: torch.Tensor) -> Parts:
-    d, values = split(blocks, 2, 32)
-    return values ^ 128, halves(d)
+def _ternary(blocks: torch.Tensor) -> torch.Tensor:
+    """Of TQ1_0, whose byte holds five digits as a fraction of 256; the last four bytes hold four."""
+    digits = [
+        (data.unsqueeze(1) * data.new_tensor([1, 3, 9, 27, 81][:count]).view(count, 1)).flatten(1)
+        for data, count in zip(split(blocks[:, :52], 32, 16, 4), (5, 5, 4), strict=True)
+    ]  # the products wrap at 256, which drops the digits above
+    return (torch.cat(digits, 1).to(torch.int16) * 3 >> 8).to(torch.uint8)
+
+
+_HALVES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "Q1_0", "Q2_0", "IQ4_NL", "IQ4_XS"), (0,)), "MXFP4": (), "NVFP4": (),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,),
+    "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+"""Where the float16 numbers of a block are: d, and dmin or a minimum."""
+
+
+# each function takes blocks [b, block_bytes], and gives d, sub, dmin, sub_min [b, …]
+
+
+def _first(blocks: torch.Tensor) -> Parts:
+    return (halves(blocks[:, :2]),)
+
+
+def _first_two(blocks: torch.Tensor) -> Parts:
+    return halves(blocks[:, :2]), None, -halves(blocks[:, 2:4])
+
+
+def _last(blocks: torch.Tensor) -> Parts:
+    return (halves(blocks[:, -2:]),)
 
 
 def _q2_k(blocks: torch.Tensor) -> Parts:
-    sub, low, d, dmin = split(blocks, 16, 64, 2, 2)
-    return fields(low, 2, 32), halves(d), sub & 15, halves(dmin), sub >> 4
+    sub = blocks[:, :16]
+    return halves(blocks[:, 80:82]), sub & 15, halves(blocks[:, 82:]), sub >> 4
 
 
 def _q3_k(blocks: torch.Tensor) -> Parts:
-    high, low, sub, d = split(blocks, 32, 64, 12, 2)
-    codes = fields(low, 2, 32) | fields(high, 1, 32) << 2
-    sub = fields(sub[:, :8], 4, 8) | fields(sub[:, 8:], 2, 4) << 4
-    return codes, halves(d), sub.view(torch.int8) - 32
+    low, high = split(blocks[:, 96:108], 8, 4)
+    return halves(blocks[:, 108:]), (fields(low, 4, 8) | fields(high, 2, 4) << 4).view(torch.int8) - 32
 
 
-def _six_bit_scales(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 12 bytes of Q4_K and Q5_K: sub and sub_min, [b, 8] each. Groups 0 to 3 lie in the low six bits of bytes 0 … 3 and
-    4 … 7; groups 4 to 7 have their low nibbles in bytes 8 … 11 and two high bits on top of the others."""
-    first, second, low = split(data, 4, 4, 4)
+def _q45_k(blocks: torch.Tensor) -> Parts:
+    """Sub scales and sub mins in 12 bytes: groups 0 to 3 lie in the low six bits of bytes 0 … 3 and 4 … 7; groups 4 to 7 have
+    their low nibbles in bytes 8 … 11 and two high bits on top of the others."""
+    first, second, low = split(blocks[:, 4:16], 4, 4, 4)
     sub = torch.cat([first & 63, low & 15 | (first >> 6) << 4], 1)
     sub_min = torch.cat([second & 63, low >> 4 | (second >> 6) << 4], 1)
-    return sub, sub_min
-
-
-def _q4_k(blocks: torch.Tensor) -> Parts:
-    d, dmin, packed, low = split(blocks, 2, 2, 12, 128)
-    sub, sub_min = _six_bit_scales(packed)
-    return fields(low, 4, 32), halves(d), sub, halves(dmin), sub_min
-
-
-def _q5_k(blocks: torch.Tensor) -> Parts:
-    d, dmin, packed, high, low = split(blocks, 2, 2, 12, 32, 128)
-    sub, sub_min = _six_bit_scales(packed)
-    return fields(low, 4, 32) | fields(high, 1, 32) << 4, halves(d), sub, halves(dmin), sub_min
+    return halves(blocks[:, :2]), sub, halves(blocks[:, 2:4]), sub_min
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
-    low, high, sub, d = split(blocks, 128, 64, 16, 2)
-    return fields(low, 4, 64) | fields(high, 2, 32) << 4, halves(d), little_endian(sub, torch.int8)
-
-
-def _tq1_0(blocks: torch.Tensor) -> Parts:
-    """A byte holds five ternary digits as a fraction of 256; the last four bytes hold four."""
-    first, second, last, d = split(blocks, 32, 16, 4, 2)
-    digits = [
-        (data.unsqueeze(1) * data.new_tensor([1, 3, 9, 27, 81][:count]).view(count, 1)).flatten(1)
-        for data, count in ((first, 5), (second, 5), (last, 4))
-    ]  # the products wrap at 256, which drops the digits above
-    return (torch.cat(digits, 1).to(torch.int16) * 3 >> 8).to(torch.uint8), halves(d)
-
-
-def _tq2_0(blocks: torch.Tensor) -> Parts:
-    low, d = split(blocks, 64, 2)
-    return fields(low, 2, 32), halves(d)
-
-
-def _q1_0(blocks: torch.Tensor) -> Parts:
-    d, signs = split(blocks, 2, 16)
-    return fields(signs, 1, 1), halves(d)
-
-
-def _q2_0(blocks: torch.Tensor) -> Parts:
-    d, low = split(blocks, 2, 16)
-    return fields(low, 2, 1), halves(d)
+    return halves(blocks[:, 208:]), little_endian(blocks[:, 192:208], torch.int8)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> Parts:
-    d, high, low, codes = split(blocks, 2, 2, 4, 128)
+    high, low = split(blocks[:, 2:8], 2, 4)
     sub = fields(low, 4, 1) | fields(high, 2, 1) << 4
-    return fields(codes, 4, 16), halves(d), sub.view(torch.int8) - 32
+    return halves(blocks[:, :2]), sub.view(torch.int8) - 32
 
 
 def _mxfp4(blocks: torch.Tensor) -> Parts:
-    exponent, codes = split(blocks, 1, 16)
-    return fields(codes, 4, 16), exponent
+    return (blocks[:, :1],)
 
 
 def _nvfp4(blocks: torch.Tensor) -> Parts:
-    scales, codes = split(blocks, 4, 32)
-    return fields(codes, 4, 8), (scales & 127) * (scales != 127)
+    scales = blocks[:, :4]
+    return ((scales & 127) * (scales != 127),)
 
 
-_SPLIT: dict[str, Callable[[torch.Tensor], Parts]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "Q1_0": _q1_0, "Q2_0": _q2_0, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "IQ4_NL": _q4_0, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
-    "NVFP4": _nvfp4,
+_SCALES: dict[str, Callable[[torch.Tensor], Parts]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "Q1_0", "Q2_0", "IQ4_NL"), _first), **dict.fromkeys(("Q4_1", "Q5_1"), _first_two),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), _last), "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q6_K": _q6_k,
+    "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
 }  # fmt: skip

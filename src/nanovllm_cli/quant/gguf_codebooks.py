@@ -43,6 +43,15 @@ def find_points(name: str, blocks: torch.Tensor) -> Points:
     return _READERS[name](blocks)
 
 
+def scales(name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """d of such blocks. IQ1_M has it in the top nibbles of four words, lowest first."""
+    if name != "IQ1_M":
+        return halves(blocks[:, :2])
+    nibbles = little_endian(blocks[:, 48:], torch.int16).int() >> 12 & 15
+    bits = (nibbles << nibbles.new_tensor([0, 4, 8, 12])).sum(1, keepdim=True, dtype=torch.int32)
+    return bits.to(torch.int16).view(torch.float16)
+
+
 def codes(name: str, points: Points) -> torch.Tensor:
     """uint8 [n, K]: a point's codes, with the sign as the bit above them."""
     known = codebook(name)
@@ -117,19 +126,12 @@ def _iq1_s(blocks: torch.Tensor) -> Points:
 
 
 def _iq1_m(blocks: torch.Tensor) -> Points:
-    """A float16 d lies in the top nibbles of four words, lowest first; below each, four scales of three bits."""
+    """Below the nibbles of d, four scales of three bits a word."""
     low, high, words = split(blocks, 32, 16, 8)
     packed = little_endian(words, torch.int16).int()
-    nibbles = packed >> 12 & 15
-    d = (
-        (nibbles << nibbles.new_tensor([0, 4, 8, 12]))
-        .sum(1, keepdim=True, dtype=torch.int32)
-        .to(torch.int16)
-        .view(torch.float16)
-    )
     sub = torch.stack([packed >> shift & 7 for shift in (0, 3, 6, 9)], -1).flatten(1)
     top = fields(high, 4, 1)
-    return Points(low.short() | (top & 7).short() << 8, top >> 3, d, _odd(sub))
+    return Points(low.short() | (top & 7).short() << 8, top >> 3, scales("IQ1_M", blocks), _odd(sub))
 
 
 _READERS: dict[str, Callable[[torch.Tensor], Points]] = {

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 Parts = tuple[torch.Tensor | None, ...]
+
+
+class Field(NamedTuple):
+    """Where bits of codes lie in a block: in `size` bytes from `at` on, in the order of `fields`, to be shifted up. flip: what
+    they are XORed with, so that numbers with a sign begin at 0."""
+
+    at: int
+    size: int
+    bits: int
+    stride: int
+    shift: int = 0
+    flip: int = 0
+
+    def of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Their part of codes [b, block_len] of blocks [b, block_bytes]."""
+        return fields(blocks[:, self.at : self.at + self.size], self.bits, self.stride) << self.shift ^ self.flip
 
 
 def split(blocks: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.quant.format import Blocks, Format
-from nanovllm_cli.quant.gguf_blocks import BLOCKS, decompose
+from nanovllm_cli.quant.gguf_blocks import BLOCKS, is_finite
 from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
@@ -95,9 +95,7 @@ class GGUFReader(PlainReader):
         data = self.checkpoint.raw(name)
         for first, end in row_slices(data.shape[0], 2 * self.shape(name)[1]):
             rows = data[first:end]
-            parts = decompose(self.checkpoint.info(name).dtype_name, rows)
-            lows = parts.minima()
-            if not (parts.scales().isfinite().all() and (lows is None or lows.isfinite().all())):
+            if not is_finite(self.checkpoint.info(name).dtype_name, rows):
                 raise not_finite(self.checkpoint, name)
             yield BlockRows(rows, self._factors_of(name, len(rows))), first
             self.checkpoint.release(name)
