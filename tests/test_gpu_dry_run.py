@@ -172,7 +172,9 @@ def test_every_bar_but_the_peers_is_found_by_the_sections_before_the_kernels_tes
 
 @needs_emulation
 def test_contact_judges_the_products_that_engines_ask_for(monkeypatch: pytest.MonkeyPatch, output: Output) -> None:
-    found = contact.products(Emulator())
+    monkeypatch.setattr(contact, "NARROW", (9, 16, 384))
+    monkeypatch.setattr(contact, "FULL", (4, 2064, 128))
+    found = contact.products(Emulator(capability=90))
     for name, relative_error in found.items():
         contact._judge(output, name, relative_error)
     assert all(row["right"] for row in output.results.values()), output.results
@@ -250,8 +252,14 @@ def test_a_part_that_fails_takes_no_other_with_it_and_fails_the_section(
     ],
 )
 def test_kernels_that_overlap_are_judged_at_contact(found: dict[str, bool], status: str, expected: bool) -> None:
-    record = {"status": status, "results": {way: {"same tokens": same} for way, same in found.items()}}
+    begun = {report.LAST_BEGUN: report.OVERLAPPED} if found else {}
+    record = {"status": status, "results": begun | {way: {"same tokens": same} for way, same in found.items()}}
     assert report.one_by_one_is_better({"contact": record}) == expected
+
+
+def test_kernels_that_overlap_are_not_judged_where_contact_had_no_time_for_them() -> None:
+    results = {report.ONE_BY_ONE: {"same tokens": True}, report.LAST_BEGUN: report.ONE_BY_ONE}
+    assert not report.one_by_one_is_better({"contact": {"status": "timed out", "results": results}})
 
 
 def test_nobody_waits_again_for_kernels_that_hang(

@@ -7,10 +7,10 @@ import torch
 
 from emulation.compare import close_to_rounding, random, relative_error
 from emulation.emulator import ORDERS, Emulator, needs_emulation
-from nanovllm_cli.kernels import reference, scale_sums
+from nanovllm_cli.kernels import reference, scale_sums, scaled_matmul
 from nanovllm_cli.kernels.embedding import scaled_rows
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
-from nanovllm_cli.kernels.scaled_matmul import Scaled, has_e4m3, matmul
+from nanovllm_cli.kernels.scaled_matmul import Scaled, has_e4m3, matmul, scales_rows
 
 pytestmark = needs_emulation
 BF16, FP16, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -84,7 +84,8 @@ MATMULS = [(1, 16, 16), (2, 48, 32), (16, 32, 400), (17, 64, 128), (5, 16, 1040)
 def test_scaled_codes_are_multiplied(rows: int, outputs: int, width: int, kind: torch.dtype, capability: int) -> None:
     if kind == FP8 and not has_e4m3(capability, 1):
         return
-    emulator, x, weight = Emulator(capability=capability), scaled(rows, width, kind), scaled(outputs, width, kind)
+    emulator = Emulator(capability=capability, num_multiprocessors=1)  # which every product fills
+    x, weight = scaled(rows, width, kind), scaled(outputs, width, kind)
     bias, product = random(outputs, dtype=FP16), values(x) @ values(weight).t()
     close_to_rounding(matmul(emulator, x, weight, bias, dtype=FP16), product + bias.double())
     got = matmul(emulator, x, weight, None, dtype=BF16, out_dtype=torch.float32)
@@ -110,6 +111,23 @@ def test_scales_for_128_columns(rows: int, outputs: int, width: int) -> None:
     assert ((got.double() - expected).abs() <= 2.0**-8 * parts + 1e-5).all(), "three roundings at most"
     assert not has_e4m3(89, groups)
     assert not has_e4m3(100, groups)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "expected"),
+    [(127, 3072, False), (32, 4096, False), (512, 4096, False), (513, 4096, True), (32, 24576, True), (2048, 6144, True)],
+)
+def test_scales_of_rows_are_in_products_that_fill_a_hopper(rows: int, outputs: int, expected: bool) -> None:
+    """cuBLASLt fails at 127 x 3072 sums of 9216 products, and succeeds at so many of 3072."""
+    assert scales_rows(Emulator(capability=90, num_multiprocessors=132), rows, outputs) == expected
+    assert not scales_rows(Emulator(capability=120, num_multiprocessors=132), rows, outputs)
+
+
+def test_a_small_product_on_a_hopper_has_its_scales_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_matmul, "_scaled", None)
+    x, weight = scaled(9, 32, FP8), scaled(48, 32, FP8)
+    got = matmul(Emulator(capability=90), x, weight, None, dtype=BF16)
+    close_to_rounding(got, values(x) @ values(weight).t())
 
 
 def test_whole_numbers_have_the_same_bits_in_any_batch() -> None:

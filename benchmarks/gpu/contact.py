@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpu.checks import NEAR_TIE
 from gpu.engines import gpu, load, release, serve
 from gpu.peers import make_model
-from gpu.report import EAGER, ONE_BY_ONE, OVERLAPPED, SMALLEST
+from gpu.report import EAGER, LAST_BEGUN, ONE_BY_ONE, OVERLAPPED, SMALLEST
 from gpu.sections import Output
 from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.workload import Request, prompt
@@ -37,6 +37,8 @@ WAYS: tuple[tuple[str, bool, dict[str, Any]], ...] = (
 """Programmatic launch, and settings."""
 MOST_ERROR = 1e-2
 ROWS, OUTPUTS, WIDTH = 20, 272, 512
+NARROW, FULL = (20, 3072, 9216), (300, 8192, 512)
+"""Rows, outputs and columns of products for which a library likes to divide the columns among blocks; and that fill a GPU."""
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -46,6 +48,7 @@ def section(output: Output) -> None:
     shape = replace(SHAPES[SMALLEST], layers=LAYERS, tied=False)  # a tied head of random weights repeats the last token
     found: list[list[tuple[int, ...]]] = []
     for title, programmatic, settings in WAYS:
+        output.put(LAST_BEGUN, title)
         output.attempt(_answer, output, title, shape, programmatic, settings, found)
         release()
         if title == ONE_BY_ONE:  # before kernels overlap, which may hang
@@ -99,13 +102,18 @@ def products(launcher: Launcher) -> dict[str, Callable[[], float]]:
         got = library.matmul(launcher, x.to(device), weight.to(device), None, out_dtype=dtype)
         return far(got, x.double() @ weight.double().T)
 
-    def scaled(code: torch.dtype, groups: int, dtype: torch.dtype = BF16) -> float:
-        def side(rows: int) -> Scaled:
-            codes = torch.randint(-99, 99, (rows, WIDTH)).to(code)
-            return Scaled(codes, torch.rand(groups, rows) / 99)
+    def scaled(
+        code: torch.dtype, grouped: bool, dtype: torch.dtype = BF16, sizes: tuple[int, int, int] = (ROWS, OUTPUTS, WIDTH)
+    ) -> float:
+        rows, outputs, width = sizes
+        groups = width // BLOCK if grouped else 1
 
-        x, weight = side(ROWS), side(OUTPUTS)
-        wide = [each.codes.double() * each.scales.double().T.repeat_interleave(WIDTH // groups, 1) for each in (x, weight)]
+        def side(count: int) -> Scaled:
+            codes = torch.randint(-99, 99, (count, width)).to(code)
+            return Scaled(codes, torch.rand(groups, count) / 99)
+
+        x, weight = side(rows), side(outputs)
+        wide = [each.codes.double() * each.scales.double().T.repeat_interleave(width // groups, 1) for each in (x, weight)]
         there = [Scaled(*(part.to(device) for part in each)) for each in (x, weight)]
         return far(scaled_matmul.matmul(launcher, *there, None, dtype=BF16, out_dtype=dtype), wide[0] @ wide[1].T)
 
@@ -120,10 +128,14 @@ def products(launcher: Launcher) -> dict[str, Callable[[], float]]:
     return {
         "bf16": lambda: plain(BF16),
         "bf16 to float32": lambda: plain(torch.float32),
-        "int8": lambda: scaled(torch.int8, 1),
-        "e4m3, a scale a row": lambda: scaled(FP8, 1),
-        "e4m3 to float32": lambda: scaled(FP8, 1, torch.float32),
-        "e4m3, a scale for 128 columns": lambda: scaled(FP8, WIDTH // BLOCK),
+        "int8": lambda: scaled(torch.int8, False),
+        "int8, many columns": lambda: scaled(torch.int8, False, sizes=NARROW),
+        "e4m3, a scale a row": lambda: scaled(FP8, False),
+        "e4m3, a scale a row, many columns": lambda: scaled(FP8, False, sizes=NARROW),
+        "e4m3, a scale a row, many rows": lambda: scaled(FP8, False, sizes=FULL),
+        "e4m3 to float32": lambda: scaled(FP8, False, torch.float32),
+        "e4m3, a scale for 128 columns": lambda: scaled(FP8, True),
+        "e4m3, a scale for 128 columns, many columns": lambda: scaled(FP8, True, sizes=NARROW),
         "flash attention": flash,
     }
 

@@ -12,6 +12,8 @@ Results = Mapping[str, Mapping[str, Any]]
 RED = "MISSED"
 SMALLEST, EAGER, ONE_BY_ONE, OVERLAPPED = "qwen3-0.6b", "eager", "one kernel after the other", "programmatic launch"
 """Rows of batch-1: a model, and behind a comma the way its kernels were launched. Of contact: these ways."""
+LAST_BEGUN = "last begun"
+"""Of contact: the way that it came to, which may have hung."""
 ENDED = ("done", "failed", "timed out")
 
 
@@ -152,9 +154,9 @@ BARS = (
 
 def one_by_one_is_better(results: Results) -> bool:
     """By contact, kernels that overlap never got to an answer or gave another one; by batch-1 that too, or they were slower."""
-    plain, overlapped = (_get(results, "contact", way) for way in (ONE_BY_ONE, OVERLAPPED))
+    begun, plain, overlapped = (_get(results, "contact", key) for key in (LAST_BEGUN, ONE_BY_ONE, OVERLAPPED))
     differ = plain is not None and (overlapped is None or plain["same tokens"] != overlapped["same tokens"])
-    if differ and _has_ended(results, "contact"):
+    if differ and begun == OVERLAPPED and _has_ended(results, "contact"):
         return True
     if not _has_ended(results, "batch-1"):
         return False

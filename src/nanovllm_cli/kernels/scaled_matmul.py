@@ -1,7 +1,8 @@
 """Matmuls of 8-bit activations with 8-bit weights on a GPU: the vendor's library, through torch, and scales behind it.
 
-    e4m3, a scale a row         torch._scaled_mm with a scale a row of both on sm_90. Elsewhere without scales, which then follow:
-                                before torch 2.12 sm_89 multiplies by rows on the wrong stream, and newer GPUs for bfloat16 alone
+    e4m3, a scale a row         torch._scaled_mm with a scale a row of both on sm_90, where a product fills it: others with many
+                                columns are an error of cuBLASLt's (pytorch/ao issue 4582). Else without scales, which follow:
+                                before torch 2.12 sm_89 multiplies by rows on the wrong stream, newer GPUs for bfloat16 alone
     e4m3, one for 128 columns   torch._scaled_mm_v2, scales a row and 128 columns of both, which cuBLASLt has for sm_90 only
     int8, a scale a row         torch._int_mm, which wants more than 16 rows; scales follow
 
@@ -23,6 +24,8 @@ SIZES = 16
 """N and K are multiples of it."""
 LEAST_INT_ROWS = 17
 BLOCK = 128
+TILE = 128
+"""Rows and columns of a product that a block of the library's computes, about."""
 BLOCK_ROWS = 4
 """With scales for 128 columns, rows are a multiple of it."""
 FAST_SUMS = False
@@ -38,10 +41,16 @@ class Scaled(NamedTuple):
 
 
 def has_e4m3(capability: int, groups: int) -> bool:
-    return has_row_scales(capability) if groups > 1 else capability >= 89
+    return _is_hopper(capability) if groups > 1 else capability >= 89
 
 
-def has_row_scales(capability: int) -> bool:
+def scales_rows(launcher: Launcher, rows: int, outputs: int) -> bool:
+    """Whether a product [rows, outputs] of e4m3 may have its scales of rows in it."""
+    tiles = -(-rows // TILE) * -(-outputs // TILE)
+    return _is_hopper(launcher.capability) and tiles >= launcher.num_multiprocessors
+
+
+def _is_hopper(capability: int) -> bool:
     return 90 <= capability < 100
 
 
@@ -73,7 +82,7 @@ def matmul(
         check(bias, launcher, dtype, outputs)
     if kind == torch.int8:
         sums = _whole_sums(launcher, x.codes, weight.codes)
-    elif groups == 1 and not (has_row_scales(launcher.capability) and out_dtype == dtype):
+    elif groups == 1 and not (out_dtype == dtype and scales_rows(launcher, rows, outputs)):
         sums = torch.empty(rows, outputs, dtype=torch.float32, device=x.codes.device)
         one = torch.empty(1, dtype=torch.float32, device=x.codes.device)
         launcher.torch_op(lambda: _plain_sums(x.codes, weight.codes, one, sums))
