@@ -32,13 +32,11 @@ def make_model(shape: Shape, device: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {k: v for k, v in shape.config.items() if k not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(shape.config["model_type"], **settings, bos_token_id=None, eos_token_id=None)
+    settings |= {"rope_theta": dict(shape.rope)["rope_theta"], "bos_token_id": None, "eos_token_id": None}  # transformers 4's
+    config = AutoConfig.for_model(shape.config["model_type"], **settings)
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    torch.set_default_dtype(torch.float32)
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def decode_rate(model: Any, shape: Shape, batch: int, short: int, long: int, cache: str) -> dict[str, Any]:

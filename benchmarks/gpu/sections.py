@@ -49,7 +49,7 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("environment", "machine, packages, versions", "environment:section", 60, ()),
-    Section("contact", "whether anything runs at all, and whether kernels may overlap", "contact:section", 75),
+    Section("contact", "whether anything runs at all, and whether kernels may overlap", "contact:section", 90),
     Section("ceilings", "copy GB/s, matmul TFLOP/s", "sweeps:ceilings", 40),
     Section("batch-1", "decode of one sequence: graphs, eager, CPU time", "engine_runs:batch_1", 110),
     Section("attention", "paged decode and prefill attention of Qwen3-8B", "sweeps:attention", 45),
