@@ -606,6 +606,10 @@ def test_what_fails_in_the_library_takes_nothing_of_ours(tmp_path: Path, monkeyp
     assert second["torch us"] == 1.0
     with pytest.raises(RuntimeError, match="no engine"):
         sweeps.put(output, "kind", cases.Case("ours", 1e3, 0.0, [broken]))
+    sweeps.attempt(output, "kind", lambda: [cases.Case("ours", 1e3, 0.0, [broken]), cases.Case("c", 1e3, 0.0, [lambda: None])])
+    sweeps.attempt(output, "kind", broken)
+    assert [row["case"] for row in output.results["kind"]] == ["a", "b", "c"]
+    assert (output.error or "").count("RuntimeError: no engine") == 2
 
 
 def test_a_tracer_that_sees_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,18 +32,22 @@ def section(output: Output) -> None:
     with _Trace():  # so that the tracer is there before the first graph
         torch.zeros(1, device="cuda")
     for name, batch in CASES:
-        for eager in (False, True):
-            shape = SHAPES[name]
-            loaded = load(shape, gpu(), **room(batch, 512), max_num_batched_tokens=8192, eager=eager)
-            step_ms = measure(loaded, shape, batch, 64, rounds=1)[0]["ms a step"]
-            found = kernels_of_a_step(loaded, batch, step_ms)
-            del loaded
-            release()
-            if found["rows"]:
-                output.put(f"{name}, batch {batch}{', eager' if eager else ''}", found)
-                break
-        else:
-            output.put(f"{name}, batch {batch}", "the tracer saw nothing of the device")
+        output.attempt(_step, output, name, batch)
+        release()
+
+
+def _step(output: Output, name: str, batch: int) -> None:
+    for eager in (False, True):
+        shape = SHAPES[name]
+        loaded = load(shape, gpu(), **room(batch, 512), max_num_batched_tokens=8192, eager=eager)
+        step_ms = measure(loaded, shape, batch, 64, rounds=1)[0]["ms a step"]
+        found = kernels_of_a_step(loaded, batch, step_ms)
+        del loaded
+        release()
+        if found["rows"]:
+            output.put(f"{name}, batch {batch}{', eager' if eager else ''}", found)
+            return
+    output.put(f"{name}, batch {batch}", "the tracer saw nothing of the device")
 
 
 def kernels_of_a_step(loaded: Loaded, batch: int, step_ms: float) -> dict[str, Any]:

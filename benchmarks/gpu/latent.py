@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ import torch
 from gpu.cases import BF16, BLOCK, FP8, Case, make_tables, randn
 from gpu.engines import overlaps
 from gpu.sections import Output
-from gpu.sweeps import put, timed
+from gpu.sweeps import attempt, best_of
 from gpu.timing import copies_for
 from nanovllm_cli.kernels import latent_attention as latent_attention_module
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
@@ -46,23 +45,19 @@ def section(output: Output) -> None:
     for heads in HEADS:
         for batch, tokens in DECODES:
             for dtype in (BF16, FP8) if heads != 20 else (BF16,):
-                put(output, "decode", decode_case(launcher, heads, batch, tokens, dtype))
+                attempt(output, "decode", decode_case, launcher, heads, batch, tokens, dtype)
     for heads in (16, 128):
         for tokens in TOKENS:
-            for case in products_cases(launcher, heads, tokens):
-                put(output, "products by head", case)
-        put(output, "rows", rows_case(launcher, heads, 32))
+            attempt(output, "products by head", products_cases, launcher, heads, tokens)
+        attempt(output, "rows", rows_case, launcher, heads, 32)
     for heads in (16, 128):
         for tokens in PROMPTS:
             for fixed in (False, True):
-                put(output, "prompts", prompt_case(launcher, heads, tokens, fixed))
+                attempt(output, "prompts", prompt_case, launcher, heads, tokens, fixed)
     for constant, values in TUNED:
         for batch, tokens in TOLD_BY:
-            times = {}
-            for value in values:
-                with patch.object(latent_attention_module, constant, value):
-                    times[str(value)] = timed(decode_case(launcher, 16, batch, tokens, BF16))["us"]
-            output.put(f"{constant}, {batch} x {tokens}", times | {"best": int(min(times, key=lambda value: times[value]))})
+            title, case = f"{constant}, {batch} x {tokens}", (launcher, 16, batch, tokens, BF16)
+            output.attempt(best_of, output, title, latent_attention_module, constant, values, decode_case, *case)
 
 
 def decode_case(

@@ -19,7 +19,7 @@ from gpu.engine_runs import measure, prefill_of, room
 from gpu.engines import Loaded, gpu, load, overlaps, release
 from gpu.sections import Output, Skipped
 from gpu.shapes import SHAPES, HasConfig, RandomCheckpoint
-from gpu.sweeps import put, timed
+from gpu.sweeps import attempt, timed
 from gpu.timing import copies_for
 from nanovllm_cli.engine import loaded_model
 from nanovllm_cli.kernels import library, packed, packed_gemm, packed_gemv, packed_wgmma, scaled_matmul, unpack
@@ -74,12 +74,8 @@ def other_kernels(output: Output) -> None:
 def _kernels(output: Output, names: tuple[str, ...]) -> None:
     launcher = CudaLauncher(programmatic_launch=overlaps())
     for name in names:
-        output.attempt(_products, output, launcher, name)
-
-
-def _products(output: Output, launcher: Launcher, name: str) -> None:
-    for outputs, width in SIZES:
-        put(output, name, product_case(launcher, name, outputs, width, 1))
+        for outputs, width in SIZES:
+            attempt(output, name, product_case, launcher, name, outputs, width, 1)
 
 
 def product_case(launcher: Launcher, name: str, outputs: int, width: int, rows: int) -> Case:
@@ -225,13 +221,17 @@ def plans(output: Output) -> None:
     """What blocks of `packed_wgmma` take in every plan, against the one that its estimate of cycles chooses."""
     launcher = CudaLauncher()
     for kind in PLANNED:
-        form = parse_format(KINDS[kind])
         for outputs, width in PLANNED_SIZES:
-            copies = copies_for(outputs * form.row_bytes(width))
-            weights = [packed_weight(launcher, kind, form, outputs, width) for _ in range(copies)]
-            for rows in PLANNED_ROWS:
-                found = best_plan(launcher, weights, rows, lambda case: timed(case)["us"])
-                output.put(f"{kind}, {outputs} x {width}, {rows}", found)
+            output.attempt(_plans, output, launcher, kind, outputs, width)
+
+
+def _plans(output: Output, launcher: Launcher, kind: packed.Kind, outputs: int, width: int) -> None:
+    form = parse_format(KINDS[kind])
+    copies = copies_for(outputs * form.row_bytes(width))
+    weights = [packed_weight(launcher, kind, form, outputs, width) for _ in range(copies)]
+    for rows in PLANNED_ROWS:
+        found = best_plan(launcher, weights, rows, lambda case: timed(case)["us"])
+        output.put(f"{kind}, {outputs} x {width}, {rows}", found)
 
 
 def best_plan(launcher: Launcher, weights: list[Packed], rows: int, microseconds: Callable[[Case], float]) -> dict[str, Any]:

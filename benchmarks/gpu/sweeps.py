@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +15,9 @@ from gpu.sections import Output
 from gpu.shapes import SHAPES
 from gpu.timing import seconds_in_graph, seconds_of
 from nanovllm_cli.kernels import decode_attention
-from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.launcher import CudaLauncher
 
+Make = Callable[..., Case]
 COPY_BYTES = 4 << 30
 SIDE = 8192
 DECODES = ((32, 2048), (128, 2048), (1, 2048), (1, 32768), (8, 8192), (256, 1024))
@@ -50,32 +50,24 @@ def attention(output: Output) -> None:
     launcher, name = CudaLauncher(programmatic_launch=overlaps()), "qwen3-8b"
     for batch, tokens in DECODES:
         for dtype in (BF16, FP8):
-            output.attempt(_decode, output, launcher, name, SHAPES[name], batch, tokens, dtype)
+            attempt(output, "decode", cases.decode_case, launcher, name, SHAPES[name], batch, tokens, dtype)
     for count, tokens, prefix in PREFILLS:
-        output.attempt(_prefill, output, launcher, name, SHAPES[name], count, tokens, prefix, BF16)
-    output.attempt(_prefill, output, launcher, name, SHAPES[name], 1, 2048, 0, FP8)
+        attempt(output, "prefill", cases.prefill_case, launcher, name, SHAPES[name], count, tokens, prefix, BF16)
+    attempt(output, "prefill", cases.prefill_case, launcher, name, SHAPES[name], 1, 2048, 0, FP8)
 
 
 def attention_of_others(output: Output) -> None:
     launcher = CudaLauncher(programmatic_launch=overlaps())
     for name in ("qwen3-0.6b", "llama-3.2-1b"):
         for dtype in (BF16, FP8):
-            output.attempt(_decode, output, launcher, name, SHAPES[name], *OTHER_DECODES[0], dtype)
+            attempt(output, "decode", cases.decode_case, launcher, name, SHAPES[name], *OTHER_DECODES[0], dtype)
     for name, heads in cases.GEMMA_4_E4B.items():
         for batch, tokens in OTHER_DECODES:
             for dtype in (BF16, FP8):
-                output.attempt(_decode, output, launcher, f"gemma-4-e4b {name}", heads, batch, tokens, dtype)
+                attempt(output, "decode", cases.decode_case, launcher, f"gemma-4-e4b {name}", heads, batch, tokens, dtype)
     for dtype, fixed in ((BF16, False), (BF16, True), (FP8, False)):
         heads = cases.GEMMA_4_E4B["all"]
-        output.attempt(_prefill, output, launcher, "gemma-4-e4b all", heads, 1, 2048, 0, dtype, fixed)
-
-
-def _decode(output: Output, *case: Any) -> None:
-    put(output, "decode", cases.decode_case(*case))
-
-
-def _prefill(output: Output, *case: Any) -> None:
-    put(output, "prefill", cases.prefill_case(*case))
+        attempt(output, "prefill", cases.prefill_case, launcher, "gemma-4-e4b all", heads, 1, 2048, 0, dtype, fixed)
 
 
 def tuning(output: Output) -> None:
@@ -83,30 +75,43 @@ def tuning(output: Output) -> None:
     launcher, shape = CudaLauncher(programmatic_launch=overlaps()), SHAPES["qwen3-8b"]
     for constant, values, sizes in TUNED:
         for batch, tokens in sizes:
-            times = {}
-            for value in values:
-                with patch.object(decode_attention, constant, value):
-                    times[str(value)] = timed(cases.decode_case(launcher, "", shape, batch, tokens, BF16))["us"]
-            best = min(times, key=lambda value: times[value])
-            output.put(f"{constant}, {batch} x {tokens}", times | {"best": int(best)})
+            title, case = f"{constant}, {batch} x {tokens}", (launcher, "", shape, batch, tokens, BF16)
+            output.attempt(best_of, output, title, decode_attention, constant, values, cases.decode_case, *case)
+
+
+def best_of(
+    output: Output, title: str, module: object, constant: str, values: tuple[int, ...], make: Make, *inputs: Any
+) -> None:
+    """Microseconds of a case by the value of a module's constant, and the best."""
+    times = {}
+    for value in values:
+        with patch.object(module, constant, value):
+            times[str(value)] = timed(make(*inputs))["us"]
+    output.put(title, times | {"best": int(min(times, key=lambda value: times[value]))})
 
 
 def matmuls(output: Output) -> None:
-    for kind, launcher in (("gemv", CudaLauncher()), ("gemv, programmatic launch", CudaLauncher(programmatic_launch=True))):
-        for case in _gemvs(launcher, (1, 8) if kind == "gemv" else (1,)):
-            put(output, kind, case)
+    launcher, overlapped = CudaLauncher(), CudaLauncher(programmatic_launch=True)
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        for rows, kind in ((1, "gemv"), (8, "gemv"), (1, "gemv, programmatic launch")):
+            how = overlapped if kind != "gemv" else launcher
+            attempt(output, kind, cases.gemv_cases, how, name, SHAPES[name], rows)
     for rows in (1, 256):
-        for case in cases.small_cases(CudaLauncher(), "qwen3-0.6b", SHAPES["qwen3-0.6b"], rows):
-            put(output, "small", case)
+        attempt(output, "small", cases.small_cases, launcher, "qwen3-0.6b", SHAPES["qwen3-0.6b"], rows)
     for make in (cases.delta_case, cases.state_space_case):
         for count, tokens in DELTAS:
-            put(output, "delta", make(CudaLauncher(), count, tokens))
+            attempt(output, "delta", make, launcher, count, tokens)
 
 
-def _gemvs(launcher: Launcher, rows: tuple[int, ...]) -> Iterator[Case]:
-    for name in ("qwen3-0.6b", "qwen3-8b"):
-        for count in rows:
-            yield from cases.gemv_cases(launcher, name, SHAPES[name], count)
+def attempt(output: Output, kind: str, make: Callable[..., Case | list[Case]], *inputs: Any) -> None:
+    """Cases that take none of the others with them."""
+
+    def measure() -> None:
+        made = make(*inputs)
+        for case in [made] if isinstance(made, Case) else made:
+            output.attempt(put, output, kind, case)
+
+    output.attempt(measure)
 
 
 def put(output: Output, kind: str, case: Case) -> None:
