@@ -73,6 +73,13 @@ def test_types(name: str) -> None:
         close_to_rounding(block_gemv(Emulator(order), x, weight, None), product(x, values, BLOCKS[name].group))
 
 
+def test_rows_of_nvfp4_end_within_a_record() -> None:
+    """As the 2,688 columns of a Nemotron 3 Nano do: 21 times 128, ten records of 256 and half of one."""
+    weight, values = weights("NVFP4", 17, 320)
+    x = random(3, 320, dtype=BF16)
+    close_to_rounding(block_gemv(Emulator(), x, weight, None), product(x, values, 16))
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 48, 256), (2, 32, 1024), (7, 48, 256), (17, 16, 256)])
 def test_gated_is_what_two_kernels_leave(rows: int, outputs: int, width: int, order: int) -> None:

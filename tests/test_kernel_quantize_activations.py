@@ -90,9 +90,9 @@ def unordered(codes: torch.Tensor) -> torch.Tensor:
 def test_rows_for_blocks(rows: int, width: int, group: int, order: int) -> None:
     hidden, x = normed(rows, width, FP16)
     for source in (x, hidden):
-        got = to_blocks(Emulator(order), source, group)
+        padded = -(-width // 128) * 128 + 128 * (order == 0)  # records may be wider than what they need
+        got = to_blocks(Emulator(order), source, group, padded)
         codes, scales, sums = unordered(got.codes), got.factors[..., 0], got.factors[..., 1]
-        padded = -(-width // 128) * 128
         assert codes.shape == (rows, padded)
         assert not codes[:, width:].any()
         assert torch.allclose(
@@ -120,7 +120,7 @@ def test_a_bad_number_shows_in_its_row_alone(bad: float) -> None:
         assert numbers(got, group)[1, 40].isnan()
         assert not numbers(got, group)[[0, 2]].isnan().any()
         assert numbers(to_e4m3(Emulator(), x, group), group)[1, 40].isnan()
-    assert to_blocks(Emulator(), x, 32).factors[..., 0].isnan().nonzero().tolist() == [[1, 1]]
+    assert to_blocks(Emulator(), x, 32, 128).factors[..., 0].isnan().nonzero().tolist() == [[1, 1]]
 
 
 def test_a_row_is_alone_in_its_bits() -> None:
@@ -134,7 +134,7 @@ def test_a_row_is_alone_in_its_bits() -> None:
 def test_no_rows_is_no_launch() -> None:
     emulator, empty = Emulator(), torch.empty(0, 64, dtype=BF16)
     assert to_int8(emulator, empty).codes.shape == (0, 64)
-    assert to_blocks(emulator, empty, 16).factors.shape == (0, 8, 2)
+    assert to_blocks(emulator, empty, 16, 128).factors.shape == (0, 8, 2)
     assert not emulator.launches
 
 
@@ -157,11 +157,12 @@ def test_planted_bugs_are_seen(bug: str, group: int) -> None:
         lambda x: to_int8(Emulator(), x[:, ::2]),
         lambda x: to_int8(Emulator(), x.double()),
         lambda x: to_int8(Emulator(), x, 48),
-        lambda x: to_blocks(Emulator(), x, 64),
+        lambda x: to_blocks(Emulator(), x, 64, 128),
+        lambda x: to_blocks(Emulator(), x, 32, 64),
         lambda x: to_e4m3(Emulator(), x, fixed=torch.ones(2)),
         lambda x: to_int8(Emulator(), Normed(x, torch.ones(63, dtype=BF16), 0.0, 1.0)),
     ],
-    ids=["strides", "type", "group", "group of blocks", "scales", "gain"],
+    ids=["strides", "type", "group", "group of blocks", "width of blocks", "scales", "gain"],
 )
 def test_what_the_kernel_would_misread_is_refused(bad) -> None:
     with pytest.raises((AssertionError, KeyError)):

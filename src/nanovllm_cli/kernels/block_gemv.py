@@ -56,7 +56,7 @@ def block_gemv(
     grid = min(-(-outputs // (WARPS // parts * TILE)), launcher.num_multiprocessors * RESIDENT)
     capability = launcher.capability
     fused = rows <= FUSED_ROWS and fits(layout, rows, 1, has_gate(activation), capability)
-    rounded = None if fused else rounding.to_blocks(launcher, x, layout.group)
+    rounded = None if fused else rounding.to_blocks(launcher, x, layout.group, records.padded_width(layout))
     at_once = rows if fused else rows_at_once(layout, rows, has_gate(activation), capability)
     for first in range(0, rows, at_once):
         last = min(rows, first + at_once)
@@ -90,7 +90,7 @@ def expert_gemv(
     assert fits(layout, 0, lane_rows, has_gate(activation), capability)
     across = records.padded_width(layout) // records.columns_of(layout)
     parts = parts_of(outputs, across, launcher.num_multiprocessors)
-    rounded = rounding.to_blocks(launcher, x, layout.group)
+    rounded = rounding.to_blocks(launcher, x, layout.group, records.padded_width(layout))
     args = (
         tasks.words, None, None, None, rounded.codes, rounded.factors, None, None, out, np.int32(0), np.int32(width),
         np.int32(outputs), np.int32(parts), np.float32(0), np.float32(0), np.int32(tasks.taken),

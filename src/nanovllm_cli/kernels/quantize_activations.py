@@ -14,8 +14,6 @@ from nanovllm_cli.kernels.ops import Hidden
 THREADS = 256
 SPAN = 8 * THREADS
 """Columns that a block takes at a time."""
-STEP = 128
-"""Columns that matmuls of blocks take at once, at the least, and rows for them are padded to."""
 GROUPS = (16, 32, 64, 128, 256)
 
 
@@ -28,13 +26,11 @@ class Rounded(NamedTuple):
 
 
 class RoundedBlocks(NamedTuple):
-    """Rows for block_gemv.cu: codes int8 [T, width up to 128], each 64 in the order of the matrix instructions; factors fp32
-    [T, groups, 2], a group's scale and the sum of its codes. width and group: of the rows."""
+    """Rows for block_gemv.cu: codes int8 [T, padded], each 64 in the order of the matrix instructions; factors fp32
+    [T, groups, 2], a group's scale and the sum of its codes."""
 
     codes: torch.Tensor
     factors: torch.Tensor
-    width: int
-    group: int
 
 
 def to_int8(launcher: Launcher, x: Hidden, group: int = 0) -> Rounded:
@@ -49,12 +45,13 @@ def to_e4m3(launcher: Launcher, x: Hidden, group: int = 0, fixed: torch.Tensor |
     return _round(launcher, x, torch.float8_e4m3fn, group, fixed)
 
 
-def to_blocks(launcher: Launcher, x: Hidden, group: int) -> RoundedBlocks:
-    """x [T, width] for a matmul of blocks whose scales cover 16 or 32 columns."""
+def to_blocks(launcher: Launcher, x: Hidden, group: int, padded: int) -> RoundedBlocks:
+    """x [T, width] for a matmul of blocks whose scales cover 16 or 32 columns, with zeros up to the width of its records."""
     source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype = source.shape, source.dtype
     assert group in (16, 32), group
-    padded = -(-width // STEP) * STEP
+    assert padded >= width, (width, padded)
+    assert padded % 128 == 0, padded
     codes = torch.empty(rows, padded, dtype=torch.int8, device=source.device)
     factors = torch.empty(rows, padded // group, 2, dtype=torch.float32, device=source.device)
     if rows:
@@ -63,7 +60,7 @@ def to_blocks(launcher: Launcher, x: Hidden, group: int) -> RoundedBlocks:
         )  # fmt: skip
         grid = (rows, 1 if gain is not None else -(-padded // SPAN), 1)
         launcher.launch(blocks_variant(dtype, widest(width, dtype)), grid, (THREADS, 1, 1), args)
-    return RoundedBlocks(codes, factors, width, group)
+    return RoundedBlocks(codes, factors)
 
 
 def _round(launcher: Launcher, x: Hidden, code: torch.dtype, group: int, fixed: torch.Tensor | None) -> Rounded:
