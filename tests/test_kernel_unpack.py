@@ -54,11 +54,12 @@ def test_rows_by_their_ids(order: int) -> None:
     assert torch.equal(packed_rows(Emulator(order), weight, places, BF16, tokens=tokens), expected)
 
 
-def test_columns_go_back_to_their_own_order() -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_columns_go_back_to_their_own_order(dtype: torch.dtype) -> None:
     weight, meaning = quantized(INT4, 20, 160, ordered=True)
-    assert torch.equal(unpack(Emulator(), weight, 0, 20, BF16), meaning.to(BF16))
+    assert torch.equal(unpack(Emulator(), weight, 0, 20, dtype), meaning.to(dtype))
     ids = torch.tensor([19, 3])
-    assert torch.equal(packed_rows(Emulator(), weight, ids, BF16), meaning[ids].to(BF16))
+    assert torch.equal(packed_rows(Emulator(), weight, ids, dtype), meaning[ids].to(dtype))
 
 
 def test_planted_bug_is_seen() -> None:

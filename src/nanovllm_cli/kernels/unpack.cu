@@ -107,11 +107,11 @@ packed_rows(const int64_t* ids, const int64_t* tokens, int64_t num_tokens, const
 #pragma unroll
   for (int step = 0; step < TILE_STEPS; ++step)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t* numbers = registers.at[step] + half * 2;
+    for (int part = 0; part < 2; ++part) {
+      const uint32_t* numbers = registers.at[step] + part * 2;
       const uint32_t pair = there ? output < 8 ? numbers[0] : numbers[1] : 0;
       store(reinterpret_cast<const Vector<DTYPE, 2>&>(pair), out + (int64_t)blockIdx.x * width,
-            slice * TILE_COLUMNS + step * 16 + half * 8 + place * 2, width, order);
+            slice * TILE_COLUMNS + step * 16 + part * 8 + place * 2, width, order);
     }
 }
 EXPORT(packed_rows)

@@ -68,4 +68,5 @@ def variants() -> list[Kernel]:
     int4, int8 = of("int4", 128, bf16), of("int8", 0, single, width=33)
     hard, fp8, nf4 = of("int4", 32, half, zeros=True, ordered=True), of("fp8", 128, single), of("nf4", 64, single)
     plain = [variant(weight, bf16) for weight in (int4, hard, int8, fp8, nf4)]
-    return [*plain, variant(hard, half), *(variant(weight, bf16, by_ids=True) for weight in (int4, hard, fp8))]
+    rows = [variant(weight, bf16, by_ids=True) for weight in (int4, hard, fp8)] + [variant(hard, half, by_ids=True)]
+    return [*plain, variant(hard, half), *rows]
