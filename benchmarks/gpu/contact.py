@@ -135,6 +135,7 @@ def products(launcher: Launcher) -> dict[str, Callable[[], float]]:
         "e4m3, a scale a row, many rows": lambda: scaled(FP8, False, sizes=FULL),
         "e4m3 to float32": lambda: scaled(FP8, False, torch.float32),
         "e4m3, a scale for 128 columns": lambda: scaled(FP8, True),
+        "e4m3, a scale for 128 columns, to float32": lambda: scaled(FP8, True, torch.float32),
         "e4m3, a scale for 128 columns, many columns": lambda: scaled(FP8, True, sizes=NARROW),
         "flash attention": flash,
     }

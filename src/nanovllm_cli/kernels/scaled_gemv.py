@@ -69,9 +69,12 @@ def expert_gemv(
 ) -> torch.Tensor:
     """See `gemv.expert_gemv`."""
     (num_rows, width), groups, kind = weight.codes.shape, weight.scales.shape[0], weight.codes.dtype
+    assert width % SIZES == 0, width
     check_rows(launcher, x.codes, tasks, matrix, width)
     check(x.codes, launcher, kind, *x.codes.shape)
     check(x.scales, launcher, torch.float32, groups, x.codes.shape[0])
+    check(weight.codes, launcher, kind, num_rows, width)
+    check(weight.scales, launcher, torch.float32, groups, num_rows)
     out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
     outputs = out.shape[1]
     strips, parts, panels = _division(launcher, outputs, width, groups > 1, has_gate(activation))
