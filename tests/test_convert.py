@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from engines import SMALL, random_model
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.quant.gguf_encode import ENCODED
+from nanovllm_cli.quant.gguf_blocks import dequantize
+from nanovllm_cli.quant.gguf_encode import ENCODED, encode
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import GGUFCheckpoint, open_checkpoint
@@ -393,6 +395,28 @@ def test_a_ternary_file_keeps_embedding_and_head_in_float16(tmp_path: Path) -> N
     assert (types["token_embd.weight"], types["output.weight"]) == ("F16", "F16")
     assert (types["blk.0.ffn_down.weight"], types["blk.1.attn_q.weight"]) == ("TQ2_0", "TQ2_0")
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_TQ2_0
+
+
+@pytest.mark.parametrize(("kind", "number", "file_type"), [("q1_0", 41, 40), ("q2_0", 42, 41)])
+def test_types_that_the_package_does_not_know_are_written_and_read(
+    kind: str, number: int, file_type: int, tmp_path: Path
+) -> None:
+    """Numbers and sizes as in llama.cpp's ggml.h and llama.h. What does not divide into blocks is Q4_0, as in its quantizer."""
+    source = make(tmp_path / "source", Qwen3Config(**BASE | {"hidden_size": 128, "intermediate_size": 96}))
+    converted(source, tmp_path / "m.gguf", "gguf", kind)
+    with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
+        types = {name: checkpoint.info(name).dtype_name for name in checkpoint.names()}
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        assert checkpoint.config["general.file_type"] == file_type
+        up = checkpoint.tensor("blk.0.ffn_up.weight")
+    assert (types["token_embd.weight"], types["blk.1.attn_q.weight"], types["blk.0.ffn_down.weight"]) == (
+        kind.upper(), kind.upper(), "Q4_0",
+    )  # fmt: skip
+    name = b"blk.0.ffn_up.weight"
+    table = (tmp_path / "m.gguf").read_bytes().partition(name)[2]
+    assert table[:24] == struct.pack("<IQQI", 2, 128, 96, number)
+    wanted = load_file(source / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float()
+    assert torch.equal(up, dequantize(kind.upper(), encode(kind.upper(), wanted)))
 
 
 def test_every_type_that_can_be_encoded_is_offered() -> None:

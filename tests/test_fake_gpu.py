@@ -18,6 +18,7 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.quant import block_layout
 from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -96,7 +97,7 @@ def serve(settings: dict[str, Any], count: int, folder: Path) -> None:
     assert device.graphs > 0
 
 
-@pytest.mark.parametrize("name", block_layout.TYPES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_packed_for_the_device(name: str) -> None:
     rows = torch.zeros(32, int(Blocks(name).row_bytes(512)), dtype=torch.uint8)
     with fake_cuda():

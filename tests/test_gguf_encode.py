@@ -119,7 +119,7 @@ def test_a_block_of_three_values_by_hand() -> None:
 
 @pytest.mark.parametrize(("name", "values"), [("Q1_0", (-1, 1)), ("Q2_0", (-1, 0, 1))])
 def test_weights_that_are_so_already_lose_nothing(name: str, values: tuple[int, ...]) -> None:
-    x = np.random.default_rng(1).choice(values, (9, 512)).astype(np.float32) * np.float32(0.0123).astype(np.float16).astype(np.float32)
+    x = np.random.default_rng(1).choice(values, (9, 512)).astype(np.float32) * np.float32(np.float16(0.0123))
     assert torch.equal(dequantize(name, encode(name, torch.from_numpy(x))), torch.from_numpy(x))
 
 

@@ -24,6 +24,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
+from nanovllm_cli.quant.gguf_types import TENSOR_TYPES
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, HeaderBuilder
 from nanovllm_cli.weights.writer import (
     OutputFile,
@@ -366,7 +367,7 @@ def test_a_gguf_file_in_slices_is_read_by_the_gguf_package(tmp_path: Path) -> No
     builder.add_name("ein Name")
     builder.add_token_list(["a", "b"])
     builder.add_rope_freq_base(10000.0)
-    table = [GGUFTensor("x", (5, 7), GGMLQuantizationType.F32), GGUFTensor("y", (6, 64), GGMLQuantizationType.Q8_0)]
+    table = [GGUFTensor("x", (5, 7), TENSOR_TYPES["F32"]), GGUFTensor("y", (6, 64), TENSOR_TYPES["Q8_0"])]
     with (tmp_path / "m.gguf").open("wb") as file:
         writer = GGUFPartWriter(file, builder.header(), table)
         writer.write("x", plain.split(2))
@@ -383,7 +384,7 @@ def test_a_gguf_file_in_slices_is_read_by_the_gguf_package(tmp_path: Path) -> No
 
 def test_a_name_that_llama_cpp_could_not_read_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "m").open("wb") as file, pytest.raises(CheckpointError, match="longer"):
-        GGUFPartWriter(file, HeaderBuilder("llama").header(), [GGUFTensor("x" * 64, (1,), GGMLQuantizationType.F32)])
+        GGUFPartWriter(file, HeaderBuilder("llama").header(), [GGUFTensor("x" * 64, (1,), TENSOR_TYPES["F32"])])
 
 
 def test_values_of_the_wrong_type_are_left_out_of_a_header_by_name() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +31,6 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
-from nanovllm_cli.quant.dense_cuda import CudaDequantized
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
@@ -70,7 +68,6 @@ class CudaPlatform:
         self.ops = CudaOps(self.launcher, config.deterministic)
         rounds = config.activations != "exact"
         self._formats = CudaFormats(self.launcher, rounds=rounds, deterministic=config.deterministic)
-        self._unpacked: Counter[str] = Counter()
 
     @property
     def processor(self) -> str:
@@ -103,12 +100,9 @@ class CudaPlatform:
 
     def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
         try:
-            storage = self._formats.make(form, num_rows, width, dtype)
+            return self._formats.make(form, num_rows, width, dtype)
         except torch.OutOfMemoryError:
             raise self._too_large("the weights do not fit") from None
-        if isinstance(storage, CudaDequantized) and form is not None:
-            self._unpacked[form.name] += storage.num_bytes - int(num_rows * form.row_bytes(width))
-        return storage
 
     def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
         return num_rows * width * dtype.itemsize
@@ -142,9 +136,6 @@ class CudaPlatform:
 
     def cache_budget(self, *models: Decoder) -> int:
         """What is left of the GPU's share beside the weights, the largest step, and what sampling and graphs take."""
-        if self._unpacked:
-            names, more = ", ".join(sorted(self._unpacked)), self._unpacked.total() / GIB
-            self.progress.note(f"weights in {names} have no kernels on a GPU: unpacked to 16 bits they take {more:.1f} GiB more")
         self.progress.stage("preparing kernels for this GPU", None, "tensors")
         try:
             step = max(map(self._profile, models))

@@ -36,8 +36,8 @@ def block_gemv(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [M, K], rounded to int8, @ weight [N, K].T + bias [N]; residual, activation, out_dtype: see `product.AfterFew`. Rounding:
-    a scale for each row and group of the weight's, by the CPU's rule. A launch takes at most 32 rows, and each reads the weight.
-    A row's bits depend neither on the others nor, without a gate, on how many they are."""
+    a scale for each row and group of the weight's, or 32 columns, by the CPU's rule. A launch takes at most 32 rows, and each
+    reads the weight. A row's bits depend neither on the others nor, without a gate, on how many they are."""
     source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype, layout, num_rows = source.shape, source.dtype, weight.layout, weight.num_rows
     assert width == weight.width, (width, weight.width)
@@ -56,7 +56,7 @@ def block_gemv(
     grid = min(-(-outputs // (WARPS // parts * TILE)), launcher.num_multiprocessors * RESIDENT)
     capability = launcher.capability
     fused = rows <= FUSED_ROWS and fits(layout, rows, 1, has_gate(activation), capability)
-    rounded = None if fused else rounding.to_blocks(launcher, x, layout.group, records.padded_width(layout))
+    rounded = None if fused else rounding.to_blocks(launcher, x, records.rounding_group(layout), records.padded_width(layout))
     at_once = rows if fused else rows_at_once(layout, rows, has_gate(activation), capability)
     for first in range(0, rows, at_once):
         last = min(rows, first + at_once)
@@ -90,7 +90,7 @@ def expert_gemv(
     assert fits(layout, 0, lane_rows, has_gate(activation), capability)
     across = records.padded_width(layout) // records.columns_of(layout)
     parts = parts_of(outputs, across, launcher.num_multiprocessors)
-    rounded = rounding.to_blocks(launcher, x, layout.group, records.padded_width(layout))
+    rounded = rounding.to_blocks(launcher, x, records.rounding_group(layout), records.padded_width(layout))
     args = (
         tasks.words, None, None, None, rounded.codes, rounded.factors, None, None, out, np.int32(0), np.int32(width),
         np.int32(outputs), np.int32(parts), np.float32(0), np.float32(0), np.int32(tasks.taken),
@@ -120,7 +120,7 @@ def ring_bytes(layout: RecordLayout, capability: int) -> int:
 def rounded_bytes(layout: RecordLayout, rows: int) -> int:
     """Of rows that a block rounds for itself: codes, and two floats a group."""
     padded = records.padded_width(layout)
-    return rows * (padded + padded // layout.group * 8)
+    return rows * (padded + padded // records.rounding_group(layout) * 8)
 
 
 def fits(layout: RecordLayout, fused_rows: int, lane_rows: int, gated: bool, capability: int) -> bool:
@@ -185,7 +185,7 @@ def variants() -> list[Kernel]:
     return [
         *(of(name) for name in kinds),
         *(of("Q4_K", lane_rows, False) for lane_rows in (1, 2, 4, 8)),
-        *(of(name, 8, False) for name in ("Q2_K", "Q5_1", "Q6_K", "IQ4_XS")),
+        *(of(name, 8, False) for name in ("Q1_0", "Q2_K", "Q5_1", "Q6_K", "IQ4_XS")),
         of("Q4_K", activation="silu"), of("Q4_K", 2, False, "silu"), of("Q6_K", out=torch.float32),
         of("Q4_K", activation="relu2"), of("Q6_K", 8, False, "relu2"),
         *(of("Q4_K", rows, fused, "lone_gelu") for rows, fused in ((1, True), (2, False), (8, False))),

@@ -2,7 +2,8 @@
 //
 //   weight = scale * (code - OFFSET) + low          code of BITS bits, unsigned; signed of 8 bits, or a number of the TABLE
 //
-// Macros: BITS; GROUP, the columns of a scale, 16 or 32; SCALE and LOW, their kinds as in record_kinds.py; OFFSET; UNIT, supers are
+// Macros: BITS, of which one alone stands for 0 and 2; GROUP, the columns of x that share a scale, 16 or 32; SPAN, the columns of a
+// scale here, as many or 64 to 256; SCALE and LOW, their kinds as in record_kinds.py; OFFSET; UNIT, supers are
 // divided by 2^UNIT; TABLE0 … TABLE3, sixteen signed bytes, or none of them. A record lies in global or in shared memory, on a
 // boundary of 16 bytes; nothing here crosses lanes.
 #pragma once
@@ -13,17 +14,19 @@ constexpr int NO_LOW = 0, MIN = 2, SUB_MIN = 3, NIBBLE = 4;         // LOW
 
 constexpr int TILE = 16, STEP = 64;
 constexpr bool HAS_SUPERS = SCALE >= SUB_U8, HAS_SUPER_LOWS = LOW >= SUB_MIN;
-constexpr int COLUMNS = HAS_SUPERS ? 256 : 128, STEPS = COLUMNS / STEP, GROUPS = COLUMNS / GROUP, STEP_GROUPS = STEP / GROUP;
-constexpr int BASE_BITS = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH_BITS = BITS - BASE_BITS;
+constexpr int COLUMNS = HAS_SUPERS || SPAN > 128 ? 256 : 128, STEPS = COLUMNS / STEP, STEP_GROUPS = STEP / GROUP;
+constexpr int SCALES = COLUMNS / SPAN, STEP_SCALES = SPAN < STEP ? STEP / SPAN : 1;
+constexpr int BASE_BITS = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH_BITS = BITS - BASE_BITS;
 constexpr int LANE_BASE = BASE_BITS * 4, LANE_HIGH = HIGH_BITS * 4;  // bytes of a lane and step
 constexpr int SCALE_BYTES = SCALE == F16 ? 2 : 1, LOW_BYTES = LOW == MIN ? 2 : LOW == SUB_MIN ? 1 : 0;
 constexpr int HIGH_AT = STEPS * WARP_SIZE * LANE_BASE;
 constexpr int SCALES_AT = HIGH_AT + STEPS * WARP_SIZE * LANE_HIGH;
-constexpr int LOWS_AT = SCALES_AT + TILE * GROUPS * SCALE_BYTES;
-constexpr int SUPERS_AT = LOWS_AT + TILE * GROUPS * LOW_BYTES;
+constexpr int LOWS_AT = SCALES_AT + TILE * SCALES * SCALE_BYTES;
+constexpr int SUPERS_AT = LOWS_AT + TILE * SCALES * LOW_BYTES;
 constexpr int SUPER_BYTES = SCALE == UE4M3 ? 4 : 2 * (HAS_SUPERS + HAS_SUPER_LOWS);
 constexpr int RECORD_BYTES = SUPERS_AT + TILE * SUPER_BYTES;
 static_assert(RECORD_BYTES % 16 == 0 && (GROUP == 16 || GROUP == 32), "whole loads; groups of half an mma or a whole one");
+static_assert(SPAN == GROUP || (SPAN >= STEP && SCALE == F16 && LOW == NO_LOW), "a step has a scale a group, or one");
 
 // A lane's codes of a step, four a word: [32 columns][16 columns][row r, row r + 8], as two mma.m16n8k32 take them.
 struct Words {
@@ -44,7 +47,9 @@ DEVICE Words load_words(const uint8_t* record, int step, int lane) {
   uint32_t base[BASE_BITS == 8 ? 8 : 4], high[2];
 #pragma unroll
   for (int i = 0; i < BASE_BITS; i += 4) {
-    if (BASE_BITS == 2) {
+    if (BASE_BITS == 1) {
+      base[0] = reinterpret_cast<const uint32_t*>(record)[step * WARP_SIZE + lane];
+    } else if (BASE_BITS == 2) {
       Vector<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(record + (step * WARP_SIZE + lane) * 8)).store(base);
     } else {
       const int place = (step * (BASE_BITS / 4) + i / 4) * WARP_SIZE + lane;
@@ -61,6 +66,10 @@ DEVICE Words load_words(const uint8_t* record, int step, int lane) {
   for (int i = 0; i < 8; ++i) {
     if (BITS == 8) {
       words.at[i] = base[i];
+      continue;
+    }
+    if (BITS == 1) {
+      words.at[i] = (i ? base[0] >> (i - 1) : base[0] << 1) & 0x02020202u;
       continue;
     }
 #ifdef TABLE0
@@ -112,13 +121,13 @@ struct RowScales {
   const RowSupers& supers;
 
   DEVICE RowScales(const uint8_t* record, int row, int step, const RowSupers& supers) : supers(supers) {
-    const int place = row * GROUPS + step * STEP_GROUPS;
-    load<STEP_GROUPS * SCALE_BYTES>(scales, record + SCALES_AT + place * SCALE_BYTES);
-    if (LOW_BYTES) load<STEP_GROUPS*(LOW_BYTES ? LOW_BYTES : 1)>(lows, record + LOWS_AT + place * LOW_BYTES);
+    const int place = row * SCALES + step * STEP / SPAN;
+    load<STEP_SCALES * SCALE_BYTES>(scales, record + SCALES_AT + place * SCALE_BYTES);
+    if (LOW_BYTES) load<STEP_SCALES*(LOW_BYTES ? LOW_BYTES : 1)>(lows, record + LOWS_AT + place * LOW_BYTES);
   }
 
   DEVICE float scale(int group) const {
-    if (SCALE == F16) return half_at(scales, group);
+    if (SCALE == F16) return half_at(scales, SPAN == GROUP ? group : 0);
     if (SCALE == E8M0) {  // 2^(e - 128); denormal numbers are zero
       const uint32_t exponent = scales[0] >> group * 8 & 0xff;
       return __uint_as_float((max(exponent, 1u) - 1) << 23);

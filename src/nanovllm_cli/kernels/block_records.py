@@ -1,20 +1,21 @@
 """GGUF's blocks on a GPU: sizes and places in a packed weight, shared by its kernels (block_records.cuh) and by what fills it
 (quant/block_layout.py).
 
-A weight [N, K] is cut into tiles of 16 rows (outputs) and records of 256 columns, or 128 where a block has 32; the last ones are
-filled up with zeros. Records lie along K, then along N, and one is read from its begin to its end:
+A weight [N, K] is cut into tiles of 16 rows (outputs) and records of 256 columns, or 128 where a block has no more; the last ones
+are filled up with zeros. Records lie along K, then along N, and one is read from its begin to its end:
 
     codes        bit planes, in steps of 64 columns
-    scales       [16, groups]: f16, e8m0, or a byte that an f16 of the row multiplies (a signed one as b + 128), ue4m3 an f32
+    scales       [16, groups] of 16 to 256 columns: f16, e8m0, or a byte that an f16 of the row multiplies (a signed one as
+                 b + 128), ue4m3 an f32
     lows         [16, groups]: f16 that are added, or bytes; where there are any
     supers       [16] f16 or f32, and [16] f16 for the lows; where there are any
 
 A step's codes are those that a warp multiplies by two mma.m16n8k32 (PTX ISA; the weight is their A): lane 4 r + c has rows r and
 r + 8, and of each 16 columns 4 c … 4 c + 3. A word is four such codes, and a lane has eight words: [32 columns][16 columns][row].
 Planes hold words beside each other, so that a shift and a mask give one: 8 = {8}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4}, 3 = {2, 1},
-2 = {2}. A plane of b bits has b words a lane, its word j the words of 8 / b codes j * 8 / b …, lowest bits first; 8 bits are two
-planes of four words. Codes of 4 bits that stand for numbers of a table lie as nibbles, the even word's in the lower half:
-what a byte permutation takes as selectors.
+2 = {2}, 1 = {1}. A plane of b bits has b words a lane, its word j the words of 8 / b codes j * 8 / b …, lowest bits first; 8 bits
+are two planes of four words. Codes of 4 bits that stand for numbers of a table lie as nibbles, the even word's in the lower half:
+what a byte permutation takes as selectors. A single bit stands for -1 or 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ class PackedBlocks(NamedTuple):
 
 
 def columns_of(layout: RecordLayout) -> int:
-    return LONG if layout.has_supers else SHORT
+    return LONG if layout.has_supers or layout.group > SHORT else SHORT
+
+
+def rounding_group(layout: RecordLayout) -> int:
+    """Columns of x that share a scale: as many as of the weight do, but no more than a matrix instruction multiplies."""
+    return min(layout.group, 32)
 
 
 def padded_width(layout: RecordLayout) -> int:
@@ -76,14 +82,14 @@ def signed_table(layout: RecordLayout) -> list[int] | None:
 
 def constants(layout: RecordLayout) -> tuple[tuple[str, str | int], ...]:
     """What block_records.cuh is compiled with."""
-    assert layout.group in (16, 32), layout
     assert layout.scale in (kinds.F16, kinds.E8M0, kinds.SUB_U8, kinds.SUB_I8, kinds.UE4M3), layout
     table = signed_table(layout)
-    # Eight bits are signed as they lie, and so are the numbers of a table.
+    # Eight bits are signed as they lie, and so are the numbers of a table. A single bit is unpacked to 0 or 2 without one.
+    table = None if layout.bits == 1 else table
     offset = 0 if table is not None or layout.bits == 8 else layout.offset
     found: list[tuple[str, str | int]] = [
-        ("BITS", layout.bits), ("GROUP", layout.group), ("SCALE", layout.scale), ("LOW", layout.low), ("OFFSET", offset),
-        ("UNIT", layout.unit),
+        ("BITS", layout.bits), ("GROUP", rounding_group(layout)), ("SPAN", layout.group), ("SCALE", layout.scale),
+        ("LOW", layout.low), ("OFFSET", offset), ("UNIT", layout.unit),
     ]  # fmt: skip
     if table is not None:
         words = [int.from_bytes(bytes(value & 255 for value in table[i : i + 4]), "little") for i in range(0, 16, 4)]
@@ -99,6 +105,8 @@ def _kind(
     return RecordLayout(1, 256, bits, group, scale, low, offset, unit, tuple(value + offset for value in table) or None)
 
 
+_SIGNS = (-1, 1, *(0,) * 14)
+
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 KINDS = {
@@ -112,6 +120,9 @@ KINDS = {
     "Q4_K": _kind(4, 32, kinds.SUB_U8, kinds.SUB_MIN),
     "Q5_K": _kind(5, 32, kinds.SUB_U8, kinds.SUB_MIN),
     "Q6_K": _kind(6, 16, kinds.SUB_I8, offset=32),
+    "Q1_0": _kind(1, 128, kinds.F16, table=_SIGNS),
+    "Q2_0": _kind(2, 64, kinds.F16, offset=1),
+    "TQ2_0": _kind(2, 256, kinds.F16, offset=1),
     "IQ4_NL": _kind(4, 32, kinds.F16, table=_IQ4),
     "IQ4_XS": _kind(4, 32, kinds.SUB_I8, table=_IQ4),
     "MXFP4": _kind(4, 32, kinds.E8M0, table=_FP4),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import block_records as records
 from nanovllm_cli.kernels.block_records import STEP, TILE, PackedBlocks
 from nanovllm_cli.kernels.record_kinds import SUB_I8, RecordLayout
@@ -15,18 +14,12 @@ from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows
 
-TYPES = tuple(name for name, kind in BLOCKS.items() if kind.group in (16, 32))
-"""Those that have kernels: all but the ternary ones, whose scales cover 256 columns."""
-LOOKED_UP = tuple(name for name in TYPES if name.startswith(("IQ1", "IQ2", "IQ3")))
+LOOKED_UP = tuple(name for name in BLOCKS if name.startswith(("IQ1", "IQ2", "IQ3")))
 """Whose points come from tables on the host."""
 
 
 def empty(type_name: str, num_rows: int, width: int, device: torch.device) -> PackedBlocks:
-    """A weight to be filled by `pack_rows`. UnsupportedError for types without kernels, and widths that are not whole blocks."""
-    if type_name not in TYPES:
-        raise UnsupportedError(
-            f"no GPU kernels for blocks of {type_name}; there are for {', '.join(TYPES)}", "use --device cpu"
-        )
+    """A weight to be filled by `pack_rows`. UnsupportedError for widths that are not whole blocks."""
     layout = layout_of(Blocks(type_name), num_rows, width)
     return PackedBlocks(type_name, layout, torch.zeros(records.shape(layout), dtype=torch.uint8, device=device))
 
@@ -79,7 +72,7 @@ def _planes(layout: RecordLayout, words: torch.Tensor) -> list[torch.Tensor]:
         return [words.view(tiles, across, steps, 32, 2, 4, 4).transpose(3, 4).flatten(2)]
     if layout.bits == 4 and layout.table is not None:
         return [(words[..., 0::2] | words[..., 1::2] << 4).flatten(2)]
-    base = 4 if layout.bits >= 4 else 2
+    base = 4 if layout.bits >= 4 else min(layout.bits, 2)
     high = layout.bits - base
     return [_plane(words, 0, base), *([_plane(words, base, high)] if high else [])]
 

@@ -24,7 +24,7 @@ from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 
 
 class CudaBlocks(CudaStorage):
-    """A WeightStorage of a type in `block_layout.TYPES`. rounds: few rows of activations are rounded, or all on a deterministic
+    """A WeightStorage of any type of GGUF's. rounds: few rows of activations are rounded, or all on a deterministic
     GPU."""
 
     def __init__(

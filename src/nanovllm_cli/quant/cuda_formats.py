@@ -9,12 +9,11 @@ import torch
 from nanovllm_cli.kernels import packed_gemm
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.quant import cuda_scaled
-from nanovllm_cli.quant.block_layout import TYPES
 from nanovllm_cli.quant.cuda_blocks import CudaBlocks
 from nanovllm_cli.quant.cuda_packed import CudaPacked
 from nanovllm_cli.quant.cuda_scaled import CudaScaled
 from nanovllm_cli.quant.cuda_storage import CudaStorage
-from nanovllm_cli.quant.dense_cuda import CudaDense, CudaDequantized
+from nanovllm_cli.quant.dense_cuda import CudaDense
 from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
 
 
@@ -33,13 +32,13 @@ class CudaFormats:
         match form:
             case None:
                 return CudaDense(*sizes, *device)
-            case Blocks() if form.type in TYPES:
+            case Blocks():
                 return CudaBlocks(form, *sizes, *device, self._rounds)
             case Integer() | Fp8() if self._rounds and cuda_scaled.fits(form, num_rows, width, *device):
                 return CudaScaled(form, *sizes, *device)
             case Integer() | Fp8() | Nf4():
                 return CudaPacked(form, *sizes, *device, self._counters)
-        return CudaDequantized(form, *sizes, *device)
+        raise AssertionError(f"a storage for {form.name}")
 
     @cached_property
     def _counters(self) -> torch.Tensor:

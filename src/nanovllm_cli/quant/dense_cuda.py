@@ -14,7 +14,6 @@ from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.product import After, AfterFew
 from nanovllm_cli.quant.cuda_storage import CudaStorage
-from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.rows import QuantizedRows
 
 
@@ -64,17 +63,3 @@ class CudaDense(CudaStorage):
     def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
         multiply = gemm.gemm if self._deterministic else library.matmul
         return multiply(self._launcher, self._normed(x), self._weight, bias, **after)
-
-
-class CudaDequantized(CudaDense):
-    """A format that no kernel reads: its numbers in the compute type, from the moment they are loaded."""
-
-    def __init__(
-        self, form: Format, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool
-    ) -> None:
-        super().__init__(num_rows, width, dtype, launcher, deterministic)
-        self._form = form
-
-    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
-        quantized = self._form.quantize(rows) if isinstance(rows, torch.Tensor) else rows
-        super().load_rows(first_row, self._form.dequantize(quantized))
