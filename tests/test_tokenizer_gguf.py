@@ -338,6 +338,22 @@ def test_kimi_k2_cuts_as_another_engine_of_expressions_does() -> None:
     assert pieces == regex.findall(KIMI, text, regex.V1)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("spark2_5", "a 1234 .,\n\n\u4f60\u597d x\u00a0y\n \nz", "a| |1|2|3|4| .,|\n|\n|\u4f60\u597d| x|\u00a0y|\n| |\n|z"),
+        ("chameleon", "IMGIMGABZ<sentinel:7>a    b\n\tx12, 3.", "IMGIMGABZ|<|sentinel|:|7|>|a|    |b|\n|\t|x|1|2|,| |3|."),
+        ("ufakzeka", "Ankara'da 12 DON'T 'tis\n", "Ankara|'da| |1|2| DON|'T| '|tis|\n"),
+    ],
+)
+def test_rules_that_llama_cpp_alone_names(name: str, text: str, pieces: str) -> None:
+    """As its own splitter cuts them. It takes hy_v4 for a name of DeepSeek's rule, and talkie of GPT-4o's."""
+    cut = pre_tokenization(name).build().pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cut] == pieces.split("|")
+    assert pre_tokenization("hy_v4") == pre_tokenization("deepseek-v3")
+    assert pre_tokenization("talkie") == pre_tokenization("gpt-4o")
+
+
 def test_trinity_cuts_digits_by_threes_from_their_end() -> None:
     def pieces(text: str) -> list[str]:
         return [text[begin:end] for _, (begin, end) in pre_tokenization("afmoe").build().pre_tokenize_str(text)]

@@ -130,6 +130,15 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
+_SPARK = (
+    *_DEEPSEEK_V3[:2],
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+|[\r\n]|\s+(?!\S)|\s+",
+    r"\p{N}",
+)
+_CHAMELEON = (
+    r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2,
+)  # fmt: skip
 # Digits by threes from their end; runs past 510, of which all are but the last, bound what a look ahead costs.
 _AFMOE = (
     r"\p{N}{1,510}",
@@ -178,7 +187,8 @@ def _table() -> dict[str, PreTokenization]:
     add("deepseek-r1-qwen stablelm2 hunyuan solar-open grok-2 kormo", _QWEN2)
     add("deepseek-llm", *_DEEPSEEK_LLM)
     add("deepseek-coder", *_DEEPSEEK_CODER)
-    add("deepseek-v3 hunyuan-dense joyai-llm", *_DEEPSEEK_V3)
+    add("deepseek-v3 hunyuan-dense joyai-llm hy_v4", *_DEEPSEEK_V3)
+    add("spark2_5", *_SPARK)
     add("kimi-k2", _KIMI)
     add("youtu", *_YOUTU, ignore_merges=True)
     add("falcon", *_FALCON)
@@ -187,7 +197,7 @@ def _table() -> dict[str, PreTokenization]:
     add("olmo modern-bert", _GPT2, nfc=True)  # GPT-NeoX's tokenizer under them, and ModernBERT's of OLMo's; llama.cpp has no NFC
     add("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", *_DIGITS_GPT2)
     add("tekken", _cased_words(r"\p{N}", contraction=""), ignore_merges=True, add_bos=True)
-    add("gpt-4o llama4 kanana2 minimax-m2", _cased_words(r"\p{N}{1,3}"))
+    add("gpt-4o llama4 kanana2 minimax-m2 talkie", _cased_words(r"\p{N}{1,3}"))
     add("granite-embed-multi-97m", _cased_words(r"\p{N}{1,3}"), ignore_merges=True)
     add("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", _cased_words(r"\p{N}{1,3}"))
     add("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))")
@@ -195,6 +205,8 @@ def _table() -> dict[str, PreTokenization]:
     add("viking", _BLOOM, r"\p{N}")
     add("bailingmoe bailingmoe2 llada-moe", _BAILING)
     add("seed-coder", _SEED_CODER)
+    add("ufakzeka", _words(r"\p{N}", contraction=""))  # an apostrophe begins a Turkish suffix
+    add("chameleon", *_CHAMELEON, add_bos=True)
     add("exaone-moe", _EXAONE_MOE)
     add("afmoe", *_AFMOE)
     add("jais-2", _JAIS2)
