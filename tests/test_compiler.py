@@ -196,6 +196,25 @@ def test_cache_that_can_not_be_written_is_no_error(cache: Path, compilations: li
     assert len(compilations) == 2
 
 
+@pytest.mark.parametrize(("version", "asked"), [("12.8", False), ("12.9", True), ("13.0", True)])
+def test_machine_code_does_not_come_out_of_the_drivers_cache(version: str, asked: bool, cache: Path) -> None:
+    """Which NVRTC reads from 12.9 on, where there is a driver; before, it does not know the option. What comes from there has no
+    log of ptxas, and cost the shared memory of a kernel, and so all that would run it."""
+    given: list[str] = []
+    log = "Compiling entry function 'add_rms_norm' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads,"
+    log += "Used 9 registers"
+    nvrtc = SimpleNamespace(
+        NVRTCError=RuntimeError, getSupportedArchs=lambda: [80], createProgram=lambda *args: 1,
+        compileProgram=lambda program, options: given.extend(options), getCUBIN=lambda program: ELF, destroyProgram=id,
+        getProgramLog=lambda program: log if "--no-cache" in given or version < "12.9" else "",
+    )  # fmt: skip
+    tools = compiler.toolchain()._replace(nvrtc=nvrtc, nvrtc_version=version)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "toolchain", lambda: tools)
+        assert compiler.compile(KERNEL, "sm_80").resources.registers == 9
+    assert ("--no-cache" in given) == asked
+
+
 def test_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")

@@ -27,6 +27,8 @@ from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
 # C++20 as in the tests' emulation. Denormal fp32 numbers are taken for zero, which makes division and square roots cheaper.
 OPTIONS = ("--std=c++20", "--device-as-default-execution-space", "-ftz=true", "--ptxas-options=-v")
+# NVRTC takes machine code out of the driver's cache, where there is a driver. Of such code ptxas says nothing.
+NO_CACHE, FIRST_WITH_CACHE = "--no-cache", (12, 9)
 HEADER = "cuda_fp8.h"  # stands for the small floats' headers, which come together
 _FORMAT = b"nanovllm kernel 1\n"
 _USAGE = re.compile(
@@ -94,10 +96,12 @@ def _compile(source: str, kernel: Kernel, arch: str, options: tuple[str, ...], t
         raise UnsupportedError(
             f"NVRTC {tools.nvrtc_version} knows no {arch}", "install a newer CUDA: " + _install("13")
         )
-    folders = tuple(f"-I{folder}" for folder in (SOURCES, *tools.folders))
+    more = [f"-I{folder}" for folder in (SOURCES, *tools.folders)]
+    if tuple(map(int, tools.nvrtc_version.split("."))) >= FIRST_WITH_CACHE:
+        more.append(NO_CACHE)
     program = nvrtc.createProgram(source, f"{kernel.stem}.cu", (), ())
     try:
-        nvrtc.compileProgram(program, options + folders)
+        nvrtc.compileProgram(program, (*options, *more))
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         lines = nvrtc.getProgramLog(program).splitlines() or [str(error)]
