@@ -59,7 +59,8 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError, LostDeviceError, RequestError, UnsupportedError
+from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.prefill_attention import prefill_tiles
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import NullProgress
@@ -141,6 +142,24 @@ def test_eager_steps_and_failed_captures_give_the_same(
     assert [record.message for record in caplog.records if "recorded" in record.message] == [
         "the decode step could not be recorded and runs without graphs: no memory for a graph"
     ]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_lost_gpu_is_told_and_blames_no_request(ahead: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's engine process ends over it, and is started again: every call of CUDA's fails from then on."""
+
+    def lost(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, eager=True, num_speculative_tokens=0 if ahead else 2)
+    engine.add("a", PROMPTS[0], greedy(8))
+    engine.step()
+    monkeypatch.setattr(device.launcher, "launch", lost)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(device, "check", lambda: CudaDevice.check(device))
+    with pytest.raises(LostDeviceError, match="does nothing more for this process: CUDA error: an illegal memory"):
+        run(engine, [(PROMPTS[1], greedy(8))])
 
 
 def test_angles_that_depend_on_the_length_are_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

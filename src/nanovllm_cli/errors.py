@@ -16,7 +16,9 @@
     ├── SessionError                  exit 1   a saved conversation is damaged, foreign or in use
     ├── OutputError                   exit 1   an answer could not be written (full disk, no permission)
     ├── BusyError                     exit 1   more is asked at once than there is room for; later it may be done
-    ├── LostProcessError              exit 1   one of the processes that compute a model together has ended
+    ├── LostError                     exit 1   nothing more can be computed here, whoever asks
+    │   ├── LostProcessError                   one of the processes that compute a model together has ended
+    │   └── LostDeviceError                    a GPU does nothing more for this process
     └── RequestError                  exit 1   one request failed while it ran (NaN logits, a failing constraint)
 
 Each carries one line of what went wrong (its message) and, where something can be done, one line of what to do
@@ -112,8 +114,16 @@ class ServerError(NanovllmError):
     """A server that was asked cannot be reached, is too busy, or does not behave like one."""
 
 
-class LostProcessError(NanovllmError):
+class LostError(NanovllmError):
+    """Nothing more can be computed in this process, and no request is to blame."""
+
+
+class LostProcessError(LostError):
     """One of the processes that compute a model together has ended; the others can't go on."""
+
+
+class LostDeviceError(LostError):
+    """A GPU does nothing more for this process: a kernel went wrong there, or the GPU itself."""
 
 
 class SessionError(NanovllmError):

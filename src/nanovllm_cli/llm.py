@@ -229,7 +229,7 @@ class LLM:
         return self._worker.model.backend.cache_dtypes
 
     def check(self) -> None:
-        """Raises LostProcessError if one of several processes that compute the model has ended: nothing can be generated then."""
+        """Raises LostError if nothing can be generated any more: one of several processes has ended, or the GPU is lost."""
         self._worker.check()
 
     def stats(self) -> EngineStats:

@@ -86,6 +86,8 @@ class EmulatedDevice:
 
     def enter(self) -> None: ...
 
+    def check(self) -> None: ...
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 

@@ -115,6 +115,8 @@ class FakeGpu:
 
     def enter(self) -> None: ...
 
+    def check(self) -> None: ...
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 

@@ -75,6 +75,8 @@ class CpuPlatform:
             cpu.set_num_threads(self.threads)
             self._thread = threading.get_ident()
 
+    def check(self) -> None: ...
+
     def compile(self, dtype: torch.dtype) -> None:
         kinds = [Kind("all", (dtype, *cache_dtypes(self.config.cache_types, dtype)))]
         kinds += [Kind(name, (dtype,)) for name in self._kinds]

@@ -92,6 +92,9 @@ class CudaPlatform:
     def enter(self) -> None:
         self.device.enter()
 
+    def check(self) -> None:
+        self.device.check()
+
     def compile(self, dtype: torch.dtype) -> None:
         """Nothing yet: which kernels a model needs is known when it runs, in `cache_budget` and `make_runner`."""
 

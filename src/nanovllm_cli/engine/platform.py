@@ -64,6 +64,9 @@ class Platform(Protocol):
     def enter(self) -> None:
         """Called by the thread that is going to use the device, before it does; often."""
 
+    def check(self) -> None:
+        """Raises LostDeviceError where the device can't be used any more."""
+
     def compile(self, dtype: torch.dtype) -> None:
         """What the weights and layers made so far need, with a word about it where it takes a while."""
 

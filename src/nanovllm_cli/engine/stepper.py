@@ -13,7 +13,7 @@ from typing import NamedTuple
 from nanovllm_cli.engine.executor import Executor, RunsAhead
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.scheduler import Result, Scheduler
-from nanovllm_cli.errors import LostProcessError, NanovllmError
+from nanovllm_cli.errors import LostError, NanovllmError
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Stepper:
         """
         try:
             return self._executor.execute(plan), {}
-        except LostProcessError:
+        except LostError:
             raise  # nobody's request is to blame, and none can go on
         except Exception as error:
             concerned = [share.seq_id for share in plan.scheduled] + ([] if plan.look is None else [plan.look.seq_id])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,14 +175,15 @@ class Worker(LoadedModel):
         return self._compiler.prepare(params) if self._compiler is not None else None
 
     def check(self) -> None:
-        """Raises LostProcessError where another process that computes the model has ended."""
+        """Raises LostError where another process that computes the model has ended, or the device can't be used any more."""
+        self.platform.check()
         if self._ranks is not None:
             self._ranks.check()
 
     def execute(self, plan: Plan) -> StepOutput:
-        """See PlanRunner.run. May be called from any one thread at a time."""
+        """See PlanRunner.run. May be called from any one thread at a time. Raises LostError where no step can be any more."""
         self.platform.enter()
-        with torch.inference_mode():
+        with _telling_of_losses(self.platform), torch.inference_mode():
             if self._draft is None:
                 return self._run(plan)
             plan, guesses = self._draft.fill(plan)
@@ -309,13 +310,28 @@ class _Ahead:
 
     def submit(self, plan: Plan) -> Callable[[], StepOutput]:
         self.platform.enter()
+        left = 0
         with torch.inference_mode():
-            if plan.look is None:
-                return self.runner.submit(plan)
-            assert self.sight is not None
-            left = self.sight.look(plan.look)
+            if plan.look is not None:
+                assert self.sight is not None
+                left = self.sight.look(plan.look)
             output = self.runner.submit(plan)
-        return lambda: output()._replace(stages_left=left)
+
+        def read() -> StepOutput:
+            with _telling_of_losses(self.platform):
+                return output()._replace(stages_left=left)
+
+        return read
+
+
+@contextmanager
+def _telling_of_losses(platform: Platform) -> Iterator[None]:
+    """Where the device is lost, that is what a step's failure comes to."""
+    try:
+        yield
+    except Exception:
+        platform.check()
+        raise
 
 
 def _started_ranks(checkpoint: Checkpoint, config: EngineConfig, platform: Platform | None) -> Ranks | None:

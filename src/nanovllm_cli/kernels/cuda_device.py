@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm_cli.errors import LostDeviceError
 from nanovllm_cli.kernels.device import Event, Graph, Memory
 from nanovllm_cli.kernels.launcher import CudaLauncher
 
@@ -21,6 +22,13 @@ class CudaDevice:
 
     def enter(self) -> None:
         torch.cuda.set_device(self.launcher.device)
+
+    def check(self) -> None:
+        try:
+            torch.cuda.synchronize(self.launcher.device)
+        except RuntimeError as error:  # of a kernel that went wrong, which every call tells from then on
+            reason = str(error).strip().partition("\n")[0]
+            raise LostDeviceError(f"the GPU does nothing more for this process: {reason}", "start again") from error
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)

@@ -45,6 +45,9 @@ class Device(Protocol):
     def enter(self) -> None:
         """Make it the calling thread's current device."""
 
+    def check(self) -> None:
+        """Waits until all is done. Raises LostDeviceError where the device does nothing more for this process."""
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory that the device copies to and from without anybody waiting."""
 

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import LostProcessError, NanovllmError
+from nanovllm_cli.errors import LostError, NanovllmError
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.progress import Unit
 from nanovllm_cli.sampling_params import SamplingParams
@@ -86,7 +86,7 @@ def main(fd: int) -> None:
     channel.send(Ready(_facts(llm, start.config)))
     try:
         Loop(llm, channel).run()
-    except LostProcessError as error:
+    except LostError as error:
         if error.__cause__ is not None:  # else it has been said
             logger.error("%s", error.message, exc_info=error.__cause__)
         os._exit(1)
