@@ -14,7 +14,8 @@ constexpr int STRIDE = SWIZZLED ? DIM : DIM + 8;
 constexpr bool QUANTIZED = sizeof(KV_DTYPE) == 1;
 constexpr int RAW_CHUNKS = DIM / WIDEST<KV_DTYPE>;
 constexpr int power_from(int n) { return n <= 1 ? 1 : 2 * power_from((n + 1) / 2); }
-constexpr int LANES = power_from(RAW_CHUNKS), STEP = THREADS / LANES;  // threads that copy a row of keys; rows copied at once
+// Threads that copy a row of keys, so many that a tile has rows for all; rows copied at once.
+constexpr int LANES = power_from(RAW_CHUNKS > THREADS / KEYS ? RAW_CHUNKS : THREADS / KEYS), STEP = THREADS / LANES;
 static_assert(STEP <= KEYS && KEYS % 16 == 0, "");
 constexpr int PIECE = 4 * WARP_SIZE * (COLUMNS + 1);  // floats of 16 rows' sums in scratch
 constexpr int TILE = KEYS * STRIDE;
