@@ -24,7 +24,10 @@ OLDEST_CAPABILITY = 75
 NEWEST_CAPABILITY = 999
 MAX_THREADS = 1024
 WARP = 32
-_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}
+# Shared memory of a multiprocessor, by capability; of a newer one the least that is known. From 8.0 on each block takes
+# RESERVED_SHARED of it beside its own.
+SHARED_KIB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
+RESERVED_SHARED = 1 << 10
 
 Arg = torch.Tensor | np.int32 | np.int64 | np.float32 | None
 """A tensor is passed by address, None as a null pointer, a scalar by value. Python's own numbers have no C type: wrap them."""
@@ -107,9 +110,13 @@ def mma_capability(dtype: torch.dtype) -> int:
     return 80 if dtype == torch.bfloat16 else OLDEST_CAPABILITY
 
 
+def shared_bytes_of_multiprocessor(capability: int) -> int:
+    return SHARED_KIB.get(capability, 100) << 10
+
+
 def largest_shared_bytes(capability: int) -> int:
     """Shared memory that a block may have."""
-    return _SHARED_KIB.get(capability, 227 if capability >= 90 else 48) << 10
+    return shared_bytes_of_multiprocessor(capability) - (RESERVED_SHARED if capability >= 80 else 0)
 
 
 def widest(numel: int, dtype: torch.dtype) -> int:

@@ -13,7 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name
+from nanovllm_cli.kernels.kernel import (
+    RESERVED_SHARED,
+    WARP,
+    Kernel,
+    Launcher,
+    check,
+    largest_shared_bytes,
+    shared_bytes_of_multiprocessor,
+    type_name,
+)
 
 OLDEST = 80
 """Capability with matrix instructions of both types, and asynchronous copies."""
@@ -21,8 +30,6 @@ KEYS = 32
 """Of a tile."""
 DIM_PARTS = 4
 """In which scores are computed."""
-RESERVED = 1 << 10
-"""Of shared memory, for each block."""
 MAX_SPLITS = 128
 """Of a token's keys."""
 LEAST_SPLIT = 64
@@ -76,7 +83,7 @@ def tiling(capability: int, rows: int, shape: LatentShape, kv_dtype: torch.dtype
         if tile_rows > 16 and tile_rows // 2 >= rows:
             continue
         # Two blocks of 16 rows run at once, if they fit, and have as much under way as one with more stages.
-        both_fit = tile_rows == 16 and 2 * (needed(16, 2) + RESERVED) <= largest + RESERVED
+        both_fit = tile_rows == 16 and 2 * (needed(16, 2) + RESERVED_SHARED) <= shared_bytes_of_multiprocessor(capability)
         for stages in (2,) if both_fit else (3, 2):
             if needed(tile_rows, stages) <= largest:
                 return Tiling(tile_rows, 4 if tile_rows == 16 else 8, stages, needed(tile_rows, stages))

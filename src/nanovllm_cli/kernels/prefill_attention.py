@@ -12,7 +12,17 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, WARP, Kernel, Launcher, check, type_name
+from nanovllm_cli.kernels.kernel import (
+    OLDEST_CAPABILITY,
+    RESERVED_SHARED,
+    WARP,
+    Kernel,
+    Launcher,
+    check,
+    largest_shared_bytes,
+    shared_bytes_of_multiprocessor,
+    type_name,
+)
 
 MOST_ROW_TILES = 2
 MAX_HEAD_DIM = 512
@@ -29,8 +39,6 @@ MAX_SPLITS = 64  # one block adds them up
 ITEM_FIELDS = 12
 EVERY_KEY = 1 << 30
 """Keys behind its own that a query may see, where nothing but the end of its sequence bounds them."""
-# Shared memory of a multiprocessor in KiB, by capability; a block costs 1 KiB more than it asks for from 80 on.
-SHARED_KB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
 
 
 class Tiling(NamedTuple):
@@ -77,7 +85,8 @@ def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
         raise UnsupportedError(f"attention heads of {head_dim} dims: an even number up to {MAX_HEAD_DIM} is supported")
     dim, quantized = _padded(head_dim), kv_dtype.itemsize == 1
     row_bytes = 2 * dim if dim % 64 == 0 else 2 * dim + 16
-    memory, reserved = SHARED_KB.get(capability, 100) << 10, 1 << 10 if capability >= 80 else 0
+    memory = shared_bytes_of_multiprocessor(capability)
+    reserved = memory - largest_shared_bytes(capability)
     if head_dim > MAX_OWN_DIM:
         for keys in (64, 32, 16):
             scores, corrections = 4 * PARTS * WIDE_ROWS * keys, 4 * 4 * WIDE_ROWS  # each part's; of four lanes a row
@@ -107,7 +116,7 @@ def _padded(head_dim: int) -> int:
 def _oldest(dtype: torch.dtype, tile: Tiling | None = None) -> int:
     """The first GPUs whose tensor cores multiply this type and, of those with more than 64 KiB, whose shared memory has the
     blocks of the tiling."""
-    if tile is not None and tile.blocks * (tile.shared_bytes + 1024) > SHARED_KB[80] << 10:
+    if tile is not None and tile.blocks * (tile.shared_bytes + RESERVED_SHARED) > shared_bytes_of_multiprocessor(80):
         return 90
     return 80 if dtype == torch.bfloat16 else OLDEST_CAPABILITY
 
