@@ -11,6 +11,7 @@ import torch
 
 from emulation.compare import behind_nan, close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, needs_emulation
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import activation, blocks, cpu, embedding, reference, scale
 from nanovllm_cli.kernels.ranks import scale_ranks
 
@@ -430,6 +431,9 @@ def test_staging_that_does_not_fit_is_refused() -> None:
     for broken in ([(layers[0][0], layers[0][1][:3])], [(layers[0][0].transpose(2, 3), layers[0][1])]):
         with pytest.raises(AssertionError):
             blocks.cache_regions(emulator, broken)
+    stamps = torch.zeros(3, 2, 5, dtype=torch.int32)  # of states with five heads
+    with pytest.raises(UnsupportedError, match="40 bytes"):
+        blocks.cache_regions(emulator, [(stamps,)])
 
 
 def test_nothing_to_do_is_no_launch() -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import Kernel, Launcher, check
 
 THREADS = 256
@@ -29,12 +30,15 @@ class CacheRegions(NamedTuple):
 
 
 def cache_regions(launcher: Launcher, layers: Sequence[tuple[torch.Tensor, ...]]) -> CacheRegions:
-    """layers: the tensors of each, [N, …] contiguous; built once a cache."""
+    """layers: the tensors of each, [N, …] contiguous; built once a cache. UnsupportedError for blocks of odd sizes, as the stamps
+    of an odd number of heads' states are."""
     rows, staged_bytes, num_blocks = [], 0, layers[0][0].shape[0]
     for tensor in (tensor for layer in layers for tensor in layer):
         check(tensor, launcher, tensor.dtype, num_blocks, *tensor.shape[1:])
         block_bytes = tensor[0].nbytes
-        assert block_bytes % 16 == tensor.data_ptr() % 16 == 0, (block_bytes, tensor.data_ptr())
+        if block_bytes % 16:
+            raise UnsupportedError(f"layers that keep {block_bytes} bytes, no multiple of 16, on a GPU", "add --device cpu")
+        assert tensor.data_ptr() % 16 == 0, tensor.data_ptr()
         rows.append((tensor.data_ptr(), block_bytes, staged_bytes))
         staged_bytes += block_bytes
     table = torch.tensor(rows, dtype=torch.int64).to(launcher.device)
