@@ -115,6 +115,29 @@ def test_a_thread_that_is_done_takes_what_is_left_of_anothers_part() -> None:
         numba.set_num_threads(before)
 
 
+def test_what_is_compiled_of_other_sources_or_for_another_processor_lies_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba takes last month's kernel for this month's where only what it calls has changed, also in a place of the user's."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "called.py").write_text("ONE = 1\n")
+    monkeypatch.setattr(cpu, "__file__", str(sources / "cpu.py"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    found = []
+    for change in ("", "", "source", "processor"):
+        if change == "source":
+            (sources / "called.py").write_text("ONE = 2\n")
+        elif change == "processor":
+            monkeypatch.setattr(cpu, "processor_name", lambda: "another")
+        cpu._use_own_cache_folder()
+        found.append(Path(numba.config.CACHE_DIR))
+    assert {path.parent for path in found} == {tmp_path / "kept"}
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     """The wrong number of a file would give one type's code to another."""
     found = together(tmp_path, "fB", "fB")

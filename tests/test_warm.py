@@ -12,7 +12,7 @@ import numba
 import pytest
 import torch
 
-from nanovllm_cli.kernels import cpu_latent, entry, warm
+from nanovllm_cli.kernels import cpu, cpu_latent, entry, warm
 from nanovllm_cli.kernels.entry import Kernel
 from nanovllm_cli.kernels.warm import Kind
 from test_entry import negate, negated
@@ -70,6 +70,7 @@ def test_a_helper_compiles_into_the_cache_and_is_gone_afterwards(
     (tmp_path / "numba.py").write_text("raise SystemExit(3)")
     with monkeypatch.context() as alone:
         alone.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+        cpu._use_own_cache_folder()
         alone.chdir(tmp_path)  # where somebody works is no place to import from
         with warm._helpers([latent]):
             assert started[0].wait(timeout=100) == 0

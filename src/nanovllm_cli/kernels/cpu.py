@@ -12,6 +12,7 @@ import itertools
 import math
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,22 +25,29 @@ import torch
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 from nanovllm_cli.folders import cache_folder
+from nanovllm_cli.kernels.simd_ir import LANES  # first: it says what there is of an ARM processor
+
+
+def processor_name() -> str:
+    """What kernels are compiled for: a processor and its instructions."""
+    name = numba.config.CPU_NAME or get_host_cpu_name()
+    features = numba.config.CPU_FEATURES
+    return f"{name} {get_host_cpu_features().flatten() if features is None else features}"
 
 
 def _use_own_cache_folder() -> None:
-    """Numba's own cache key misses changes in the functions a kernel calls; a folder named by all sources does not."""
-    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    numba.config.CACHE_DIR = str(cache_folder() / "kernels" / digest.hexdigest()[:16])
+    """Numba's own cache key misses changes in the functions a kernel calls; a folder named by all sources does not. What else
+    numba tells apart names it, too, so that a marker there (warm.py) speaks of what this process would find."""
+    folder, place = Path(__file__).parent, os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels"
+    known = numba.__version__, np.__version__, sys.implementation.cache_tag, processor_name(), str(folder)
+    digest = hashlib.sha256(b"".join([repr(known).encode(), *(source.read_bytes() for source in sorted(folder.glob("*.py")))]))
+    numba.config.CACHE_DIR = str(Path(place, digest.hexdigest()[:16]))
 
 
-if not os.environ.get("NUMBA_CACHE_DIR"):
-    _use_own_cache_folder()
+_use_own_cache_folder()
 from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, entry  # noqa: E402
 from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402
 from nanovllm_cli.kernels.simd import TILE_COLUMNS  # noqa: E402
-from nanovllm_cli.kernels.simd_ir import LANES  # noqa: E402
 
 CacheDTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -81,13 +89,6 @@ def set_num_threads(threads: int) -> None:
     _thread.most = _thread.current = max(1, min(threads, most_threads()))
     numba.set_num_threads(_thread.most)
     torch.set_num_threads(1)
-
-
-def processor_name() -> str:
-    """What kernels are compiled for: a processor and its instructions."""
-    name = numba.config.CPU_NAME or get_host_cpu_name()
-    features = numba.config.CPU_FEATURES
-    return f"{name} {get_host_cpu_features().flatten() if features is None else features}"
 
 
 def use_threads_for(work: float) -> None:
