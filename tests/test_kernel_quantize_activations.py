@@ -60,6 +60,18 @@ def test_e4m3_is_what_a_cpu_rounds_to(rows: int, width: int, group: int, order: 
     assert torch.equal(got.codes.float(), expected.rows.float())
 
 
+@pytest.mark.parametrize("group", [0, 32])
+def test_rows_too_small_for_a_scale_are_zeros(group: int) -> None:
+    """Behind a gate that is all but closed: 1 / scale is infinite, and infinity times the zeros beside them no number."""
+    x = torch.zeros(2, 64, dtype=BF16)
+    x[0, 3], x[1, 40] = 1e-38, -3e-37
+    got, fixed = to_e4m3(Emulator(), x, group), to_e4m3(Emulator(), x, fixed=torch.tensor([1e-39]))
+    expected = values.round_e4m3(x, group or 64, None), values.round_e4m3(x, 64, torch.tensor([1e-39]))
+    assert not got.codes.float().any()
+    assert not fixed.codes.float().any()
+    assert not any(each.rows.any() for each in expected)
+
+
 def test_a_fixed_scale_saturates() -> None:
     x = torch.tensor([[0.5, -1000.0, 224.25, 0.0, 448.0, -449.0, 1e-3, 3.0]], dtype=BF16)
     got = to_e4m3(Emulator(), x, fixed=torch.tensor([0.5]))

@@ -25,7 +25,7 @@ BLOCK = 16
 SCALE_BYTES = 4 * BLOCK
 INT8_MAX, E4M3_MAX = np.float32(127.0), np.float32(448.0)
 _INFINITY_BITS = np.uint32(0x7F800000)
-_SMALLEST_NORMAL = np.float32(2.0**-126)
+SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 def _is_dense(kind: Any) -> bool:
@@ -52,7 +52,7 @@ def encode(kind, row, codes):
             bits = np.uint32(row_bits[i] & np.uint32(0x7FFFFFFF))
             largest = bits if bits > largest else largest
         scale = float_of(largest) / most
-        if largest >= _INFINITY_BITS or scale < _SMALLEST_NORMAL:
+        if largest >= _INFINITY_BITS or scale < SMALLEST_NORMAL:
             for i in range(row.size):
                 codes[i] = 0
             return np.float32(np.nan) if largest >= _INFINITY_BITS else np.float32(0.0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, types
 
+from nanovllm_cli.kernels.cpu_cache import SMALLEST_NORMAL
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, records_of, unpack_panel, unpack_scales
 from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
@@ -283,7 +284,7 @@ def round_e4m3(arguments, thread, team):
                 largest = max(largest, magnitude)  # a NaN makes its own code one
             factor = given if fixed != 0 else largest / _E4M3_MAX
             factors[r, g] = factor
-            inverse = np.float32(1.0) / factor if factor > np.float32(0.0) else np.float32(0.0)
+            inverse = np.float32(1.0) / factor if factor >= SMALLEST_NORMAL else np.float32(0.0)  # of subnormal ones infinite
             for i in range(begin, end):
                 store(rounded, i, _to_e4m3(load(line, i) * inverse))
 

@@ -18,7 +18,7 @@ struct E4m3Rule {
 
   DEVICE E4m3Rule(uint32_t most, const float* fixed) {
     scale = fixed ? *fixed : __uint_as_float(most) / 448.0f;
-    inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    inverse = scale >= 1.17549435e-38f ? 1.0f / scale : 0.0f;  // of subnormal ones infinite
   }
   DEVICE fp8 code(float value) const { return from_float<fp8>(value * inverse); }
 };
