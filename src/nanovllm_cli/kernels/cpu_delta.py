@@ -224,6 +224,31 @@ def place_of(stamps, reaches, head, position):
     return place if place < 0 or reaches[place, head] >= position else np.int64(-1)
 
 
+@inner
+def step_of(sequence, head, start_of, len_of, known_of, index_of, stamp_of, reach_of):
+    """Of a sequence its state, its first row, how many rows there are, at which position, and how many are known. Of a head of it
+    the place from which it goes on, -1 where there is none, and behind how many tokens that is; the place that is written, and
+    the position of the first guess beside that."""
+    index, begin = np.int64(index_of[sequence]), np.int64(start_of[sequence])
+    count = np.int64(start_of[sequence + 1]) - begin
+    position = np.int64(len_of[sequence]) - count
+    known = np.int64(known_of[sequence]) - position
+    place = place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
+    stamp = np.int64(stamp_of[index, place, head]) if position > 0 and place >= 0 else np.int64(0)
+    # Known tokens go into the other place. Of a step that has none, as a model has that drafts, guesses lie behind those that are
+    # there.
+    target, first_guess = (1 - place, position + known) if known > 0 else (place, stamp)
+    return index, begin, count, position, known, place, stamp, target, first_guess
+
+
+@inner
+def store_nans(rows, begin, count, first, width):
+    """NaN for some columns of `count` rows."""
+    for t in range(begin, begin + count):
+        for i in range(first, first + width):
+            store(rows[t], i, np.float32(np.nan))
+
+
 @kernel(fastmath=FAST)
 def gated_delta(arguments, thread, team):
     """projected [T, channels + V * D]: q and k of K heads of E dims, v and z of V heads of D. gates [T, 2 V] fp32: b and a. taps
@@ -289,18 +314,12 @@ def gated_delta(arguments, thread, team):
         key_head = head % num_keys if tiled else head // group
         keeps_keys = head < num_keys if tiled else head % group == 0
         firsts = (key_head * key_dim, (num_keys + key_head) * key_dim, 2 * num_keys * key_dim + head * value_dim)
-        begin, count = np.int64(start_of[sequence]), np.int64(start_of[sequence + 1] - start_of[sequence])
-        position = np.int64(len_of[sequence] - count)
-        known = np.int64(known_of[sequence]) - position
-        index = np.int64(index_of[sequence])
-
-        place = place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
+        index, begin, count, position, known, place, stamp, target_place, first_guess = step_of(
+            sequence, head, start_of, len_of, known_of, index_of, stamp_of, reach_of
+        )
         if place < 0:
-            for t in range(begin, begin + count):
-                for i in range(together * value_dim):
-                    store(result[t], head * value_dim + i, np.float32(np.nan))
+            store_nans(result, begin, count, head * value_dim, together * value_dim)
             continue
-        stamp = np.int64(stamp_of[index, place, head]) if position > 0 else np.int64(0)
         for back in range(1, width):
             row = ring[(stamp - back) % width]
             if stamp > 0:
@@ -308,10 +327,6 @@ def gated_delta(arguments, thread, team):
             else:
                 for i in range(own):
                     row[i] = np.float32(0.0)
-        # The step's known tokens go into the other place. Of one that has none, as a model has that drafts, guesses lie behind
-        # those that are there.
-        target_place = 1 - place if known > 0 else place
-        first_guess = position + known if known > 0 else stamp
         target = states + ((index * 2 + target_place) * num_values + head) * size
         state = states + ((index * 2 + place) * num_values + head) * size
         past = count == 1 and known == 1 and stamp == position and states % LINE == 0 and 4 * value_dim % LINE == 0

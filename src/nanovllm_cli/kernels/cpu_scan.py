@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_delta import place_of, silu
+from nanovllm_cli.kernels.cpu_delta import silu, step_of, store_nans
 from nanovllm_cli.kernels.cpu_numbers import (
     FAST,
     exp_not_positive,
@@ -80,19 +80,13 @@ def causal_conv(arguments, thread, team):
     found = floats_at(memory.ctypes.data + 2 * rows + line, (value_dim,))
     for task in share(num_sequences * num_values, thread, team):
         sequence, head = task // num_values, task % num_values
-        first, index = head * value_dim, np.int64(index_of[sequence])
-        begin, count = np.int64(start_of[sequence]), np.int64(start_of[sequence + 1] - start_of[sequence])
-        position = np.int64(len_of[sequence] - count)
-        known = np.int64(known_of[sequence]) - position
-        place = place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
+        index, begin, count, position, known, place, stamp, target, first_guess = step_of(
+            sequence, head, start_of, len_of, known_of, index_of, stamp_of, reach_of
+        )
+        first = head * value_dim
         if place < 0:
-            for t in range(begin, begin + count):
-                for i in range(value_dim):
-                    store(result[t], first + i, np.float32(np.nan))
+            store_nans(result, begin, count, first, value_dim)
             continue
-        stamp = np.int64(stamp_of[index, place, head]) if position > 0 else np.int64(0)
-        target = 1 - place if known > 0 else place
-        first_guess = position + known if known > 0 else stamp
         for p in range(position - width + 1, position):
             row = ring[p % width]
             if p < 0:
@@ -219,19 +213,13 @@ def selective_scan(arguments, thread, team):
     row, found, state = floats_at(at_x, (value_dim,)), floats_at(at_found, (value_dim,)), floats_at(at_state, (size,))
     for task in share(num_sequences * num_values, thread, team):
         sequence, head = task // num_values, task % num_values
-        first, index = head * value_dim, np.int64(index_of[sequence])
-        begin, count = np.int64(start_of[sequence]), np.int64(start_of[sequence + 1] - start_of[sequence])
-        position = np.int64(len_of[sequence] - count)
-        known = np.int64(known_of[sequence]) - position
-        place = place_of(stamp_of[index], reach_of[index], head, position) if position > 0 else np.int64(1)
+        index, begin, count, position, known, place, stamp, target, first_guess = step_of(
+            sequence, head, start_of, len_of, known_of, index_of, stamp_of, reach_of
+        )
+        first = head * value_dim
         if place < 0:
-            for t in range(begin, begin + count):
-                for i in range(value_dim):
-                    store(result[t], first + i, np.float32(np.nan))
+            store_nans(result, begin, count, first, value_dim)
             continue
-        stamp = np.int64(stamp_of[index, place, head]) if position > 0 else np.int64(0)
-        target = 1 - place if known > 0 else place
-        first_guess = position + known if known > 0 else stamp
         before = floats_at(states + 4 * ((index * 2 + place) * num_values + head) * size, (size,))
         for i in range(size):
             state[i] = before[i] if position > 0 else np.float32(0.0)
