@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from nanovllm_cli.kernels.cpu_matmul import put_row
 from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
@@ -310,14 +311,9 @@ def integer_matmul(arguments, thread, team):
                         TILE * 4, chunk, ahead, ahead_step,
                     )  # fmt: skip
                 ahead += full // asking
-        first, columns = tile * TILE, min(TILE, n - tile * TILE)
         for r in range(end - begin):
-            line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]
-            if bias != 0:
-                for c in range(columns):
-                    sums[r, c] += load(added, first + c)
-            for c in range(columns):
-                store(line, c, sums[r, c])
+            line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))
+            put_row(sums[r], line, tile * TILE, added, bias != 0)
     keep(memory)
 
 

@@ -19,6 +19,7 @@ from numba import carray, njit, types
 
 from nanovllm_cli.kernels.cpu_cache import SMALLEST_NORMAL
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, records_of, unpack_panel, unpack_scales
+from nanovllm_cli.kernels.cpu_matmul import put_row
 from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
@@ -215,17 +216,12 @@ def value_matmul(arguments, thread, team):
                             total *= of_x
                             for c in range(TILE):
                                 line[c] += lows[g * TILE + c] * total
-        first, columns = tile * TILE, min(TILE, n - tile * TILE)
         for r in range(end - begin):
-            line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]
+            line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))
             if x_groups == 1:
-                for c in range(columns):
+                for c in range(TILE):
                     sums[r, c] *= factors[begin + r, 0]
-            if bias != 0:
-                for c in range(columns):
-                    sums[r, c] += load(added, first + c)
-            for c in range(columns):
-                store(line, c, sums[r, c])
+            put_row(sums[r], line, tile * TILE, added, bias != 0)
     keep(memory)
 
 
