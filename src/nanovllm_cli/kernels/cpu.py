@@ -136,10 +136,9 @@ class MemoryPool:
         """A tensor in the smallest free piece that holds it; the piece is free again when neither it nor a view is held."""
         numel = math.prod(shape)
         size = numel * dtype.itemsize
-        fitting = [piece for piece in self._free if piece.numel() >= size]
-        if fitting:
-            memory = min(fitting, key=lambda piece: piece.numel())
-            self._free = [piece for piece in self._free if piece is not memory]
+        fitting = [place for place, piece in enumerate(self._free) if piece.numel() >= size]
+        if fitting:  # behind these another thread may put what it lets go of
+            memory = self._free.pop(min(fitting, key=lambda place: self._free[place].numel()))
         else:
             memory = torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8)
             self.num_bytes += memory.nbytes
