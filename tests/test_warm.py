@@ -105,5 +105,11 @@ def test_helpers_are_as_many_as_there_are_idle_processors_and_memory(
     monkeypatch.setattr(warm.os, "getloadavg", lambda: (load, load, load))
     monkeypatch.setattr(warm.system, "available_bytes", lambda: free << 30)
     assert warm._idle_processors(4) == expected
+
+    def unknown() -> None:
+        raise OSError  # os.getloadavg where there is no /proc
+
+    monkeypatch.setattr(warm.os, "getloadavg", unknown)
+    assert warm._idle_processors(4) == min(3, processors - 1, free)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
     assert warm._idle_processors(4) == 0, "nobody would find what they compile"

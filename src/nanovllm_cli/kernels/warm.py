@@ -130,7 +130,10 @@ def _idle_processors(most: int) -> int:
     """Beside this process's own, for `most` parts, as far as memory goes."""
     if not sys.executable or not entry.can_keep():
         return 0
-    idle = int(num_processors() - max(1.0, os.getloadavg()[0]) + 0.5)
+    load = 0.0
+    with contextlib.suppress(OSError):  # a system that does not say
+        load = os.getloadavg()[0]
+    idle = int(num_processors() - max(1.0, load) + 0.5)
     return max(0, min(most - 1, MOST_HELPERS, idle, system.available_bytes() // HELPER_BYTES))
 
 
