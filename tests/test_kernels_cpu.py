@@ -380,6 +380,20 @@ def test_a_key_that_is_nan_is_seen_by_all_that_see_it_and_nobody_else(dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_row_that_sees_only_minus_infinity_has_the_softmax_of_that(has_sinks: bool, dtype: torch.dtype) -> None:
+    """And nothing of the head before, whose sums lie where its own would."""
+    tables = torch.zeros(1, 1, dtype=torch.int32)
+    k, v = (randn(*shape, dtype=dtype) for shape in cpu.cache_shapes(1, 2, 16, dtype))
+    q, sinks = torch.ones(3, 2, 16, dtype=dtype), torch.zeros(2) if has_sinks else None
+    q[:, 1], k[:, 1] = 1e30, -1e30
+    if has_sinks:
+        v[:, 0] = torch.nan
+    out = cpu.paged_attention(q, k, v, torch.tensor([[0, 0, 3, 0, 3]]), tables, 1.0, 0, 0.0, sinks)[:, 16:]
+    assert not out.any() if has_sinks else out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", [-3.0, -0.01, 0.0, 0.01, 0.07, 0.08, 0.3, 6.0, 90.0])
 def test_scores_may_rise_and_fall_as_they_like(step: float, dtype: torch.dtype) -> None:
     """From key to key, so that from one tile to the next what they are measured by stays, or rises; up to where exp overflows."""

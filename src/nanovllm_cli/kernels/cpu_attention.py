@@ -105,6 +105,11 @@ def _fold(total, total_state, part, state):
 @inner
 def _finish(total, state, sinks, head, target):
     """A row's sums to its result."""
+    if state[0] == NEG_INF:  # all that it sees is minus infinity, and nothing was folded: total is somebody else's
+        nothing = np.float32(0.0) if sinks != 0 else np.float32(np.nan)
+        for d in range(target.size):
+            store(target, d, nothing)
+        return
     weight = state[1]
     if sinks != 0:
         weight += np.exp(carray(typed_pointer(sinks, np.float32(0)), (head + 1,))[head] - state[0])
