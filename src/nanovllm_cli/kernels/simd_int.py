@@ -36,6 +36,7 @@ from nanovllm_cli.kernels.simd_ir import (
     at_address,
     code_bytes,
     fma,
+    host_has,
     keep_order,
     look_up_bytes,
     multiple,
@@ -60,6 +61,8 @@ TILE_ROWS = max(_VECTORS_OF_ROWS)
 FEW_ROWS = 3 if WIDE else 0
 """Rows that take all columns at once, in the order in which they lie, so that nothing need be asked for."""
 _ONE_PASS = WIDE or HAS_BYTE_DOT
+_ONE_PASS_OF_FEW_BITS = _ONE_PASS or host_has("avx2")
+"""Of 1 and 2, of which a panel is far larger than what is read."""
 ROW_PREFETCH_BYTES = 4096
 """How long before its use a line of codes is asked for by a single row, which leaves it after that."""
 
@@ -392,4 +395,4 @@ def in_one_pass(bits, group, table):
     """True where `one_row` has this kind, and is quicker than a panel."""
     if group < 32:
         return _ONE_PASS and table == 0 and (bits <= 3 or (bits == 6 and WIDE))
-    return _ONE_PASS and (bits in (1, 4) if table != 0 else bits <= 5)
+    return _ONE_PASS_OF_FEW_BITS if bits <= 2 else _ONE_PASS and (bits == 4 if table != 0 else bits <= 5)
