@@ -65,15 +65,13 @@ def empty(layout: RecordLayout) -> Packed:
     return Packed(layout, data, None if layout.table is None else torch.tensor(layout.table, dtype=torch.uint8))
 
 
-def unpack(data: torch.Tensor, block_bytes: int, block_len: int, places: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Codes uint8 [n, K] of rows of GGUF's blocks, uint8 [n, bytes a row]. places: see `cpu_blocks.unpack_blocks`."""
-    n, row_bytes = data.shape
-    blocks = row_bytes // block_bytes
-    assert row_bytes == blocks * block_bytes
-    codes = torch.empty(n, blocks * block_len, dtype=torch.uint8)
+def unpack(blocks: torch.Tensor, block_len: int, places: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Codes uint8 [b, block_len] of GGUF's blocks, uint8 [b, bytes of one]. places: see `cpu_blocks.unpack_blocks`."""
+    count, num_bytes = blocks.shape
+    codes = torch.empty(count, block_len, dtype=torch.uint8)
     first, second, *_ = (*places, (0, 0, 1, 8, 0, 0))
-    data = data.contiguous()
-    ints = address_of(data, torch.uint8, n, row_bytes), n * blocks, block_bytes, codes.data_ptr(), block_len, *first, *second
+    blocks = blocks.contiguous()
+    ints = address_of(blocks, torch.uint8, count, num_bytes), count, num_bytes, codes.data_ptr(), block_len, *first, *second
     launch(cpu_blocks.unpack_blocks, codes.numel(), "", ints)
     return codes
 

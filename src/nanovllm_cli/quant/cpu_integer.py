@@ -147,9 +147,7 @@ def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayou
     assert isinstance(rows, BlockRows)
     if layout.codebook is not None:
         return _point_rows(form.type, rows.data)
-    kind = gguf_blocks.block_type(form.type)
-    codes = integer.unpack(rows.data, kind.block_bytes, kind.block_len, gguf_blocks.CODES[kind.name])
-    parts = gguf_blocks.decompose(kind.name, rows.data, codes)
+    parts = gguf_blocks.decompose(form.type, rows.data, _unpacked)
     if layout.scale == kinds.UE4M3:
         factors = torch.ones(len(parts.d), device=parts.d.device) if rows.factors is None else rows.factors
         return RecordRows(parts.codes, parts.d, None, factors.unsqueeze(1).expand(-1, layout.num_chunks))
@@ -159,6 +157,13 @@ def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayou
         assert parts.sub_min is not None
         return RecordRows(parts.codes, parts.sub | parts.sub_min << 4, None, parts.d, parts.dmin)
     return RecordRows(parts.codes, parts.sub, parts.sub_min, parts.d, parts.dmin)
+
+
+def _unpacked(kind: BlockType, blocks: torch.Tensor) -> torch.Tensor:
+    """As `gguf_blocks.unpacked`: by all threads of a CPU where codes are bits of a block. A GPU's blocks come here, too."""
+    if blocks.device.type != "cpu" or kind.name not in gguf_blocks.CODES:
+        return gguf_blocks.unpacked(kind, blocks)
+    return integer.unpack(blocks, kind.block_len, gguf_blocks.CODES[kind.name])
 
 
 def _point_rows(type_name: str, data: torch.Tensor) -> RecordRows:

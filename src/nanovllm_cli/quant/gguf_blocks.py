@@ -92,12 +92,16 @@ def _two_levels(d: torch.Tensor, sub: torch.Tensor | None) -> torch.Tensor:
     return (d.float().unsqueeze(-1) * sub.float().view(n, num_d, groups // num_d)).view(n, groups)
 
 
-def decompose(type_name: str, data: torch.Tensor, codes: torch.Tensor | None = None) -> Decomposed:
-    """Rows of blocks, uint8 [n, bytes a row]. codes: where somebody has them already. UnsupportedError for a type that isn't in
-    BLOCKS; CheckpointError for rows that aren't whole blocks."""
+Unpack = Callable[[BlockType, torch.Tensor], torch.Tensor]
+"""Codes uint8 [b, block_len] of blocks [b, block_bytes]."""
+
+
+def decompose(type_name: str, data: torch.Tensor, unpack: Unpack | None = None) -> Decomposed:
+    """Rows of blocks, uint8 [n, bytes a row]. unpack: what does as `unpacked` and is faster. UnsupportedError for a type that
+    isn't in BLOCKS; CheckpointError for rows that aren't whole blocks."""
     kind = block_type(type_name)
     blocks = _blocks(kind, data)
-    codes = _as_rows(kind, data, _codes(kind, blocks)) if codes is None else codes
+    codes = _as_rows(kind, data, (unpack or unpacked)(kind, blocks))
     d, *rest = (None if part is None else _as_rows(kind, data, part) for part in _scales(kind, blocks))
     assert d is not None
     return Decomposed(kind, codes, d, *rest)
@@ -233,8 +237,8 @@ CODES: dict[str, tuple[Field, ...]] = {
 """Of types whose codes are bits of a block's bytes: where."""
 
 
-def _codes(kind: BlockType, blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [b, block_len]."""
+def unpacked(kind: BlockType, blocks: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [b, block_len] of blocks [b, block_bytes]."""
     if kind.name in CODEBOOKS:
         return gguf_codebooks.codes(kind.name, gguf_codebooks.find_points(kind.name, blocks))
     if kind.name == "TQ1_0":
