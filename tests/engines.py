@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.outline import shapes_of
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
@@ -46,6 +49,11 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
         elif name.endswith("layer_scalar"):
             buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.to(dtype)
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Of all that such a model's layers take."""
+    return sum(map(math.prod, shapes_of(spec).values()))
 
 
 def save(model: Any, folder: Path) -> Path:

@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import Apertus1p5Config, Apertus1p5TextConfig, AutoModelForMultimodalLM
 
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from engines import SMALL, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.outline import shapes_of
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.planning.facts import facts_of, parameters
+from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.perplexity import check_fits, cut, perplexity
@@ -57,8 +58,8 @@ def test_logits_are_transformers_and_behind_them_nothing(model: Any, folder: Pat
     assert float((found[:, :ROWS] - expected).norm() / expected.norm()) < 1e-4
     with open_checkpoint(folder) as checkpoint:
         counted = facts_of(checkpoint).num_parameters - 3 * 4  # those of activations, which a file has as settings
-    assert counted == sum(parameters(worker.spec).values())
-    assert parameters(worker.spec)["head"] == ROWS * 48
+    assert counted == num_parameters(worker.spec)
+    assert shapes_of(worker.spec)["head.weight"] == (ROWS, 48)
 
 
 def test_greedy_tokens_are_transformers(model: Any, folder: Path) -> None:

@@ -134,7 +134,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from engines import SMALL, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.mixer_spec import TemperatureSpec
@@ -980,7 +980,8 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     for name, parameter in [*model.named_parameters(), *scalars]:
         counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()
     config = CASES[case].to_dict() | {"architectures": [type(model).__name__]}
-    assert +Counter(parameters(spec_from_hf(config, hf_family(config)))) == counted
+    family = hf_family(config)
+    assert +Counter(parameters(spec_from_hf(config, family), family.names("hf"))) == counted
 
 
 VISION = {
@@ -1187,7 +1188,7 @@ def test_keys_that_nobody_reads_are_left_aside(prefix: str, tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(written))
     with open_checkpoint(folder) as checkpoint:
         numbers = sum(each.numbers for each in facts_of(checkpoint).classes)
-    assert numbers == sum(parameters(expected.spec).values())
+    assert numbers == num_parameters(expected.spec)
     tokens = [(ids, greedy(8)) for ids in prompts(513)[:3]]
     wanted, found = (run(engine_for(worker), tokens) for worker in (expected, worker_for(folder)))
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in wanted]
@@ -1297,7 +1298,7 @@ def test_layers_that_predict_further_tokens_are_left_aside(case: str, tmp_path: 
     assert found.spec == expected.spec
     assert found.weight_bytes == expected.weight_bytes
     with open_checkpoint(folder) as checkpoint:
-        assert facts_of(checkpoint).num_parameters == sum(parameters(found.spec).values())
+        assert facts_of(checkpoint).num_parameters == num_parameters(found.spec)
 
 
 TYPES = {"attention_layers": None}
@@ -1646,7 +1647,7 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
     save_file(tensors | further, folder / "model.safetensors")
     assert worker_for(folder).weight_bytes == expected.weight_bytes
     with open_checkpoint(folder) as checkpoint:
-        assert facts_of(checkpoint).num_parameters == sum(parameters(expected.spec).values())
+        assert facts_of(checkpoint).num_parameters == num_parameters(expected.spec)
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2",
@@ -1655,12 +1656,12 @@ def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> N
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:
-        assert facts_of(checkpoint).num_parameters == sum(parameters(worker_for(folder).spec).values())
+        assert facts_of(checkpoint).num_parameters == num_parameters(worker_for(folder).spec)
 
 
 def test_a_plan_counts_what_writes_alone(tmp_path: Path) -> None:
     folder = save(random_model(SEEING["gemma3"], auto=AutoModelForImageTextToText), tmp_path)
     with open_checkpoint(folder) as checkpoint:
         facts = facts_of(checkpoint)
-    assert facts.num_parameters == sum(parameters(facts.spec).values())
+    assert facts.num_parameters == num_parameters(facts.spec)
     assert worker_for(folder).spec == facts.spec

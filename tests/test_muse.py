@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, MuseGlimmerConfig
 
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from engines import SMALL, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family
-from nanovllm_cli.planning.facts import facts_of, parameters
+from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.weight_reader import PlainReader
@@ -71,7 +71,7 @@ def test_the_part_that_writes_is_equal_to_transformers(case: str, tmp_path: Path
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     assert answers == [chosen(model, ids, answer) for ids, answer in zip(tokens, answers, strict=True)]
     with open_checkpoint(folder) as checkpoint:
-        assert facts_of(checkpoint).num_parameters == sum(parameters(worker.spec).values())
+        assert facts_of(checkpoint).num_parameters == num_parameters(worker.spec)
 
 
 def spec_of(**text: Any) -> ModelSpec:

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig
 
-from engines import each_alone, engine_for, greedy, random_model, run, save, worker_for
+from engines import each_alone, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.planning.facts import facts_of, parameters
+from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.quantization.mixes import type_of
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_delta import LONG, REPEATING, check_nothing_is_lost
@@ -88,7 +88,7 @@ def test_what_guesses_further_tokens_is_left_aside(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"mtp.layers.0.eh_proj.weight": torch.ones(48, 96)}, folder / "model.safetensors")
     with open_checkpoint(folder) as checkpoint:
-        assert facts_of(checkpoint).num_parameters == sum(parameters(worker_for(folder).spec).values())
+        assert facts_of(checkpoint).num_parameters == num_parameters(worker_for(folder).spec)
 
 
 @pytest.mark.parametrize(("letters", "names"), [("mamba", "ME-M*MEE"), ("linear_attention", None)])
