@@ -1307,7 +1307,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "lfm3, without gates and outer norms", {"num_hidden_layers": 1}, CheckpointError, "a list of 1 kinds",
     ),
     "a bias of experts": (
-        "qwen3 moe, 3 of 5, a dense layer between", {"mlp_bias": True}, UnsupportedError, "with 'experts.{e}.down.bias'",
+        "qwen3 moe, 3 of 5, a dense layer between", {"mlp_bias": True}, UnsupportedError, "with 'experts.{e}.gate.bias'",
     ),
     "layer types that are no list": ("gemma3, ropes of two bases", {"layer_types": {"a": 1}}, CheckpointError, "must be a list"),
     "layers with positions that are no list": ("smollm3", {"no_rope_layers": {"a": 1}}, CheckpointError, "a list of 5 numbers"),
@@ -1370,7 +1370,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "nemotron h, 3 of 5 and shared", {"moe_latent_size": 0}, CheckpointError, "'moe_latent_size'",
     ),
     "biases of a nemotron's experts": (
-        "nemotron h, 3 of 5 and shared", {"mlp_bias": True}, UnsupportedError, "with 'shared.down.bias'",
+        "nemotron h, 3 of 5 and shared", {"mlp_bias": True}, UnsupportedError, "with 'shared.up.bias'",
     ),
     "convolutions over nothing": ("lfm2", {"conv_L_cache": 0}, CheckpointError, "'conv_L_cache' must be"),
     "convolutions over too much": ("lfm2", {"conv_L_cache": 65}, CheckpointError, "at most 64 are believed"),
