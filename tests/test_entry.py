@@ -19,10 +19,9 @@ import pytest
 import torch
 from numba import carray
 from numba.core import caching
-from numba.core.dispatcher import Dispatcher
 
 import forked
-from nanovllm_cli.kernels import cpu, cpu_sampling_rows, entry, gates, simd, simd_compact, simd_int
+from nanovllm_cli.kernels import cpu, cpu_sampling_rows, entry, gates
 from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -346,15 +345,63 @@ def test_what_breaks_a_recording_off_comes_out_as_it_is() -> None:
     assert gates.gated_activation(torch.zeros(1, 2), "silu").tolist() == [[0.0]], "nothing is recorded any more"
 
 
-def test_no_two_compiled_functions_of_a_module_have_one_name() -> None:
-    """The cache hands on what several processes compiled, numbered by each: a name is all that is left to tell them apart."""
-    for module in (simd, simd_compact, simd_int):
-        made = {id(value): value for value in vars(module).values() if isinstance(value, Dispatcher)}.values()
-        closures = [cell.cell_contents for value in made for cell in value.py_func.__closure__ or ()]
-        made = [*made, *(value for value in closures if isinstance(value, Dispatcher))]
-        names = [value.py_func.__qualname__ for value in {id(value): value for value in made}.values()]
-        assert names
-        assert len(set(names)) == len(names), names
+CLOSURES = """
+import sys
+import numba
+import numpy as np
+from numba import carray
+numba.config.CACHE_DIR = sys.argv[1]
+from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
+from nanovllm_cli.kernels.simd import typed_pointer
+
+
+def closure(number):
+    @inner
+    def added(values, i):  # more than is written into what calls it
+        for k in range(1, i):
+            MUCH
+        values[i] += number
+
+    return added
+
+
+ADD_1, ADD_2 = closure(1.0), closure(2.0)
+
+
+@kernel()
+def first(arguments, thread, team):
+    x, count = fields(arguments)
+    values = carray(typed_pointer(x, 0.0), (count,))
+    for i in share(count, thread, team):
+        ADD_1(values, i)
+        ADD_1(values, i)
+
+
+@kernel()
+def second(arguments, thread, team):
+    x, count = fields(arguments)
+    values = carray(typed_pointer(x, 0.0), (count,))
+    for i in share(count, thread, team):
+        ADD_2(values, i)
+        ADD_2(values, i)
+
+
+for name in sys.argv[2:]:
+    values = np.zeros(3)
+    globals()[name].run("", (values.ctypes.data, 1))
+    print(values[0])
+""".replace("MUCH", "; ".join(["values[k] = np.tan(values[k]) / np.exp(values[k])"] * 40))
+
+
+def test_each_closure_has_its_own_code_whichever_process_compiled_it(tmp_path: Path) -> None:
+    """Two of one name and type, the only functions that either process compiles, so both get the same number from numba."""
+    (tmp_path / "closures.py").write_text(CLOSURES)
+    found = [
+        forked.run([sys.executable, str(tmp_path / "closures.py"), str(tmp_path), *names], capture_output=True, text=True)
+        for names in (["first"], ["second"], ["first", "second"])
+    ]
+    assert [done.stdout.split() for done in found] == [["2.0"], ["4.0"], ["2.0", "4.0"]], [done.stderr for done in found]
 
 
 def test_what_only_kernels_call_says_so_to_python() -> None:

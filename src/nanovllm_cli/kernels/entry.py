@@ -20,6 +20,10 @@ The threads are numba's. Its `prange` takes the code of a loop, and all that it 
 those that it makes itself, not OpenMP's: what numba would find there is not the library that torch brings, and two in one process
 call each other's functions and crash (https://github.com/scverse/scanpy/issues/4026).
 
+What several processes compiled lies in the cache side by side, and where it is loaded, equal names all mean what came first.
+Numba tells functions of one name and type apart (closures that a factory made) by counting them, in each process from 1 on: one
+closure could get another's code. Here each process counts from a number of its own.
+
 Of processes that start together one compiles a kernel, and the others wait for it. That is not only quicker: numba counts the
 files of a kernel in its cache, so that two processes which add different tags at once may put one's code under the other's name.
 """
@@ -30,8 +34,10 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
+import secrets
 import struct
 import threading
 import time
@@ -45,7 +51,9 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import caching, cgutils
+from numba.core.bytecode import FunctionIdentity
 from numba.core.ccallback import CFunc
+from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
@@ -128,9 +136,14 @@ def _refuse(*_: int) -> None:
     raise UsageError("this process was forked from one that has loaded a model, whose threads it lacks", hint)
 
 
+def _count_from_a_number_of_its_own() -> None:
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+
+
 def _in_a_forked_child() -> None:
     """OpenMP would end it, with a line of its own; or never return, where only torch has used it."""
     global _turn
+    _count_from_a_number_of_its_own()
     _turn = threading.Lock()  # another thread may have had it
     if _replay:
         _replay[0] = _refuse
@@ -149,6 +162,7 @@ _passes_over: ContextVar[bool] = ContextVar("passes_over", default=False)
 _turn = threading.Lock()
 _replay: list[Any] = []
 os.register_at_fork(after_in_child=_in_a_forked_child)
+_count_from_a_number_of_its_own()
 if system.is_macos():
     _use_own_threads()
 
@@ -210,7 +224,8 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            rtsys.initialize(target_context)  # for arrays that kernels make; the rest that numba loads here only compiling needs
+            return self._load_overload(sig, target_context)
         except OSError as failure:  # too many open files: what is kept is good for others
             logger.debug("the compiled %s can't be read: %s", self._name, failure)
             return None

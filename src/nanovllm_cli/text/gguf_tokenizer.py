@@ -62,7 +62,7 @@ class _Fields:
         self.metadata = metadata
         tokens = self.array("tokens", str)
         self.tokens = [token or f"[EMPTY_{position}]" for position, token in enumerate(tokens)]
-        self.ids = {token: position for position, token in enumerate(self.tokens)}
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         if len(self.ids) != len(self.tokens):
             twice = next(token for position, token in enumerate(self.tokens) if self.ids[token] != position)
             raise CheckpointError(f"tokenizer.ggml.tokens holds {twice!r} twice")
@@ -77,9 +77,12 @@ class _Fields:
         }
         if "<|tool_response>" in self.ids:
             ends.discard("</s>")  # a tag like others in this vocabulary
-        if ends:
-            ends -= {merge.replace(" ", "") for merge in self.array("merges", str)}  # Qwen's "</s>" is text like other tags
-        self.types = [CONTROL if token in ends else kind for token, kind in zip(self.tokens, types, strict=True)]
+        if ends:  # Qwen's "</s>" is text like other tags: it is merged
+            merges = set(self.array("merges", str))
+            ends = {end for end in ends if merges.isdisjoint(f"{end[:cut]} {end[cut:]}" for cut in range(1, len(end)))}
+        self.types = list(types)
+        for end in ends:
+            self.types[self.ids[end]] = CONTROL
 
     def text(self, key: str, default: str) -> str:
         value = self.metadata.get(_PREFIX + key, default)
@@ -94,7 +97,7 @@ class _Fields:
         value = self.metadata.get(_PREFIX + key, [])
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise CheckpointError(f"{_PREFIX}{key} must be an array")
-        if not all(isinstance(item, kind) for item in value):
+        if not all(issubclass(found, kind) for found in set(map(type, value))):
             raise CheckpointError(f"{_PREFIX}{key} must hold {kind.__name__} values only")
         return list(value)
 
@@ -110,14 +113,18 @@ class _Fields:
         return values
 
     def merges(self) -> list[tuple[str, str]]:
-        pairs = []
-        for merge in self.array("merges", str):
-            cut = merge.find(" ", 1)  # a piece may itself begin with a space
-            if cut < 0:
-                raise CheckpointError(f"tokenizer.ggml.merges holds {merge!r}, which is not a pair")
-            pairs.append((merge[:cut], merge[cut + 1 :]))
-        if not pairs:
+        merges = self.array("merges", str)
+        if not merges:
             raise CheckpointError("the GGUF file has no tokenizer.ggml.merges")
+        pairs = []
+        for merge in merges:
+            left, space, right = merge.partition(" ")
+            if not left:  # a piece may itself begin with a space
+                first, space, right = right.partition(" ")
+                left = f" {first}"
+            if not space:
+                raise CheckpointError(f"tokenizer.ggml.merges holds {merge!r}, which is not a pair")
+            pairs.append((left, right))
         return pairs
 
     def around(
