@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -52,7 +52,6 @@ VECTORS = 4
 TILE_COLUMNS = LANES * VECTORS
 
 _MultiplyAdd = Callable[[ir.IRBuilder, Any, Any, Any], Any]
-Function = TypeVar("Function", bound=Callable[..., None])
 
 
 HAS_BF16_DOT = host_has("avx512bf16")
@@ -179,20 +178,6 @@ def _make_tile(rows: int, vectors: int, products: _Products, fetches: bool, page
     return tile
 
 
-def named(name: str) -> Callable[[Function], Function]:
-    """Decorator of what several are made of before they are compiled: each needs a name of its own.
-
-    Numba tells them apart by a number that it counts in the process. From its cache two that two processes compiled may come with
-    one number, and in a process that loads both the linker takes the first for the other, too.
-    """
-
-    def rename(function: Function) -> Function:
-        function.__qualname__ = name
-        return function
-
-    return rename
-
-
 def by_type(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of what is given the types of its arguments, and returns the function that is compiled for these: for compiled
     code, which calls it with the arguments. options: of numba's `overload`."""
@@ -208,14 +193,13 @@ def by_type(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return declare
 
 
-def _make_columns(name: str, rows: int, products: _Products, fetches: bool) -> Any:
+def _make_columns(rows: int, products: _Products, fetches: bool) -> Any:
     """Tiles of so many rows side by side, until they have all 64 columns."""
     vectors = _VECTORS_OF_ROWS[rows]
     tile = _make_tile(rows, vectors, products, fetches, False)
     asked = 64 * _lines_asked(vectors)
 
     @inner
-    @named(f"{name}_{rows}")
     def columns(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         if vectors == 4:
             tile(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
@@ -231,13 +215,12 @@ def _make_columns(name: str, rows: int, products: _Products, fetches: bool) -> A
     return columns
 
 
-def _make_paged_columns(name: str, rows: int, num_vectors: int, products: _Products) -> Any:
+def _make_paged_columns(rows: int, num_vectors: int, products: _Products) -> Any:
     """The same of a weight in pages, for 16 or 64 columns."""
     vectors = min(num_vectors, _VECTORS_OF_ROWS[rows])
     tile, width, step_bytes = _make_tile(rows, vectors, products, False, True), 4 * LANES * num_vectors, 4 * LANES * vectors
 
     @inner
-    @named(f"{name}_{rows}")
     def columns(x, xs, table, page_bits, begin, w3, step, steps, out, os, add, ahead):
         for first in range(0, width, step_bytes):
             tile(x, xs, table, page_bits, begin + first, w3, step, steps, out + first, os, add, ahead)
@@ -245,12 +228,11 @@ def _make_paged_columns(name: str, rows: int, num_vectors: int, products: _Produ
     return columns
 
 
-def _make_dot(name: str, make_columns: Callable[[int], Any]) -> Any:
+def _make_dot(make_columns: Callable[[int], Any]) -> Any:
     """One compiled function for 1 to MAX_ROWS rows."""
     t1, t2, t3, t4, t5, t6 = (make_columns(rows) for rows in range(1, MAX_ROWS + 1))
 
     @inner
-    @named(name)
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         if rows == 6:
             t6(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
@@ -291,14 +273,13 @@ def _widen(rows, x, xs, steps, target):
             words[i] = np.uint32(pairs[i]) << np.uint32(16)
 
 
-def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any:
+def _make_wide_dot(products: _Products, fetches: bool = False) -> Any:
     """The dot over 4 vectors, 64 columns."""
     if products is not _WIDENED:
-        return _make_dot(name, lambda rows: _make_columns(name, rows, products, fetches))
-    widened = _make_dot(f"{name}_widened", lambda rows: _make_columns(f"{name}_widened", rows, products, fetches))
+        return _make_dot(lambda rows: _make_columns(rows, products, fetches))
+    widened = _make_dot(lambda rows: _make_columns(rows, products, fetches))
 
     @inner
-    @named(name)
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         memory = _room_for_widened()
         for first in range(0, steps, WIDENED_STEPS):
@@ -312,13 +293,12 @@ def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any
     return dot
 
 
-def _make_paged_dot(name: str, vectors: int, products: _Products) -> Any:
+def _make_paged_dot(vectors: int, products: _Products) -> Any:
     """The dot over 16 or 64 columns of a weight in pages, of WIDENED_STEPS steps at most, added to `out`: see `_make_tile`."""
-    onto = _make_dot(f"{name}_onto", lambda rows: _make_paged_columns(f"{name}_onto", rows, vectors, products))
+    onto = _make_dot(lambda rows: _make_paged_columns(rows, vectors, products))
     widens = products is _WIDENED
 
     @inner
-    @named(name)
     def dot(rows, x, xs, table, page_bits, begin, step, steps, out, os):
         if widens:
             memory = _room_for_widened()
@@ -332,11 +312,11 @@ def _make_paged_dot(name: str, vectors: int, products: _Products) -> Any:
 pair_multiply_add = _pair_dot if HAS_BF16_DOT else _pair_fma
 """acc + the two products of bf16 in each lane of two vectors of pairs."""
 _BF16 = _PAIRS if HAS_BF16_DOT else _WIDENED
-dot64_bf16, dot64_f32 = _make_wide_dot("dot64_bf16", _BF16), _make_wide_dot("dot64_f32", _FLOATS)
-dot64_bf16_ahead = _make_wide_dot("dot64_bf16_ahead", _BF16, fetches=True)
+dot64_bf16, dot64_f32 = _make_wide_dot(_BF16), _make_wide_dot(_FLOATS)
+dot64_bf16_ahead = _make_wide_dot(_BF16, fetches=True)
 """The same for weights whose neighbours are still in memory."""
-paged64_bf16, paged16_bf16 = (_make_paged_dot(f"paged{LANES * vectors}_bf16", vectors, _BF16) for vectors in (VECTORS, 1))
-paged64_f32, paged16_f32 = (_make_paged_dot(f"paged{LANES * vectors}_f32", vectors, _FLOATS) for vectors in (VECTORS, 1))
+paged64_bf16, paged16_bf16 = (_make_paged_dot(vectors, _BF16) for vectors in (VECTORS, 1))
+paged64_f32, paged16_f32 = (_make_paged_dot(vectors, _FLOATS) for vectors in (VECTORS, 1))
 
 
 @intrinsic

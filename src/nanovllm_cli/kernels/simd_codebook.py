@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from nanovllm_cli.kernels.entry import compile_once
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
-from nanovllm_cli.kernels.simd import VECTORS, by_type, named, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd import VECTORS, by_type, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     I32,
@@ -83,7 +83,6 @@ def call_unpacker(typing: Any, function, source, steps, target, ahead, table):  
 @cache
 def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
     # Closed over numbers alone: numba's cache knows a function by what it is closed over, and other functions are new each time.
-    @named(f"unpack_points_{index_bits}_{length}_{code_bits}_{signs}")
     def unpack_points(source: int, steps: int, target: int, ahead: int, table: int) -> None:
         _unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
 
@@ -221,7 +220,6 @@ def _unpack_columns(index_bits, length, code_bits, signs, source, steps, target,
     num_points, codes, kind = 1 << index_bits.literal_value, length.literal_value, signs.literal_value
     units, words_type, numbers_at = codes // 4, np.uint64 if codes == 8 else np.uint32, codes * num_points
 
-    @named(f"unpack_columns_{index_bits.literal_value}_{codes}_{code_bits.literal_value}_{kind}")
     def unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table):
         rows, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step(index_bits, length, signs)
         points = carray(typed_pointer(table, words_type(0)), (num_points,))

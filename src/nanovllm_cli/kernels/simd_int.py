@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.inner import inner
-from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, WIDE, named
+from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, WIDE
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
@@ -176,7 +176,6 @@ def _make_rows(rows: int, with_low: bool, small: bool) -> Any:
     parts, step = VECTORS // vectors, 64 * vectors
 
     @inner
-    @named(f"columns_{rows}{'_low' if with_low else ''}{'_small' if small else ''}")
     def columns(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, ahead_step):
         for part in range(parts):
             at = part * step
@@ -194,7 +193,6 @@ def _make_dot(with_low: bool, small: bool) -> Any:
     c1, c2, c3, c4, c5, c6 = made + made[-1:] * (MAX_ROWS - TILE_ROWS)
 
     @inner
-    @named(f"dot_panel{'_low' if with_low else ''}{'_small' if small else ''}")
     def dot(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if rows == 6:
             c6(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
@@ -221,7 +219,6 @@ def _make_choice(with_low: bool) -> Any:
         of_small = _make_dot(with_low, True)
 
     @inner
-    @named("dot_codes_low" if with_low else "dot_codes")
     def dot(small, rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if small:
             of_small(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
@@ -361,7 +358,6 @@ def _make_one_row(with_low: bool) -> Any:
     t4 = r4 if with_low else _make_row((4,), False, False, has_table=True)
 
     @inner
-    @named("one_row_low" if with_low else "one_row")
     def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add, table):
         many = group_units // STEP_UNITS
         if many == 0:  # of which no format has a table
