@@ -345,6 +345,15 @@ def test_what_breaks_a_recording_off_comes_out_as_it_is() -> None:
     assert gates.gated_activation(torch.zeros(1, 2), "silu").tolist() == [[0.0]], "nothing is recorded any more"
 
 
+KERNEL = """
+@kernel()
+def NAME(arguments, thread, team):
+    x, count = fields(arguments)
+    values = carray(typed_pointer(x, 0.0), (count,))
+    for i in share(count, thread, team):
+        CALLED(values, i)
+        CALLED(values, i)
+"""
 CLOSURES = """
 import sys
 import numba
@@ -369,29 +378,15 @@ def closure(number):
 ADD_1, ADD_2 = closure(1.0), closure(2.0)
 
 
-@kernel()
-def first(arguments, thread, team):
-    x, count = fields(arguments)
-    values = carray(typed_pointer(x, 0.0), (count,))
-    for i in share(count, thread, team):
-        ADD_1(values, i)
-        ADD_1(values, i)
-
-
-@kernel()
-def second(arguments, thread, team):
-    x, count = fields(arguments)
-    values = carray(typed_pointer(x, 0.0), (count,))
-    for i in share(count, thread, team):
-        ADD_2(values, i)
-        ADD_2(values, i)
-
-
+KERNELS
 for name in sys.argv[2:]:
     values = np.zeros(3)
     globals()[name].run("", (values.ctypes.data, 1))
     print(values[0])
-""".replace("MUCH", "; ".join(["values[k] = np.tan(values[k]) / np.exp(values[k])"] * 40))
+""".replace("MUCH", "; ".join(["values[k] = np.tan(values[k]) / np.exp(values[k])"] * 40)).replace(
+    "KERNELS",
+    KERNEL.replace("NAME", "first").replace("CALLED", "ADD_1") + KERNEL.replace("NAME", "second").replace("CALLED", "ADD_2"),
+)
 
 
 def test_each_closure_has_its_own_code_whichever_process_compiled_it(tmp_path: Path) -> None:

@@ -275,9 +275,9 @@ def _widen(rows, x, xs, steps, target):
 
 def _make_wide_dot(products: _Products, fetches: bool = False) -> Any:
     """The dot over 4 vectors, 64 columns."""
+    of_products = _make_dot(lambda rows: _make_columns(rows, products, fetches))
     if products is not _WIDENED:
-        return _make_dot(lambda rows: _make_columns(rows, products, fetches))
-    widened = _make_dot(lambda rows: _make_columns(rows, products, fetches))
+        return of_products
 
     @inner
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
@@ -285,7 +285,7 @@ def _make_wide_dot(products: _Products, fetches: bool = False) -> Any:
         for first in range(0, steps, WIDENED_STEPS):
             some, at = min(WIDENED_STEPS, steps - first), first * step
             _widen(rows, x + 4 * first, xs, some, memory)
-            widened(
+            of_products(
                 rows, memory, 8 * WIDENED_STEPS, w0 + at, w1 + at, w2 + at, w3 + at, step, some, out, os, add + first,
                 ahead + 4 * 64 * first,
             )  # fmt: skip
