@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanovllm_cli.models.outline import shapes_of
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.facts import facts_of
 from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.logits import ON_CPU, MeasuredModel
 from nanovllm_cli.quantization.perplexity import check_fits, cut, perplexity
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert import SETTINGS, TINY
@@ -136,7 +137,7 @@ def test_measuring_leaves_others_out(model: Any, folder: Path) -> None:
     """Or a divergence of two zeros would be no number."""
     ids = [token % ROWS for token in prompts(513)[-1]]
     with open_checkpoint(folder) as checkpoint:
-        measured = MeasuredModel(checkpoint, len(ids), dtype="float32")
+        measured = MeasuredModel(checkpoint, len(ids), replace(ON_CPU, dtype="float32"))
         logits = measured.logits(measured.hidden(ids))
         windows = cut([511, *ids], [], 40, whole=True)
         check_fits(windows, measured.model.spec)

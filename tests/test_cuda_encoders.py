@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, BertConfig, Gemma3TextConfig, ModernBertConfig
+from transformers import AutoModel, BertConfig, Gemma3TextConfig, ModernBertConfig, MPNetConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -38,6 +38,7 @@ CONFIGS: dict[str, Any] = {
         **SIZES | ENDS | {"num_hidden_layers": 3}, local_attention=20, global_attn_every_n_layers=2, cls_token_id=1,
         sep_token_id=2,
     ),
+    "mpnet": MPNetConfig(**SIZES | {"max_position_embeddings": 92, "pad_token_id": 1}),
     "gemma": Gemma3TextConfig(
         **SIZES, num_key_value_heads=1, head_dim=24, sliding_window=20, use_bidirectional_attention=True,
         layer_types=["sliding_attention", "full_attention"],

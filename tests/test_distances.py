@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +15,14 @@ from transformers import BertConfig
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from embedders import body, write_json, write_tokenizer
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
 from nanovllm_cli import LLM
-from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError
 from nanovllm_cli.layers.distances import alibi_slopes, buckets
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.loader import read_spec
-from nanovllm_cli.weights.quantized import open_reader
 from test_convert import converted
+from test_cuda_encoders import embed, engine_on
 from test_encoders import FLOATS, TEXTS, changed, far
 
 SIZES: dict[str, Any] = {
@@ -224,9 +222,8 @@ def test_the_padding_of_mpnet_is_transformers_own(tmp_path: Path) -> None:
         LLM(tmp_path / "m", config=FLOATS)
 
 
-def test_a_gpu_refuses_them(made: tuple[Any, Path]) -> None:
-    with open_checkpoint(made[1]) as checkpoint:
-        spec = read_spec(checkpoint, open_reader(checkpoint))
-    platform = SimpleNamespace(config=EngineConfig())
-    with pytest.raises(UnsupportedError, match="scores by distance"):
-        CudaPlatform.backend(platform, spec, torch.bfloat16)  # type: ignore[arg-type]
+@needs_emulation
+def test_a_gpu_computes_the_same(made: tuple[Any, Path]) -> None:
+    run, folder = made
+    settings = {"num_blocks": 64, "max_num_batched_tokens": 64}
+    assert far(embed(engine_on(folder, EmulatedDevice(), **settings), TEXTS), means(run)) < 0.03

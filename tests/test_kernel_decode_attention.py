@@ -119,6 +119,9 @@ class Step:
             scores = torch.einsum("hd,lhd->hl", q, k) * options["scale"]
             if options["softcap"]:
                 scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+            if options["distances"] is not None:
+                own = (options["distances"].shape[1] - 64) // 2
+                scores += options["distances"][:, own + first + 1 - length : own + 1]
             if options["sinks"] is not None:
                 scores = torch.cat((scores, options["sinks"].double()[:, None]), dim=1)
             weights = torch.softmax(scores, dim=1)[:, : length - first]
@@ -159,7 +162,8 @@ def step(
             for cache in caches:
                 cache[tables[row, token // block_size], :, token % block_size] = random(kv_heads, dim).to(types[1])
     scales = {name: (torch.rand(kv_heads) + 0.5 if types[1] == FP8 else None) for name in ("k_scale", "v_scale")}
-    options = {"scale": dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None} | scales | options
+    options = {"scale": dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "distances": None} | scales | options
+    options["distances"] = random(kv_heads * group, 2 * max(lens) + 64) if options["distances"] else None
     if options["sinks"]:
         options["sinks"] = random(kv_heads * group)
     qkv = random(len(lens), kv_heads * (group + (0 if shared else 2)) * dim, dtype=types[0])
@@ -186,6 +190,9 @@ STEPS = {
     "512 dims": lambda: step((BF16, BF16), (2, 1, 512), LENS),
     "512 dims, half, group of 2, window": lambda: step((HALF, HALF), (1, 2, 512), LENS, window=40),
     "512 dims, fp8, group of 8, blocks of 64": lambda: step((BF16, FP8), (1, 8, 512), LENS, block_size=64),
+    "by distance": lambda: step((BF16, BF16), (4, 1, 64), LENS, distances=True),
+    "by distance, fp8, group of 12, window": lambda: step((BF16, FP8), (2, 12, 64), LENS, distances=True, window=100),
+    "by distance, 100 dims": lambda: step((HALF, HALF), (3, 1, 100), LENS, distances=True),
     "511 dims, group of 3": lambda: step((BF16, BF16), (1, 3, 511), [17, 0, 33], sinks=True),
 }
 SHARED = {
@@ -378,9 +385,9 @@ def test_caches_beyond_two_to_the_31_elements() -> None:
     close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.expected())
 
 
-@pytest.mark.parametrize("bug", ["BARRIER", "PAGE", "TAIL", "COUNTER", "INT32"])
+@pytest.mark.parametrize("bug", ["BARRIER", "PAGE", "TAIL", "COUNTER", "INT32", "DISTANCE"])
 def test_planted_bugs_are_found(bug: str) -> None:
-    inputs = far_step() if bug == "INT32" else step((BF16, FP8), (2, 3, 32), [517, 20])
+    inputs = far_step() if bug == "INT32" else step((BF16, FP8), (2, 3, 32), [517, 20], distances=bug == "DISTANCE")
     found = 0
     for order in ORDERS:
         emulator = Emulator(order, bugs=(bug,))

@@ -152,8 +152,10 @@ def test_attention_is_close_to_the_formula(shape: tuple, order: int) -> None:
         {"softcap": 2.0},
         {"sinks": torch.tensor([0.5, -3.0, 4.0, 0.0])},
         {"window": 70, "softcap": 5.0, "sinks": torch.tensor([2.0, 0.0, -1.0, 1.0])},
+        {"distances": random(4, 2 * 140 + 64)},
+        {"distances": random(4, 2 * 167 + 64), "both_ways": True},
     ],
-    ids=str,
+    ids=lambda options: " ".join(str(value) if key != "distances" else key for key, value in options.items()),
 )
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_window_softcap_and_sinks(options: dict, kv_dtype: torch.dtype | None, order: int) -> None:
@@ -209,7 +211,9 @@ def bits_depend_on_the_sequence_alone(bugs: tuple[str, ...] = (), **options) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 300, "softcap": 8.0, "sinks": torch.tensor([1.0, 0.0, -1.0])}], ids=["plain", "all"]
+    "options",
+    [{}, {"window": 300, "softcap": 8.0, "sinks": torch.tensor([1.0, 0.0, -1.0])}, {"distances": random(3, 2 * 400 + 64)}],
+    ids=["plain", "all", "by distance"],
 )
 def test_bits_depend_on_neither_batch_nor_chunks_nor_the_number_of_multiprocessors(options: dict) -> None:
     assert bits_depend_on_the_sequence_alone(**options)
@@ -281,13 +285,13 @@ def test_windows_that_begin_anywhere_leave_room_in_the_counters() -> None:
         assert (items[items[:, 9] > 1, 10].max(initial=-1) + 1) * heads <= room
 
 
-@pytest.mark.parametrize("bug", ["NO_BARRIER", "NO_WAIT", "NEXT_PAGE", "NO_MASK", "NO_TAIL", "NO_RESET"])
+@pytest.mark.parametrize("bug", ["NO_BARRIER", "NO_WAIT", "NEXT_PAGE", "NO_MASK", "NO_TAIL", "NO_RESET", "DISTANCE"])
 def test_a_planted_bug_is_found(bug: str) -> None:
     sequences = case((1, 35), (400, 90), 2, 1, 64, BF16)
-    found = False
+    found, options = False, {"distances": random(2, 2 * 490 + 64)} if bug == "DISTANCE" else {}
     for order in ORDERS:
         try:
-            assert_close(sequences, run(sequences, Emulator(order, num_multiprocessors=16, bugs=(bug,))))
+            assert_close(sequences, run(sequences, Emulator(order, num_multiprocessors=16, bugs=(bug,)), **options), **options)
         except (KernelFailed, AssertionError):
             found = True
     assert found

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.kernels import prefill_attention as kernel
 from test_kernel_prefill_attention import BF16, FP8, FP16, Case, case, chunk, run
@@ -15,7 +16,13 @@ from test_kernel_prefill_attention import BF16, FP8, FP16, Case, case, chunk, ru
 pytestmark = needs_emulation
 
 
-def expected(sequences: Case, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
+def expected(
+    sequences: Case,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    distances: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """The formula's result in float64, and that for |v|, [T, H * D]."""
     results: list[list[torch.Tensor]] = [[], []]
     for (begin, end), *cached in zip(itertools.pairwise(sequences.starts), sequences.keys, sequences.values, strict=True):
@@ -25,6 +32,8 @@ def expected(sequences: Case, window: int = 0, softcap: float = 0.0, sinks: torc
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
+        if distances is not None:
+            scores += distances[:, (distances.shape[1] - 64) // 2 - distance]
         scores[:, (distance < 0) | (distance >= (window or len(keys)))] = -torch.inf
         if sinks is not None:
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), 2)
@@ -74,8 +83,13 @@ def test_attention_is_close_to_the_formula(shape: tuple, order: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "options",
-    [{"window": 20}, {"window": 1}, {"window": 70, "softcap": 5.0, "sinks": torch.tensor([2.0, 0.0, -1.0, 1.0])}],
-    ids=["20", "1", "all"],
+    [
+        {"window": 20},
+        {"window": 1},
+        {"window": 70, "softcap": 5.0, "sinks": torch.tensor([2.0, 0.0, -1.0, 1.0])},
+        {"distances": random(4, 2 * 41 + 64)},
+    ],
+    ids=["20", "1", "all", "by distance"],
 )
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_window_softcap_and_sinks(options: dict, kv_dtype: torch.dtype | None, order: int) -> None:

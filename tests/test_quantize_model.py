@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -206,7 +207,7 @@ def test_a_gguf_file_has_each_weight_in_its_planned_type(tmp_path: Path, spec: s
 @pytest.mark.parametrize("spec", ["q8_0", "q4_0", "q4_k_m", "q6_k"])
 def test_llama_cpp_loads_it_and_says_what_we_say(tmp_path: Path, spec: str) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from nanovllm_cli.quantization.logits import MeasuredModel
+    from nanovllm_cli.quantization.logits import ON_CPU, MeasuredModel
 
     out = tmp_path / "m.gguf"
     quantize(spec, out)
@@ -214,7 +215,7 @@ def test_llama_cpp_loads_it_and_says_what_we_say(tmp_path: Path, spec: str) -> N
     theirs.eval(IDS)
     expected = torch.from_numpy(theirs.scores[: len(IDS)].copy()).double()
     with open_checkpoint(out) as checkpoint:
-        model = MeasuredModel(checkpoint, 64, dtype="float32")
+        model = MeasuredModel(checkpoint, 64, replace(ON_CPU, dtype="float32"))
         found = model.logits(model.hidden(IDS)).double()
     # it rounds activations to 8 bits
     assert float((found - expected).norm() / expected.norm()) < 0.05

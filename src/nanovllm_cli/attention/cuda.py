@@ -129,6 +129,7 @@ class CudaAttention:
         max_tokens: int,
         deterministic: bool,
         max_guesses: int = 0,
+        by_distance: bool = False,
     ) -> None:
         self.launcher = launcher
         self.max_guesses = max_guesses
@@ -154,7 +155,7 @@ class CudaAttention:
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
         plain = bool(specs) and not latent and all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
         dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
-        same_type = cache_dtype == dtype
+        same_type = cache_dtype == dtype and not by_distance
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
@@ -217,7 +218,6 @@ class CudaAttention:
         step: CudaStep,
         distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert distances is None, "models with these are refused"
         shape = _shape(spec)
         heads, kv_heads, dim, window, both_ways = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
@@ -228,7 +228,7 @@ class CudaAttention:
         if step.work is None and step.prompts is None:
             return decode_attention(
                 self.launcher, projected, k, v, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
-                window, softcap, sinks, scales, scales,
+                window, softcap, sinks, scales, scales, distances=distances,
             )  # fmt: skip
         q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
         if step.prompts is not None:
@@ -238,7 +238,7 @@ class CudaAttention:
             assert step.work is not None
             return prefill_attention(
                 self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
-                scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
+                scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales, distances=distances,
             )  # fmt: skip
 
         out = found(q, step)

@@ -77,10 +77,9 @@ class PerplexityOptions:
     )  # fmt: skip
 
     @parsers.by_their_flags()
-    def num_threads(self) -> int | None:
+    def engine_config(self) -> EngineConfig:
         """Raises UsageError."""
-        threads = None if self.threads == -1 else self.threads
-        return EngineConfig(threads=threads).threads
+        return EngineConfig(dtype=self.dtype, device=self.device, threads=None if self.threads == -1 else self.threads)
 
 
 @expand
@@ -103,14 +102,12 @@ def perplexity(
     models read the same windows, one after the other: KL divergence of OTHER's next-token probabilities from MODEL's, how often
     the most likely token is the same, and both perplexities. Models that embed read passages of the text instead: the cosine of
     each one's two vectors, and whether its nearest passages stay the same; rerankers pairs of a query and a passage: how far
-    their scores differ. On the CPU.
+    their scores differ.
     """
     screen = screen_for(messages)
     names = named_models(ctx.obj, [word for word in (source.model, model_word, other_word) if word], EXAMPLE)
     _check(ctx, options, names)
-    if options.device.startswith("cuda"):
-        screen.say(f"computed on the CPU, though the device is set to {options.device}", "dim")
-    threads = options.num_threads()
+    config = options.engine_config()
     text = measured_text(options.text, screen)
     screen.announce(f"opening {names[0]}")
     with signals.insisting():
@@ -134,7 +131,7 @@ def perplexity(
 
             def by_vectors() -> AnyQuality:
                 one, other = models
-                return measuring.compare_vectors(one, other, text, cut, progress, dtype=options.dtype, threads=threads)
+                return measuring.compare_vectors(one, other, text, cut, progress, config)
 
             _compare(models, by_vectors, lambda quality: [("compared", quality.extent(text.name))], record, options, screen)
             return
@@ -146,25 +143,25 @@ def perplexity(
         record = {"model": names[0], "text": text.name, "ctx_size": options.ctx_size, "chunks": len(windows.ids)}
         record |= {"scored": "all" if options.all else "second half", "tokens": windows.scored}
         if len(models) == 1:
-            _measure(models[0], windows, record, options, threads, screen, progress)
+            _measure(models[0], windows, record, options, config, screen, progress)
         else:
             measuring.check_alike(every[0], every[1], models[0].spec, models[1].spec)
 
             def by_logits() -> AnyQuality:
                 one, other = (model.checkpoint for model in models)
-                return measuring.compare(one, other, windows, progress, dtype=options.dtype, threads=threads)
+                return measuring.compare(one, other, windows, progress, config)
 
             _compare(models, by_logits, lambda quality: _facts(record), record, options, screen)
 
 
 def _measure(
-    model: Original, windows: Windows, record: dict[str, Any], options: PerplexityOptions, threads: int | None,
+    model: Original, windows: Windows, record: dict[str, Any], options: PerplexityOptions, config: EngineConfig,
     screen: Console, progress: ProgressLine,
 ) -> None:  # fmt: skip
     from nanovllm_cli.quantization.logits import MeasuredModel
     from nanovllm_cli.quantization.perplexity import perplexity as measure
 
-    loaded = MeasuredModel(model.checkpoint, options.ctx_size, dtype=options.dtype, threads=threads, progress=progress)
+    loaded = MeasuredModel(model.checkpoint, options.ctx_size, config, progress=progress)
     began = time.monotonic()
     found = measure(loaded, windows, progress, lambda so_far: progress.found(f"perplexity {so_far}"))
     seconds = time.monotonic() - began
@@ -222,8 +219,6 @@ def _check(ctx: typer.Context, options: PerplexityOptions, names: Sequence[str])
         raise UsageError("--fail-above has no meaning without OTHER", "it is about what OTHER has lost")
     if options.chunks == 0:
         raise UsageError("--chunks 0 leaves nothing to measure", "-1 takes the whole text")
-    if options.device.startswith("cuda") and is_typed(ctx, "device"):
-        raise UnsupportedError("perplexity is measured on the CPU alone", "leave --device out")
 
 
 def measured_text(path: str | None, screen: Console) -> NamedText:

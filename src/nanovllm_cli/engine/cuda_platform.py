@@ -128,13 +128,12 @@ class CudaPlatform:
         if spec.chunk is not None and self._longest(spec.max_position) > spec.chunk:
             reason = f"attention in chunks of {spec.chunk} tokens is not computed on a GPU past the first one"
             raise UnsupportedError(reason, f"use --ctx-size {spec.chunk} or less, or --device cpu")
-        if spec.distances is not None:
-            raise UnsupportedError("scores by distance (MPNet, ALiBi) are not computed on a GPU", "add --device cpu")
         if any(isinstance(state := state_in(mixer), DeltaSpec) and state.channel_rank for mixer in spec.mixers):
             raise UnsupportedError(BY_CHANNEL, "add --device cpu")
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),
+            by_distance=spec.distances is not None,
         )  # fmt: skip
 
     def cache_budget(self, *models: Decoder) -> int:

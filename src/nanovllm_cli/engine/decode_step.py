@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
@@ -179,7 +178,7 @@ class DecodeStep:
             hidden=None if self._hidden_read is None else self._hidden_read[:rows],
         )
         work = None if room is None or self._work is None else self._work.by_shape
-        inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch, work))
+        inputs = self._model.inputs(batch, self._backend.decode_step(batch, work))
         hidden = self._model.run(inputs, self._cache)
         self.hidden = self._model.normed(hidden) if self._keeps_hidden else None
         logits = self._model.logits(hidden)

@@ -146,6 +146,9 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
 #if VALUE_NORM
                  , const DTYPE* v_norm
 #endif
+#if DISTANCES
+                 , const float* distances, int columns
+#endif
 ) {
   typedef Vector<uint32_t, 2 * HALVES> Fragment;
   __shared__ Result<Registers> result;
@@ -287,6 +290,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
           float& score = scores[i][k / 2][h * 2 + k % 2];
           const int token = tile_token(tile, i) + k / 2 * 8 + 2 * quarter + k % 2;
           score = is_seen(token, split) ? score_of(score, factors[h], softcap) : NEGATIVE_INFINITY;
+          if constexpr (DISTANCES) score += LOG2E * __ldg(by_distance(distances, columns, split, h * 8 + row) + clamped(token, split));
           top = fmaxf(top, score);
         }
       top = warp_max(top, 4);

@@ -100,12 +100,13 @@ def decode_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     sequences: torch.Tensor | None = None,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_and_cache` of one token a sequence, its last, to where its table has it, then `reference.attention`, in one launch.
     Returns [B, H * D].
 
     Caches [N, K, S, D]; block_tables [B, P] and kv_lens [B] int32 (0 for padding, which writes nothing and gets zeros); sinks
-    [H], k_scale and v_scale [K] fp32.
+    [H], k_scale and v_scale [K], distances [H, columns] fp32.
 
     With projected.shared nothing is written. B is of any size, in as many launches as the scratch asks for. Where it is
     decode_attention_any's, the kernel ahead may be the one that wrote the newest k and v, and rows may be several tokens of a
@@ -130,6 +131,10 @@ def decode_attention(
             check(scales, launcher, torch.float32, kv_heads)
     if sinks is not None:
         check(sinks, launcher, torch.float32, heads)
+    if distances is not None:
+        assert not shared, "no model has both"
+        assert not softcap, "no model has both"
+        check(distances, launcher, torch.float32, heads, distances.shape[1])
     if sequences is not None:
         assert shared
         check(sequences, launcher, torch.int32, batch)
@@ -137,7 +142,7 @@ def decode_attention(
     if batch:
         gated = projected.row_heads == heads + projected.own_heads
         assert gated or projected.row_heads == projected.own_heads, "as many numbers before q as in it, or none"
-        form = Form(projected.load, gated, v_norm is not None and not shared, shared, turned)
+        form = Form(projected.load, gated, v_norm is not None and not shared, shared, turned, distances is not None)
         by_number = sequences is not None
         kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, form, by_number)
         takes_sequences = shared and kernel.stem == "decode_attention_any"
@@ -156,7 +161,8 @@ def decode_attention(
             tensors = (q, q_norm, k_norm, cosines, sines, k_cache, v_cache, tables, lens, sinks, k_scale, v_scale)
             results = (scratch.partials, scratch.sums, scratch.counters, found)
             more = (numbers,) if takes_sequences else (v_norm,) if form.value_norm else ()
-            args = (*tensors, *results, *settings, *more)
+            by_distance = () if distances is None else (distances, np.int32(distances.shape[1]))
+            args = (*tensors, *results, *settings, *more, *by_distance)
             launcher.launch(kernel, (splits, grid_heads, len(lens)), (THREADS, 1, 1), args)
     return out
 
@@ -169,11 +175,12 @@ class Form(NamedTuple):
     value_norm: bool = False
     shared: bool = False
     turned: bool = False
+    distances: bool = False
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
-        flags = (("GATED", self.gated), ("VALUE_NORM", self.value_norm), ("SHARED", self.shared), ("TURNED", self.turned))
-        return (("ROPE_LOAD", self.rope_load), *((name, 1) for name, is_set in flags if is_set))
+        names = ("GATED", "VALUE_NORM", "SHARED", "TURNED", "DISTANCES")
+        return (("ROPE_LOAD", self.rope_load), *((name, 1) for name, is_set in zip(names, self[1:], strict=True) if is_set))
 
 
 def choose(
@@ -248,7 +255,9 @@ def variants() -> list[Kernel]:
     partly_rotated = [variant("decode_attention", bf16, bf16, dim, 8, 16, Form(2)) for dim in (80, 256)]
     behind = [variant("decode_attention", bf16, kv, 256, rows, 16, Form(gated=True)) for kv in (bf16, fp8) for rows in (8, 16)]
     behind += [variant("decode_attention", bf16, kv, 128, 8, 16, Form(turned=True)) for kv in (bf16, fp8)]
+    behind += [variant("decode_attention", bf16, kv, dim, 8, 16, Form(distances=True)) for kv in (bf16, fp8) for dim in (64, 128)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
+    others += [variant("decode_attention_any", bf16, bf16, 128, 1, 16, Form(distances=True))]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
     normed, reading = Form(value_norm=True), Form(shared=True)
     for kv, form in itertools.product((bf16, fp8), (normed, reading)):

@@ -27,6 +27,9 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
 #if VALUE_NORM
                      , const DTYPE* v_norm
 #endif
+#if DISTANCES
+                     , const float* distances, int columns
+#endif
 #if SHARED
                      , const int* sequences
 #endif
@@ -89,6 +92,10 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
         product = warp_sum(product, LANES);
         const bool seen = is_seen(tile * TILE + i * AT_ONCE + slot, split);
         scores[i] = seen ? score_of(product, factor, softcap) : NEGATIVE_INFINITY;
+        if constexpr (DISTANCES) {
+          const int token = clamped(tile * TILE + i * AT_ONCE + slot, split);
+          scores[i] += LOG2E * __ldg(by_distance(distances, columns, split, row) + token);
+        }
         top = fmaxf(top, scores[i]);
       }
       const float base = top == NEGATIVE_INFINITY ? 0.0f : top;  // these lanes have seen no token yet

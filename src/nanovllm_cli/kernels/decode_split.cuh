@@ -23,6 +23,8 @@
 // has ended, unless it is the one ahead: behind rope_and_cache comes decode_attention_any alone, which reads no cache before it has
 // waited. There `sequences` [B] says which of the block tables each row of q has, null for its own: so the tokens of a prompt can
 // be rows with lengths of their own.
+//
+// DISTANCES: scores get what `distances` [H, columns] fp32 has for how far a token lies from the query (layers/distances.py).
 #pragma once
 #include "heads.cuh"
 
@@ -36,8 +38,16 @@
 #define SHARED 0
 #endif
 
+#ifndef DISTANCES
+#define DISTANCES 0
+#endif
+
 #if !VALUE_NORM
 constexpr const DTYPE* v_norm = nullptr;  // an argument where there is one
+#endif
+#if !DISTANCES
+constexpr const float* distances = nullptr;
+constexpr int columns = 0;
 #endif
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
@@ -53,6 +63,7 @@ constexpr int largest_power(int number, int most) { return (number & -number) < 
 struct Split {
   int kv_head, head, rows;  // query heads [head, head + rows), all of kv_head
   int begin, end;           // its tokens
+  int length;               // the sequence's tokens
   int splits;               // how many the sequence has
   bool has_newest;          // its tokens end with the sequence's last, which is not in the cache yet
 };
@@ -70,6 +81,7 @@ DEVICE void find_heads(Split& split, int kv_heads, int group) {
 DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_split) {
   const int kv_len = __ldcg(kv_lens + blockIdx.z);
   if (kv_len == 0) return false;
+  split.length = kv_len;
   const int first = window > 0 ? max(0, kv_len - window) : 0, most = gridDim.x;
   const int origin = first / GRAIN * GRAIN;
   int size = least_split;
@@ -116,6 +128,16 @@ DEVICE float score_of(float product, float factor, float softcap) {
 
 DEVICE float score_factor(float scale, float softcap, const float* k_scale, int kv_head) {
   return scale * LOG2E * (k_scale ? k_scale[kv_head] : 1.0f) * (softcap > 0.0f ? 2.0f / softcap : 1.0f);
+}
+
+// What scores of one of the block's queries get, at the sequence's first token. The middle of a head's columns, but for the BEYOND
+// last ones, is the query's own place.
+DEVICE const float* by_distance(const float* distances, int columns, const Split& split, int row) {
+  constexpr int BEYOND = 64;
+#ifdef BUG_DISTANCE
+  --columns;
+#endif
+  return distances + (int64_t)(split.head + min(row, split.rows - 1)) * columns + (columns - BEYOND) / 2 - (split.length - 1);
 }
 
 // From global memory by way of the L2 alone: the cache is read once.

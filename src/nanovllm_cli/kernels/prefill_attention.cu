@@ -5,7 +5,8 @@
 //   score = scale q[t, h] . k[j], or softcap * tanh of that over softcap; sinks[h] is one more logit, without a value
 //
 // q [T, H, D] DTYPE, k_cache and v_cache [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, table_width], out [T, H * D] DTYPE,
-// sinks [H], k_scale and v_scale [KH] float or null. FlashAttention-2 (Dao 2023).
+// sinks [H], k_scale and v_scale [KH] float or null. With DISTANCES a score also gets what `distances` [H, columns] float has for
+// how far its key lies from t (layers/distances.py). FlashAttention-2 (Dao 2023).
 //
 // Work: one block for one item and one kv head. An item is up to ROWS rows of a sequence, a row being a (token, head of the
 // group) pair, so that K and V are read once for the whole group, over a range of keys, in tiles of KEYS that begin at multiples
@@ -28,7 +29,11 @@
 KERNEL __launch_bounds__(THREADS, PARTS == 1 ? 2 : 1)
 prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const Item* items, const int* block_tables,
                   const float* sinks, const float* k_scale, const float* v_scale, DTYPE* out, float* scratch, int* counters,
-                  int kv_heads, int group, int table_width, int window, int ahead, int fold_keys, float scale, float softcap) {
+                  int kv_heads, int group, int table_width, int window, int ahead, int fold_keys, float scale, float softcap
+#if DISTANCES
+                  , const float* distances, int columns
+#endif
+) {
   DYNAMIC_SHARED(shared);
   wait_for_previous_kernel();
   const Item& item = items[blockIdx.x];  // read where it is needed: the loop over tiles has no registers to spare
@@ -50,6 +55,8 @@ prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cac
   problem.ahead = ahead;
   problem.fold_keys = fold_keys;
   problem.softcap = softcap;
+  problem.distances = distances;
+  problem.columns = columns;
   problem.to_log2 = scale * LOG2_E * (k_scale ? k_scale[head] : 1.0f);
   if (item.rows <= ROWS / ROW_TILES) {
     attend<1>(problem, item, shared, counters);

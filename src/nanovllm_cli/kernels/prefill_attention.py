@@ -76,9 +76,11 @@ class PrefillWork(NamedTuple):
     fold_keys: int
 
 
-def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tiling:
+def tiling(
+    capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, *, distances: bool = False
+) -> Tiling:
     """The largest tiles of which two blocks fit on a multiprocessor, so that one's softmax runs beside the other's mma; or one of
-    heads past MAX_OWN_DIM, which fills the registers."""
+    heads past MAX_OWN_DIM, which fills the registers. distances: scores go by these, too; rows are as many."""
     if capability < _oldest(dtype):
         raise UnsupportedError("bf16 attention needs a GPU of compute capability 8.0 or newer", "use --dtype float16")
     if head_dim > MAX_HEAD_DIM or head_dim % 2:
@@ -93,9 +95,8 @@ def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
             needed = 2 * keys * row_bytes + scores + corrections
             if needed <= memory - reserved:
                 return Tiling(MOST_ROW_TILES, keys, 1, needed, PARTS)
-    widest = (
-        32 if quantized and dim > 96 else 64
-    )  # turning more into 16 bits at once takes registers that are not there
+    # Turning more into 16 bits at once takes registers that are not there, and so does where their distances lie.
+    widest = 32 if (quantized or distances) and dim > 96 else 64
     for blocks in (2, 1):
         for row_tiles in (MOST_ROW_TILES, 1) if dim <= 128 else (1,):  # 32 rows of 256 sums don't fit a warp's registers
             for keys in [count for count in (64, 32, 16) if count <= widest]:
@@ -246,16 +247,17 @@ def prefill_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, H, D] over k_cache, v_cache [N, KH, S, D], which hold this step's keys already: [T, H * D]. See
     `reference.attention`.
 
     work: from `prefill_tiles` for these heads, dims and types, on the device. block_tables [B, P] int32. counters: from
-    `new_counters`. sinks [H], k_scale and v_scale [KH] float32; the scales with an 8-bit cache only.
+    `new_counters`. sinks [H], k_scale and v_scale [KH], distances [H, columns] float32; the scales with an 8-bit cache only.
     """
     tokens, heads, dim = q.shape
     blocks, kv_heads, block_size, _ = k_cache.shape
-    tile = tiling(launcher.capability, dim, q.dtype, k_cache.dtype)
+    tile = tiling(launcher.capability, dim, q.dtype, k_cache.dtype, distances=distances is not None)
     assert heads % kv_heads == 0
     assert scale > 0
     assert (k_scale is None) == (v_scale is None) == (k_cache.dtype.itemsize > 1)
@@ -268,6 +270,9 @@ def prefill_attention(
     for tensor, count in ((sinks, heads), (k_scale, kv_heads), (v_scale, kv_heads)):
         if tensor is not None:
             check(tensor, launcher, torch.float32, count)
+    if distances is not None:
+        assert not softcap, "no model has both"
+        check(distances, launcher, torch.float32, heads, distances.shape[1])
     out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
@@ -277,18 +282,23 @@ def prefill_attention(
         np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(block_tables.shape[1]), np.int32(work.window),
         np.int32(work.ahead), np.int32(work.fold_keys), np.float32(scale), np.float32(softcap),
     )  # fmt: skip
-    kernel = variant(q.dtype, k_cache.dtype, dim, block_size, tile)
-    launcher.launch(kernel, (work.items.shape[0], kv_heads, 1), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)
+    by_distance = () if distances is None else (distances, np.int32(distances.shape[1]))
+    kernel = variant(q.dtype, k_cache.dtype, dim, block_size, tile, distances is not None)
+    grid, threads = (work.items.shape[0], kv_heads, 1), (tile.warps * WARP, 1, 1)
+    launcher.launch(kernel, grid, threads, (*args, *by_distance), tile.shared_bytes)
     return out
 
 
-def variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile: Tiling) -> Kernel:
+def variant(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile: Tiling, distances: bool = False
+) -> Kernel:
     assert kv_dtype in (dtype, torch.float8_e4m3fn), kv_dtype
     assert block_size >= 16, block_size
     assert block_size & (block_size - 1) == 0, block_size
     constants: tuple[tuple[str, str | int], ...] = (
         ("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)), ("HEAD_DIM", head_dim), ("BLOCK_SIZE", block_size),
         ("ROW_TILES", tile.row_tiles), ("KEYS", tile.keys), ("WARPS", tile.warps), ("PARTS", tile.parts),
+        *((("DISTANCES", 1),) if distances else ()),
     )  # fmt: skip
     return Kernel("prefill_attention", "prefill_attention", constants, _oldest(dtype, tile))
 
@@ -306,7 +316,12 @@ def variants() -> list[Kernel]:
     built += [(80, bf16, bf16, 128), (86, bf16, bf16, 128), (75, half, half, 128)]
     built += [(capability, bf16, kv, 512) for capability in (86, 90) for kv in (bf16, fp8)]
     built += [(75, half, half, 512), (75, half, fp8, 512), (90, half, half, 512), (80, bf16, bf16, 320)]
-    return [
+    plain = [
         variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype))
         for capability, dtype, kv_dtype, dim in built
+    ]
+    by_distance = ((90, bf16, bf16, 64), (90, bf16, bf16, 96), (90, bf16, bf16, 128), (90, bf16, fp8, 128), (75, half, half, 64))
+    return plain + [
+        variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype, distances=True), distances=True)
+        for capability, dtype, kv_dtype, dim in by_distance
     ]

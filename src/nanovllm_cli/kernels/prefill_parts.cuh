@@ -78,9 +78,10 @@ DEVICE void multiply_keys(const uint32_t (&queries)[TILES][OWN_STEPS][4], const 
   }
 }
 
-// Weights of a lane's keys of its row. distance: from the first of them to the last that the row sees, of num_seen.
+// Weights of a lane's keys of its row. distance: from the first of them to the last that the row sees, of num_seen. by_distance:
+// what that key's score gets.
 DEVICE void weigh(const Problem& problem, Exchange& exchange, float& most, float& sum, int distance, unsigned num_seen,
-                  int group, int eight, int lane) {
+                  const float* by_distance, int group, int eight, int lane) {
   float scores[KEYS / 4];
 #pragma unroll
   for (int n = 0; n < KEYS / 8; ++n) {
@@ -95,6 +96,10 @@ DEVICE void weigh(const Problem& problem, Exchange& exchange, float& most, float
   if (problem.softcap > 0.0f) {
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) scores[i] = capped(problem, scores[i]);
+  }
+  if constexpr (DISTANCES) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) scores[i] = problem.moved(scores[i], __ldg(by_distance + 8 * (i / 2) + i % 2));
   }
   float top = most;
 #pragma unroll
@@ -173,6 +178,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
   const int weighed = min(own_row + lane / 4, item.rows - 1), last_seen = problem.last_seen(item, weighed);
   const int distance = last_seen - 2 * (lane % 4);
   const unsigned num_seen = problem.num_seen(item, weighed, last_seen);
+  const float* by_distance = DISTANCES ? problem.by_distance(item, weighed) + 2 * (lane % 4) : nullptr;
   auto copy_tile = [&](const KV_DTYPE* cache, int first, KV_DTYPE* target) {
     if (first < end)
       copy_keys(problem, begin, end, first, [&](int at, int64_t offset, int chunk, bool in_range) {
@@ -210,7 +216,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
       __syncthreads();  // all parts of the scores are there, and nobody reads the keys any more
 #endif
       if constexpr (!QUANTIZED) copy_tile(problem.k_cache, key + KEYS, raw_keys);
-      if (weighs) weigh(problem, exchange, most, sum, distance - key, num_seen, group, part, lane);
+      if (weighs) weigh(problem, exchange, most, sum, distance - key, num_seen, by_distance + (DISTANCES ? key : 0), group, part, lane);
 #if !defined(BUG_NO_WAIT_FOR_VALUES)
       wait_copies<1>();
 #endif

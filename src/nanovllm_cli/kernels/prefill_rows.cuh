@@ -20,6 +20,15 @@ template <int TILES>
 DEVICE void attend_tile(const Problem& problem, const Item& item, Sums<TILES, COLUMNS>& sums, const DTYPE* queries,
                         const DTYPE* keys, const DTYPE* values, int first_row, int first_key, bool hidden, int lane) {
   float scores[TILES][KEYS / 8][4] = {};
+  if constexpr (DISTANCES) {  // before the products: behind them there are no registers for it
+#pragma unroll
+    for (int i = 0; i < TILES * 2; ++i) {
+      const int row = min(first_row + i * 8 + lane / 4, item.rows - 1);
+      const float* distances = problem.by_distance(item, row) + first_key + 2 * (lane % 4);
+      for (int n = 0; n < KEYS / 8; ++n)
+        for (int j = 0; j < 2; ++j) scores[i / 2][n][i % 2 * 2 + j] = problem.moved(0.0f, __ldg(distances + 8 * n + j));
+    }
+  }
 #pragma unroll
   for (int step = 0; step < DIM / 16; ++step) {
     uint32_t q[TILES][4];

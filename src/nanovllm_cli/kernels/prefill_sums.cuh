@@ -21,6 +21,13 @@ constexpr int PIECE = 4 * WARP_SIZE * (COLUMNS + 1);  // floats of 16 rows' sums
 constexpr int TILE = KEYS * STRIDE;
 constexpr int RAW_TILE = KEYS * DIM;
 constexpr float LOG2_E = 1.4426950408889634f;
+#ifndef DISTANCES
+#define DISTANCES 0
+#endif
+#if !DISTANCES
+constexpr const float* distances = nullptr;
+constexpr int columns = 0;
+#endif
 
 struct Item {
   int sequence;
@@ -43,6 +50,8 @@ struct Problem {
   int seen, ahead;                              // keys that a query sees up to its own, and at most behind it
   unsigned one_over_group;                      // 2^32 / group, rounded up
   float v_scale, softcap, to_log2;              // a score times to_log2 is an exponent of 2
+  const float* distances;                       // see prefill_attention.cu
+  int columns;
 
   // Exact for rows below 2^32 / group.
   DEVICE int token(const Item& item, int row) const {
@@ -66,6 +75,17 @@ struct Problem {
   DEVICE int64_t query(const Item& item, int row) const {
     return ((int64_t)(item.first_token + token(item, row)) * kv_heads * group + query_head(item, row)) * HEAD_DIM;
   }
+  // What a row's scores get, at its sequence's first key. The middle of a head's columns, but for the BEYOND last ones, is the
+  // row's own place.
+  DEVICE const float* by_distance(const Item& item, int row) const {
+    constexpr int BEYOND = 64;
+#if defined(BUG_DISTANCE)
+    return distances + (int64_t)query_head(item, row) * columns + (columns - BEYOND) / 2 - item.first_position;
+#endif
+    return distances + (int64_t)query_head(item, row) * columns + (columns - BEYOND) / 2 - position(item, row);
+  }
+  // A score and what it gets.
+  DEVICE float moved(float score, float by) const { return __fmaf_rn(by, LOG2_E / to_log2, score); }
   DEVICE float* piece(int number) const { return scratch + ((int64_t)number * kv_heads + head) * PIECE; }
 };
 

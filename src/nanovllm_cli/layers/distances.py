@@ -35,7 +35,8 @@ class Distances:
         assert isinstance(rows, torch.Tensor), "tables are plain numbers"
         of = buckets(self.places, self.spec.buckets, self.spec.farthest)
         ours = (of >= first) & (of < first + len(rows))
-        self.table[:, ours] = rows.float()[of[ours] - first].T
+        device = self.table.device
+        self.table[:, ours.to(device)] = rows.float()[of[ours] - first].T.to(device)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:

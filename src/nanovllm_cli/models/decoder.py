@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -283,11 +284,14 @@ class Decoder:
             apart = batch.taken(batch.whole.rows, batch.whole.numbers)
             step = self.backend.prepare(apart, apart.to(self.device), is_whole=True)
             whole = WholeRows(there.whole.rows, step, batch.whole.in_windows)
-        distances = None if self.distances is None else self.distances.table
-        inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there, whole=whole), distances)
+        inputs = self.inputs(there, self.backend.prepare(batch, there, whole=whole))
         if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))
+
+    def inputs(self, batch: Batch, step: Any) -> StepInputs:
+        """Of a batch on the device, and what the attention backend has made of it."""
+        return StepInputs(batch, self.angles(batch), step, None if self.distances is None else self.distances.table)
 
     def angles(self, batch: Batch) -> dict[RopeSpec | None, Angles]:
         """cos and sin of the batch's positions, by rope."""

@@ -12,16 +12,16 @@ of each model's own files, as they are when it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm_cli.config import DTypeName
+from nanovllm_cli.config import DTypeName, EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, UsageError
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.logits import ON_CPU, MeasuredModel
 from nanovllm_cli.quantization.passages import DOCUMENTS, Reading
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.quality import Comparison, Quality
@@ -98,13 +98,12 @@ def measure(
     progress: LoadProgress,
     *,
     first: int = 0,
-    dtype: DTypeName = "auto",
-    threads: int | None = None,
+    config: EngineConfig = ON_CPU,
 ) -> Quality:
-    """first: the token of a window behind which predictions begin to be compared. dtype: of both; auto is the original's own.
-    Raises what loading raises, and DoesNotFitError."""
+    """first: the token of a window behind which predictions begin to be compared. config: of both; the dtype auto is the
+    original's own. Raises what loading raises, and DoesNotFitError."""
     longest = max(map(len, windows))
-    before = MeasuredModel(original, longest, dtype=dtype, threads=threads, progress=progress)
+    before = MeasuredModel(original, longest, config, progress=progress)
     total = sum(map(len, windows))
     kept_bytes = (total - len(windows) * (1 + first)) * before.model.spec.hidden_size * before.dtype.itemsize
     if kept_bytes > (free := before.free_bytes()):
@@ -118,7 +117,7 @@ def measure(
         kept.append(before.scored(part, first))
         progress.advance(sum(map(len, part)))
     before.forget_layers()
-    after = MeasuredModel(quantized, longest, dtype=before.dtype_name, threads=threads, progress=progress)
+    after = MeasuredModel(quantized, longest, replace(config, dtype=before.dtype_name), progress=progress)
     comparison = Comparison()
     progress.stage("comparing", total, "tokens")
     for part, wanted in zip(parts(windows, before.at_once), kept, strict=True):
@@ -143,14 +142,12 @@ def measure_vectors(
     other: Checkpoint,
     reading: Reading,
     progress: LoadProgress,
-    *,
-    dtype: DTypeName = "auto",
-    threads: int | None = None,
+    config: EngineConfig = ON_CPU,
 ) -> VectorQuality | ScoreQuality:
-    """dtype: of both; auto is the original's own. Raises what loading raises, DoesNotFitError, and UsageError for models whose
-    vectors can't be compared."""
-    before, dtype = _vectors(original, reading, progress, "reading the text", dtype, threads)
-    after, _ = _vectors(other, reading, progress, "comparing", dtype, threads)
+    """config: of both; the dtype auto is the original's own. Raises what loading raises, DoesNotFitError, and UsageError for
+    models whose vectors can't be compared."""
+    before, dtype = _vectors(original, reading, progress, "reading the text", config)
+    after, _ = _vectors(other, reading, progress, "comparing", replace(config, dtype=dtype))
     if before.shape != after.shape:
         raise UsageError(
             f"one model makes {before.shape[1]} numbers of a text and the other {after.shape[1]}", "name two forms of one model"
@@ -163,11 +160,11 @@ def measure_vectors(
 
 
 def _vectors(
-    checkpoint: Checkpoint, reading: Reading, progress: LoadProgress, stage: str, dtype: DTypeName, threads: int | None
+    checkpoint: Checkpoint, reading: Reading, progress: LoadProgress, stage: str, config: EngineConfig
 ) -> tuple[torch.Tensor, DTypeName]:
     """[texts, width] float64: what each text's pooled vector becomes; and what was computed in. The model's memory is free again
     when this is left."""
-    model = MeasuredModel(checkpoint, max(map(len, reading.ids)), dtype=dtype, threads=threads, progress=progress)
+    model = MeasuredModel(checkpoint, max(map(len, reading.ids)), config, progress=progress)
     embedding = use_of(embedding_of(checkpoint), model.model.spec)
     further = read_further(checkpoint, embedding.layers)
     found = []

@@ -19,7 +19,7 @@ from nanovllm_cli.engine.runner import pooled_of
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels.ops import Addend, Hidden
+from nanovllm_cli.kernels.ops import Addend
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.decoder import Block, Decoder
 from nanovllm_cli.progress import LoadProgress
@@ -27,32 +27,32 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 
 STEP = 512
 """Most tokens that the model reads at once: what the engine takes, too, and more is no faster."""
-_DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+ON_CPU = EngineConfig(device="cpu")
 
 
 class MeasuredModel:
-    """A checkpoint, loaded as the engine loads it on a CPU, that runs texts of up to max_len tokens.
+    """A checkpoint, loaded as the engine loads it, that runs texts of up to max_len tokens.
 
-    at_once: how many of them `scored` takes together. Raises what loading raises, and DoesNotFitError where there is no room for
-    their KV cache.
+    config: where, and in what. at_once: how many of them `scored` takes together. Raises what loading raises, and
+    DoesNotFitError where there is no room for their KV cache.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         max_len: int,
+        config: EngineConfig = ON_CPU,
         *,
-        dtype: DTypeName = "auto",
-        threads: int | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
-        config = EngineConfig(dtype=dtype, device="cpu", num_blocks=1, max_num_seqs=1, threads=threads)
+        self.at_once = max(1, STEP // max_len)
+        config = replace(config, num_blocks=1, max_num_seqs=self.at_once)
         self._worker = Worker(checkpoint, config, progress=progress)
         self._platform = self._worker.platform
         self._block_size = config.block_size
         self.dtype = self._worker.dtype
         self.model: Decoder = self._worker.model
-        self.at_once = max(1, STEP // max_len)
         self._blocks_each = -(-max_len // config.block_size)
         num_blocks = self.at_once * self._blocks_each
         free, needed = self._platform.available_bytes(), num_blocks * self._worker.block_bytes
@@ -68,7 +68,7 @@ class MeasuredModel:
         """What it computes in, as another one is told to."""
         return _DTYPES[self.dtype]
 
-    def hidden(self, ids: Sequence[int]) -> Hidden:
+    def hidden(self, ids: Sequence[int]) -> torch.Tensor:
         """Rows [T, hidden] of all tokens, after the last norm."""
         return self._run([self._share(0, ids, 0, len(ids), len(ids))], 0)
 
@@ -81,9 +81,7 @@ class MeasuredModel:
         for start in range(0, max(map(len, texts)) - 1, step):
             ends = [min(start + step, len(ids) - 1) for ids in texts]
             parts = zip(range(len(texts)), texts, ends, strict=True)
-            rows = self._run([self._share(i, ids, start, end, len(ids)) for i, ids, end in parts if start < end], first)
-            assert isinstance(rows, torch.Tensor), "norms are kernels of their own on a CPU"
-            found.append(rows)
+            found.append(self._run([self._share(i, ids, start, end, len(ids)) for i, ids, end in parts if start < end], first))
         return torch.cat(found)
 
     def pooled(self, texts: Sequence[Sequence[int]], seconds: Sequence[int], pooling: Pooling) -> torch.Tensor:
@@ -105,14 +103,14 @@ class MeasuredModel:
         blocks = list(range(first, first - (-end // self._block_size)))
         return Scheduled(place, list(ids[start:end]), start, blocks, (), prompt_len=prompt_len, state=place)
 
-    def _run(self, shares: list[Scheduled], first: int) -> Hidden:
+    def _run(self, shares: list[Scheduled], first: int) -> torch.Tensor:
         batch, _ = build_batch(shares, self._block_size)
         rows = (batch.positions >= first).nonzero().flatten()
         self._platform.enter()
         with torch.inference_mode():
-            return self.model.run(self.model.prepare(replace(batch, logit_rows=rows)), self._cache)
+            return self.model.normed(self.model.run(self.model.prepare(replace(batch, logit_rows=rows)), self._cache))
 
-    def logits(self, hidden: Hidden) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, V] float32 of hidden rows, on the host: of the tokens that may be drawn."""
         self._platform.enter()
         with torch.inference_mode():
@@ -130,8 +128,7 @@ class MeasuredModel:
             last = self.hidden(ids)
         finally:
             self.model.blocks = blocks
-        assert isinstance(last, torch.Tensor), "norms are kernels of their own on a CPU"
-        return [*found, last.float()]
+        return [*found, last.float().cpu()]
 
     def forget_layers(self) -> None:
         """Gives back all memory but that of the head: `logits` of rows that were computed before still works."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm_cli.config import DTypeName
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, RequestError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress
@@ -130,10 +130,10 @@ def perplexity(
 
 
 def compare(
-    original: Checkpoint, other: Checkpoint, windows: Windows, progress: LoadProgress, *, dtype: DTypeName, threads: int | None
+    original: Checkpoint, other: Checkpoint, windows: Windows, progress: LoadProgress, config: EngineConfig
 ) -> Quality:
     """What `other` has lost: see card.measure. Raises RequestError where logits are no numbers."""
-    quality = measure(original, other, windows.ids, progress, first=windows.first, dtype=dtype, threads=threads)
+    quality = measure(original, other, windows.ids, progress, first=windows.first, config=config)
     if not quality.is_finite:
         raise _not_finite()
     return quality
@@ -151,7 +151,7 @@ def by_vectors(one: Original, other: Original) -> bool:
 
 
 def compare_vectors(
-    one: Original, other: Original, text: NamedText, cut: Cut, progress: LoadProgress, *, dtype: DTypeName, threads: int | None
+    one: Original, other: Original, text: NamedText, cut: Cut, progress: LoadProgress, config: EngineConfig
 ) -> VectorQuality | ScoreQuality:
     """What `other` has lost: see card.measure_vectors. UsageError for models that read other tokens, or of which one
     embeds and the other ranks; RequestError where vectors are no numbers."""
@@ -160,7 +160,7 @@ def compare_vectors(
     if (readings[0].scoring is None) != (readings[1].scoring is None):
         raise UsageError("one model makes vectors and the other scores", "name two forms of one model")
     check_same_ids(*([token for ids in reading.ids for token in ids] for reading in readings))
-    found = measure_vectors(one.checkpoint, other.checkpoint, readings[0], progress, dtype=dtype, threads=threads)
+    found = measure_vectors(one.checkpoint, other.checkpoint, readings[0], progress, config)
     if not found.is_finite:
         raise _not_finite("vectors")
     return found

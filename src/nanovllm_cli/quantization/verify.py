@@ -13,7 +13,7 @@ Not covered: which side is right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.logits import ON_CPU, MeasuredModel
 from nanovllm_cli.quantization.verify_text import loaded_by_transformers
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
@@ -93,7 +93,7 @@ class Difference:
 def trace(path: Path, ids: Sequence[int], dtype: DTypeName, progress: LoadProgress) -> Trace:
     """By this engine. Raises what loading raises; UsageError for token ids that the model doesn't have."""
     with open_checkpoint(path) as checkpoint:
-        model = MeasuredModel(checkpoint, len(ids), dtype=dtype, progress=progress)
+        model = MeasuredModel(checkpoint, len(ids), replace(ON_CPU, dtype=dtype), progress=progress)
         spec = model.model.spec
         _check_ids(ids, spec.vocab_size)
         streams = model.streams(ids)
