@@ -145,7 +145,7 @@ class Kept:
                 first += count
         apart: dict[str, Any] = {"projected": projected, "gates": gates}
         if self.case.by_channel:
-            z, rates = projected[:, self.channels :].contiguous(), gates[:, num_values:].contiguous()
+            z, rates = projected[:, self.channels :].clone(), gates[:, num_values:].clone()
             apart = {"projected": projected[:, : self.channels].contiguous(), "gates": gates[:, :num_values].contiguous(),
                      "by_channel": ByChannel(rates, z)}  # fmt: skip
         return self.weights | apart | {

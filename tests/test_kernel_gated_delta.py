@@ -1,5 +1,5 @@
 """gated_delta.cu, emulated: outputs, states and what is kept against the formula in float64, step after step, each done twice; by
-the delta rule and by Mamba-2's."""
+the delta rule, with a decay a head or a channel, and by Mamba-2's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deltas import (
     CASES,
@@ -30,11 +31,12 @@ from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.kernels.gated_delta import gated_delta
-from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels.states import ByChannel, States
 
 pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16
-BOTH = pytest.mark.parametrize("mamba", [False, True])
+RULES: dict[str, dict[str, Any]] = {"delta": {}, "channels": {"by_channel": True}, "mamba": {"mamba": True, "bias": True}}
+EACH_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def on(emulator: Emulator) -> Callable[..., torch.Tensor]:
@@ -58,10 +60,10 @@ def test_betas_go_up_to_two(case: Case) -> None:
     check(case, BF16, on(Emulator(1)))
 
 
-def test_a_decay_of_each_channel_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="a delta rule with a decay of each channel on a GPU") as caught:
-        check(CHANNELS[0], BF16, on(Emulator()))
-    assert caught.value.hint == "add --device cpu"
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("index", [0, 1, 3, 4, 6])
+def test_equal_to_the_formula_with_a_decay_of_each_channel(index: int, order: int) -> None:
+    check(CHANNELS[index], HALF if index == 3 else BF16, on(Emulator(order)))
 
 
 def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:
     zeros = {"projected": torch.full((more, args["projected"].shape[1]), torch.nan).to(args["projected"].dtype),
              "gates": torch.full((more, args["gates"].shape[1]), torch.nan),
              **{name: torch.zeros(more, dtype=torch.int32) for name in ("kv_lens", "known_lens", "state_of")}}  # fmt: skip
+    if (apart := args.get("by_channel")) is not None:
+        args = args | {"by_channel": ByChannel(*(F.pad(each, (0, 0, 0, more), value=torch.nan) for each in apart))}
     return args | {name: torch.cat([args[name], fill]) for name, fill in zeros.items()} | {
         "query_starts": torch.arange(rows + 1, dtype=torch.int32)}  # fmt: skip
 
@@ -78,7 +82,7 @@ def numbers_of(states: States) -> list[torch.Tensor]:
     return [tensor.nan_to_num(7.0).clone() for tensor in states]
 
 
-@pytest.mark.parametrize("case", [CASES[1], SPACES[1]], ids=["delta", "mamba"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[1]._replace(by_channel=True), SPACES[1]], ids=RULES)
 def test_rows_of_padding_write_nothing_and_are_zeros(case: Case) -> None:
     kept = Kept(case, BF16)
     free = next(state for state in range(len(kept.states.stamps)) if not (kept.state_of == state).any())
@@ -95,7 +99,7 @@ def test_rows_of_padding_write_nothing_and_are_zeros(case: Case) -> None:
     assert all(torch.equal(tensor[0], before) for tensor, before in zip(numbers_of(kept.states), untouched, strict=True))
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[-1], SPACES[2]], ids=["delta", "guesses", "mamba"])
+@pytest.mark.parametrize("case", [CASES[3], CASES[-1], CHANNELS[-1], SPACES[2]], ids=["delta", "guesses", "channels", "mamba"])
 def test_sequences_of_guesses_are_told_apart_by_their_starts(case: Case) -> None:
     """As a recorded step with guesses has them: as many starts as rows, those behind the last sequence at the end."""
     kept = Kept(case, BF16)
@@ -109,35 +113,35 @@ def test_sequences_of_guesses_are_told_apart_by_their_starts(case: Case) -> None
     kept.check()
 
 
-@BOTH
+@EACH_RULE
 @pytest.mark.parametrize(("keys", "values"), [((1, 16), (2, 16)), ((1, 24), (1, 128))])
 def test_a_token_has_the_same_bits_whatever_it_is_computed_with(
-    keys: tuple[int, int], values: tuple[int, int], mamba: bool
+    keys: tuple[int, int], values: tuple[int, int], rule: dict[str, Any]
 ) -> None:
-    check_same_bits(on(Emulator()), Case(keys, values, 4, [[53]], mamba=mamba, bias=mamba))
+    check_same_bits(on(Emulator()), Case(keys, values, 4, [[53]], **rule))
 
 
-@BOTH
+@EACH_RULE
 @pytest.mark.parametrize("num_guesses", [1, 12])
-def test_what_was_guessed_may_be_taken_back_to_any_token(num_guesses: int, mamba: bool) -> None:
+def test_what_was_guessed_may_be_taken_back_to_any_token(num_guesses: int, rule: dict[str, Any]) -> None:
     """And more than there is room for is not there rather than wrong."""
     for back in range(num_guesses + 1):
         steps = [[5], [Share(1, num_guesses)], [Share(1, back=back)]]
-        check(Case((1, 24), (2, 24), 4, steps, mamba=mamba, bias=mamba), BF16, on(Emulator()))
+        check(Case((1, 24), (2, 24), 4, steps, **rule), BF16, on(Emulator()))
     steps = [[5], [Share(1, MAX_GUESSES)], [Share(0, 1)], [1]]
-    kept = Kept(Case((1, 24), (2, 24), 4, steps, mamba=mamba, bias=mamba), BF16)
+    kept = Kept(Case((1, 24), (2, 24), 4, steps, **rule), BF16)
     for chunks in steps[:3]:
         args, expected = kept.step(chunks)
         close_to_rounding(gated_delta(Emulator(), **args), expected)
     assert gated_delta(Emulator(), **kept.step(steps[3])[0]).isnan().all()
 
 
-@BOTH
-def test_a_step_of_which_a_part_was_done_is_done_again(mamba: bool) -> None:
+@EACH_RULE
+def test_a_step_of_which_a_part_was_done_is_done_again(rule: dict[str, Any]) -> None:
     """Of two sequences and four heads one block of threads; among them the one that writes a key head's inputs."""
-    num_keys = 1 if mamba else 2
+    num_keys = 1 if "mamba" in rule else 2
     steps: Chunks = [[30, 31], [1, Share(1, 9)], [9, Share(1, back=4)], [1, 40]]
-    kept = Kept(Case((num_keys, 16), (4, 16), 4, steps, mamba=mamba, bias=mamba), BF16)
+    kept = Kept(Case((num_keys, 16), (4, 16), 4, steps, **rule), BF16)
     for i, chunks in enumerate(kept.case.steps):
         args, expected = kept.step(chunks)
         gated_delta(Emulator(only_block=2 * i + 1), **args)
@@ -145,11 +149,11 @@ def test_a_step_of_which_a_part_was_done_is_done_again(mamba: bool) -> None:
     kept.check()
 
 
-@BOTH
+@EACH_RULE
 @pytest.mark.parametrize("second", [1, 5])
-def test_a_sequence_whose_place_is_gone_is_nan(second: int, mamba: bool) -> None:
+def test_a_sequence_whose_place_is_gone_is_nan(second: int, rule: dict[str, Any]) -> None:
     """And no other, and no other head."""
-    case = Case((2, 16), (4, 16), 4, [[20, 21], [second, 1]], mamba=mamba, bias=mamba)
+    case = Case((2, 16), (4, 16), 4, [[20, 21], [second, 1]], **rule)
     kept = Kept(case, BF16)
     gated_delta(Emulator(), **kept.step(case.steps[0])[0])
     args, expected = kept.step(case.steps[1])
@@ -198,6 +202,7 @@ def fails(run: Callable[[], None]) -> bool:
     [
         ("NO_BARRIER", CASES[6]), ("UNMASKED_TAIL", CASES[3]), ("NOTHING_HELD", CASES[-1]), ("SAME_PLACE", CASES[0]),
         ("INT32", CASES[3]), ("NO_COMMIT", CASES[-1]),
+        ("NO_BARRIER", CHANNELS[4]), ("DECAYED_TAIL", CHANNELS[1]),
         ("NO_BARRIER", SPACES[5]), ("UNMASKED_TAIL", SPACES[2]), ("NOTHING_HELD", SPACES[-1]), ("SAME_PLACE", SPACES[0]),
     ],
 )  # fmt: skip
@@ -242,8 +247,8 @@ def test_what_registers_do_not_hold_is_refused(case: Case, message: str) -> None
 @pytest.mark.parametrize(
     "case",
     [Case((1, 128), (1, 256), 8, [[13], [1]]), Case((1, 128), (1, 62), 8, [[13], [1]]),
-     space((1, 128), (1, 256), 8, [[13], [1]], True)],
-    ids=["256", "62", "mamba"],
+     Case((1, 128), (1, 256), 8, [[13], [1]], by_channel=True), space((1, 128), (1, 256), 8, [[13], [1]], True)],
+    ids=["256", "62", "channels", "mamba"],
 )  # fmt: skip
 def test_the_largest_heads_and_the_most_taps(case: Case) -> None:
     check(case, BF16, on(Emulator()))
@@ -274,3 +279,16 @@ def test_what_would_be_misread_in_a_state_space_is_refused(name: str) -> None:
             gated_delta(Emulator(), **(args | {name: bad}))
     with pytest.raises(AssertionError):  # the delta rule has no bias, and two gates a head
         gated_delta(Emulator(), **(args | {"skip": None}))
+
+
+@pytest.mark.parametrize("name", ["projected", "gates", "decay_bias", "rates", "z"])
+def test_what_would_be_misread_beside_a_decay_of_each_channel_is_refused(name: str) -> None:
+    args, _ = Kept(CHANNELS[1], BF16).step([5, 37, 1])
+    apart: ByChannel = args["by_channel"]
+    good = getattr(apart, name) if name in ByChannel._fields else args[name]
+    for bad in (good.double(), good[..., :-1].clone()):
+        changed = {"by_channel": apart._replace(**{name: bad})} if name in ByChannel._fields else {name: bad}
+        with pytest.raises(AssertionError):
+            gated_delta(Emulator(), **(args | changed))
+    with pytest.raises(AssertionError):  # states of two gates a head, as it has without
+        gated_delta(Emulator(), **(args | {"by_channel": None}))

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = BF16
     kv_dtype: torch.dtype = BF16
     block_size: int = 16
+    rotates: bool = True
 
 
 CASES = [
@@ -40,6 +41,8 @@ CASES = [
     Case(7, 1, 2, 2, 2, True, HALF, HALF),
     Case(2, 2, 64, 256, 256, False, BF16, BF16, 32),
     Case(2, 3, 6, 138, 22, True),
+    Case(3, 5, 128, 64, 512, False, BF16, FP8, rotates=False),
+    Case(2, 3, 18, 6, 32, False, rotates=False),
 ]
 
 
@@ -47,10 +50,10 @@ class Rows:
     """Of a case: its inputs, slots in no order with one of padding, and what is expected in float64. The cache is NaN."""
 
     def __init__(self, case: Case) -> None:
-        tokens, heads, key_dim, rotary, rank, interleaved, dtype, kv_dtype, block_size = self.case = case
+        tokens, heads, key_dim, rotary, rank, interleaved, dtype, kv_dtype, block_size, rotates = self.case = case
         self.q = random(tokens, heads * (key_dim + rotary), dtype=dtype)
         self.kept, self.norm = random(tokens, rank + rotary, dtype=dtype), random(rank, dtype=dtype)
-        angles = random(tokens, rotary // 2, scale=100)
+        angles = random(tokens, rotary // 2 if rotates else 0, scale=100)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.scale = torch.tensor([0.037]) if kv_dtype == FP8 else None
         num_blocks = tokens + 2

@@ -22,9 +22,7 @@ from nanovllm_cli.engine.strategy import MOST_ROWS, most_guesses
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
-from nanovllm_cli.kernels.gated_delta import BY_CHANNEL
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.mixer_spec import DeltaSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -128,8 +126,6 @@ class CudaPlatform:
         if spec.chunk is not None and self._longest(spec.max_position) > spec.chunk:
             reason = f"attention in chunks of {spec.chunk} tokens is not computed on a GPU past the first one"
             raise UnsupportedError(reason, f"use --ctx-size {spec.chunk} or less, or --device cpu")
-        if any(isinstance(state := state_in(mixer), DeltaSpec) and state.channel_rank for mixer in spec.mixers):
-            raise UnsupportedError(BY_CHANNEL, "add --device cpu")
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),

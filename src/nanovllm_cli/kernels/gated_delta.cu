@@ -10,6 +10,10 @@
 // MAMBA: the rule of Mamba-2 instead (state_rules.state_space), whose norm is a kernel of its own, behind it. gates [T, V] are
 // a alone, and norm is not read. In this rule only: skip [V] fp32, and taps_bias [channels] DTYPE, or null.
 //
+// BY_CHANNEL: the delta rule with a decay of each channel of a key (state_rules.channel_delta). projected has no z, gates [T, V]
+// are b alone, decay_bias [V, KEY_DIM], guess_gates have b [V] and a [V, KEY_DIM]. In this rule only: rates [T, V, KEY_DIM] fp32,
+// which are a, and z [T, V * VALUE_DIM] DTYPE, whose sigmoids outputs are multiplied with.
+//
 // A step goes on from the later place that is not behind its first token: over the guesses that held there, then over its own
 // tokens. What is behind its last known token is written to the other place, with the guesses behind that; done again, it finds
 // what it found. The inputs of a key head are written by the first of the value heads that share it. A step without known tokens,
@@ -115,8 +119,15 @@ DEVICE void prepare_values(Shared& shared, int token, Token& target, const float
     Floats gate;
     if constexpr (!MAMBA) gate = Floats::load(norm + column_of(unit));
 #pragma unroll
-    for (int j = 0; j < LOAD; ++j) gate.at[j] = (MAMBA ? 1.0f : gate.at[j]) * silu(to_float(z.at[j]));
+    for (int j = 0; j < LOAD; ++j) gate.at[j] = (MAMBA ? 1.0f : gate.at[j]) * gated_by(to_float(z.at[j]));
     gate.store(target.gate + column_of(unit));
+  }
+}
+
+// What a token keeps of each row of a state; bias: of this head's.
+DEVICE void prepare_kept(Token& target, float decay, const float* bias) {
+  for (int i = threadIdx.x % WARP_SIZE; i < KEY_DIM; i += WARP_SIZE) {
+    target.kept[i] = expf(decay * softplus(target.rates[i] + bias[i]));
   }
 }
 
@@ -147,7 +158,8 @@ KERNEL __launch_bounds__(THREADS, WARPS_WANTED / WARPS)
 gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const float* decay, const float* decay_bias,
             const float* norm, const float* skip, const DTYPE* taps_bias, float* matrices, DTYPE* inputs, DTYPE* guesses,
             float* guess_gates, int* stamps, int* reaches, const int* starts, const int* lens, const int* known_lens,
-            const int* state_of, DTYPE* out, int num_keys, int max_guesses, int tiled, float eps) {
+            const int* state_of, DTYPE* out, int num_keys, int max_guesses, int tiled, float eps, const float* rates,
+            const DTYPE* z) {
   __shared__ Shared shared;
   const int sequence = blockIdx.x, warp = threadIdx.x / WARP_SIZE;
   Work work;
@@ -173,18 +185,24 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     for (int i = threadIdx.x; i < SLOTS * PADDING; i += THREADS) {
       shared.tokens[i / PADDING].q[KEY_DIM + i % PADDING] = 0.0f;
       shared.tokens[i / PADDING].k[KEY_DIM + i % PADDING] = 0.0f;
+#ifndef BUG_DECAYED_TAIL
+      if constexpr (BY_CHANNEL) shared.tokens[i / PADDING].kept[KEY_DIM + i % PADDING] = 0.0f;
+#endif
     }
   }
   const int begin = __ldcg(starts + sequence), len = __ldcg(lens + sequence);
   const int num_own = __ldcg(starts + sequence + 1) - begin, position = len - num_own;
   const int num_known = __ldcg(known_lens + sequence) - position;
   work.place = __ldcg(state_of + sequence) * 2;
-  const float own_decay = decay[work.head], own_bias = decay_bias[work.head];
+  const float own_decay = decay[work.head], own_bias = BY_CHANNEL ? 0.0f : decay_bias[work.head];
   wait_for_previous_kernel();
 
-  const int stride = work.channels + work.num_values * VALUE_DIM;
+  const int stride = work.channels + (BY_CHANNEL ? 0 : work.num_values * VALUE_DIM);
   projected += (Index)begin * stride, gates += (Index)begin * GATES * work.num_values + work.head;
   out += ((Index)begin * work.num_values + work.head) * VALUE_DIM;
+  if constexpr (BY_CHANNEL) {
+    rates += ((Index)begin * work.num_values + work.head) * KEY_DIM, z += (Index)begin * work.num_values * VALUE_DIM;
+  }
   work.count = len > 0 ? num_own : 0, work.own = 0, work.known = max(num_known, 0);
   int stamp = 0, reach = 0, second = 0, second_reach = 0;
   if (len > 0 && position > 0) {
@@ -198,14 +216,29 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     for (int i = threadIdx.x; i < there * (ROW / PIECE); i += THREADS) {
       const int token = start + i / (ROW / PIECE), part = i % (ROW / PIECE) * PIECE;
       const DTYPE* row = projected + (Index)(token - work.own) * stride;
+      if (BY_CHANNEL && part >= PARTS) row = z + (Index)(token - work.own) * work.num_values * VALUE_DIM;
       if (token < work.own) row = guesses + work.guess_at(work.place, token) * work.channels;
       const bool has_part = token >= work.own || part < PARTS;
       copy_piece(shared.row_of(token) + part, row + (has_part ? work.channel_of(part) : 0), has_part);
     }
+    if constexpr (BY_CHANNEL) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < there * (KEY_DIM / RATE_PIECE); i += THREADS) {
+        const int slot = i / (KEY_DIM / RATE_PIECE), channel = i % (KEY_DIM / RATE_PIECE) * RATE_PIECE, token = start + slot;
+        float* target = shared.tokens[slot].rates + channel;
+        if (token < work.own) {  // what is kept of guesses may lie anywhere
+          const float* source = guess_gates + work.rates_at(work.guess_at(work.place, token)) + channel;
+#pragma unroll
+          for (int j = 0; j < RATE_PIECE; ++j) target[j] = source[j];
+        } else {
+          copy_rates(target, rates + (Index)(token - work.own) * work.num_values * KEY_DIM + channel);
+        }
+      }
+    }
     const int token = start + threadIdx.x % SLOTS, which = threadIdx.x / SLOTS;
     if (which >= GATES || token >= work.count) return 0.0f;
     if (token >= work.own) return gates[((Index)(token - work.own) * GATES + which) * work.num_values];
-    return guess_gates[(work.guess_at(work.place, token) * GATES + which) * work.num_values + work.head];
+    return guess_gates[work.gate_at(work.guess_at(work.place, token), which)];
   };
   const auto land = [&](float gate) {
     if (threadIdx.x < GATES * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
@@ -267,11 +300,14 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
         prepare_keys(shared, token, target);
       } else {
         prepare_values(shared, token, target, norm);
+        if constexpr (BY_CHANNEL) prepare_kept(target, own_decay, decay_bias + shared.work.head * KEY_DIM);
         if (threadIdx.x % WARP_SIZE == 0) {
           if constexpr (!MAMBA) target.rate = __fdividef(MOST, 1.0f + expf(-shared.gates[0][task / TASKS]));
-          const float step = softplus(shared.gates[GATES - 1][task / TASKS] + own_bias);
-          target.kept = expf(own_decay * step);
-          if constexpr (MAMBA) target.rate = step, target.overlap = skip[shared.work.head];
+          if constexpr (!BY_CHANNEL) {
+            const float step = softplus(shared.gates[GATES - 1][task / TASKS] + own_bias);
+            target.kept[0] = expf(own_decay * step);
+            if constexpr (MAMBA) target.rate = step, target.overlap = skip[shared.work.head];
+          }
         }
       }
       if (shared.work.is_last_known(token)) {
@@ -281,7 +317,11 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
         keep_inputs<1>(shared, shared.work, token, task % TASKS, guesses + kept * shared.work.channels);
         if (threadIdx.x % WARP_SIZE < GATES && task % TASKS) {
           const int which = threadIdx.x % WARP_SIZE;
-          guess_gates[(kept * GATES + which) * shared.work.num_values + shared.work.head] = shared.gates[which][task / TASKS];
+          guess_gates[shared.work.gate_at(kept, which)] = shared.gates[which][task / TASKS];
+        }
+        if constexpr (BY_CHANNEL) {
+          float* kept_rates = guess_gates + shared.work.rates_at(kept);
+          for (int i = threadIdx.x % WARP_SIZE; i < KEY_DIM && task % TASKS; i += WARP_SIZE) kept_rates[i] = target.rates[i];
         }
       }
     }

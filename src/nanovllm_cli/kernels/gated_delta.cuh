@@ -1,10 +1,13 @@
 // What a block of gated_delta.cu has at hand: tokens, rows and taps in shared memory, and a state in registers, which a token
-// changes: by the delta rule, or with MAMBA by that of Mamba-2.
+// changes: by the delta rule, with BY_CHANNEL by that with a decay of each row, or with MAMBA by that of Mamba-2.
 #pragma once
 #include "common.cuh"
 
 #ifndef MAMBA
 #define MAMBA 0
+#endif
+#ifndef BY_CHANNEL
+#define BY_CHANNEL 0
 #endif
 
 constexpr int SLICES = 8, LANES = WARP_SIZE / SLICES;  // of a warp: slices of rows by groups of columns
@@ -12,10 +15,11 @@ constexpr int GROUPS = (KEY_DIM + 4 * SLICES - 1) / (4 * SLICES), KEY_SPAN = GRO
 constexpr int WARP_COLUMNS = LANES * VECTOR, WARPS = (VALUE_DIM + WARP_COLUMNS - 1) / WARP_COLUMNS;
 constexpr int THREADS = WARPS * WARP_SIZE, WARPS_WANTED = 16;  // of a multiprocessor: with more, a state has no room
 constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2, BEFORE = WIDTH - 1, RING = SLOTS + BEFORE;
-constexpr int GATES = MAMBA ? 1 : 2, TAP_ROWS = WIDTH + MAMBA;  // behind the taps their bias, or zeros
+constexpr int GATES = MAMBA || BY_CHANNEL ? 1 : 2, TAP_ROWS = WIDTH + MAMBA;  // behind the taps their bias, or zeros
 constexpr int PARTS = 2 * KEY_DIM + VALUE_DIM, ROW = PARTS + VALUE_DIM;  // q, k and v of a token, and z
 constexpr int LOAD = PIECE < 4 ? PIECE : 4;  // with more, half of a warp has nothing of a head of 128
 constexpr int UNIT = WARP_SIZE * LOAD, KEY_UNITS = (KEY_DIM + UNIT - 1) / UNIT, VALUE_UNITS = (VALUE_DIM + UNIT - 1) / UNIT;
+constexpr int KEPT = BY_CHANNEL ? KEY_SPAN : 1, RATE_PIECE = KEY_DIM % 4 ? 1 : 4;
 
 typedef Vector<DTYPE, LOAD> Elements;
 typedef Vector<float, LOAD> Floats;
@@ -26,7 +30,8 @@ typedef Vector<float, 4> Four;
 struct alignas(16) Token {
   float q[KEY_SPAN], k[KEY_SPAN], value[(VALUE_DIM + 3) / 4 * 4], gate[(VALUE_DIM + 3) / 4 * 4];
   // exp(decay * softplus(a + decay_bias)), sigmoid(b) and k . q; or, with MAMBA, exp(decay * step), step and skip.
-  float kept, rate, overlap;
+  float kept[KEPT], rate, overlap;
+  alignas(BY_CHANNEL ? 16 : 4) float rates[KEPT];  // with BY_CHANNEL a, of the token that comes next to this slot
 };
 
 // What a block works on: a value head of a sequence, and where in the cache its step begins and its tokens are kept.
@@ -43,7 +48,7 @@ struct Work {
     if (part < KEY_DIM) return q_channel + part;
     if (part < 2 * KEY_DIM) return k_channel + part - KEY_DIM;
     if (part < PARTS) return v_channel + part - 2 * KEY_DIM;
-    return v_channel + num_values * VALUE_DIM + part - PARTS;
+    return (BY_CHANNEL ? head * VALUE_DIM : v_channel + num_values * VALUE_DIM) + part - PARTS;
   }
   DEVICE bool is_last_known(int token) const { return token + 1 == known; }
   // Which of the guesses that the step leaves a token is; negative or too large where it is none.
@@ -58,6 +63,11 @@ struct Work {
   DEVICE Index stamp_at(int place) const { return (Index)place * num_values + head; }
   DEVICE Index inputs_at(int place) const { return (Index)place * BEFORE * channels; }
   DEVICE Index guess_at(int place, int guess) const { return (Index)place * max_guesses + guess; }
+  // In guess_gates, of such a guess. With BY_CHANNEL the rates of all heads lie behind their b.
+  DEVICE Index gate_at(Index guess, int which) const {
+    return BY_CHANNEL ? guess * ((1 + KEY_DIM) * num_values) + head : (guess * GATES + which) * num_values + head;
+  }
+  DEVICE Index rates_at(Index guess) const { return gate_at(guess, 0) + num_values - head + (Index)head * KEY_DIM; }
 };
 
 struct alignas(16) Shared {
@@ -71,6 +81,7 @@ struct alignas(16) Shared {
 };
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+DEVICE float gated_by(float z) { return BY_CHANNEL ? __fdividef(1.0f, 1.0f + expf(-z)) : silu(z); }
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 DEVICE Four load_once(const float* source, Four) { return __builtin_bit_cast(Four, load_streaming(source)); }
@@ -88,6 +99,15 @@ DEVICE void copy_piece(DTYPE* target, const DTYPE* source, bool is_known = true)
     for (int j = 0; j < PIECE; ++j) piece.at[j] = from_float<DTYPE>(0.0f);
     if (is_known) piece = Piece::load(source);
     piece.store(target);
+  }
+}
+
+// RATE_PIECE rates to shared memory; there after wait_copies and a barrier.
+DEVICE void copy_rates(float* target, const float* source) {
+  if constexpr (RATE_PIECE == 4) {
+    copy_async_16(target, source);
+  } else {
+    *target = *source;
   }
 }
 
@@ -151,11 +171,17 @@ struct State {
   }
 
   // By a token of the delta rule, whose output takes its value's place: (kept S + k change^T)^T q = kept S^T q + (k . q) change.
+  // With BY_CHANNEL rows are what is kept of them before they are summed up, and `kept` is 1.
   DEVICE void advance(Token& token) {
     const int lane = threadIdx.x % WARP_SIZE;
     float sums[2 * VECTOR] = {};  // S^T k, then S^T q
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
+      if constexpr (BY_CHANNEL) {
+        const Four kept = Four::load(token.kept + row_of(group));
+#pragma unroll
+        for (int i = 0; i < 4 * VECTOR; ++i) at[group][i / VECTOR][i % VECTOR] *= kept.at[i / VECTOR];
+      }
       const Four q = Four::load(token.q + row_of(group)), k = Four::load(token.k + row_of(group));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -165,7 +191,7 @@ struct State {
           sums[VECTOR + j] = fmaf(at[group][i][j], q.at[i], sums[VECTOR + j]);
         }
     }
-    const float sum = scattered_sum(sums), kept = token.kept;
+    const float sum = scattered_sum(sums), kept = BY_CHANNEL ? 1.0f : token.kept[0];
     // The first half of the lanes has a column's sum with k, the other one its sum with q.
     constexpr int SPREAD = SLICES / 2 / VECTOR;  // slices that end up with the same sum
     const int own = column() + lane % 16 / LANES / SPREAD;
@@ -191,7 +217,7 @@ struct State {
   DEVICE void accumulate(Token& token) {
     Columns changes = {};
     if (VALUE_DIM % WARP_COLUMNS == 0 || column() < VALUE_DIM) changes = Columns::load(token.value + column());
-    const float kept = token.kept, step = token.rate;
+    const float kept = token.kept[0], step = token.rate;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) changes.at[j] *= step;
 #pragma unroll

@@ -1,6 +1,7 @@
 // What latent attention reads of a token, made of its projections: of each head's query what is rotated, and the row that is kept.
 //
-//   q [T, heads, key_dim + rotary], kept [T, rank + rotary], norm [rank] DTYPE; cos, sin [T, rotary / 2] fp32
+//   q [T, heads, key_dim + rotary], kept [T, rank + rotary], norm [rank] DTYPE
+//   cos, sin [T, num_angles] fp32, rotary / 2 or, without positions, 0, where numbers to be rotated stay as they are
 //   rows [T, heads, rotary + rank] DTYPE: a head's rotated numbers first; the others are head_matmul's
 //   cache [blocks, BLOCK_SIZE, rotary + rank] KV_DTYPE at slots [T] (-1 is padding: nothing is written): the kept row's rotated
 //   numbers, then rank others, x / rms(x) * (offset + norm); divided by scale [1] where that is not null
@@ -14,19 +15,19 @@ typedef Vector<DTYPE, VECTOR> Elements;
 
 KERNEL __launch_bounds__(THREADS)
 latent_rows(const DTYPE* q, const DTYPE* kept, const DTYPE* norm, const float* cos, const float* sin, const int64_t* slots,
-            const float* scale, DTYPE* rows, KV_DTYPE* cache, int heads, int key_dim, int rotary, int rank, int interleaved,
-            int lane_bits, float eps, float offset) {
+            const float* scale, DTYPE* rows, KV_DTYPE* cache, int heads, int key_dim, int rotary, int rank, int num_angles,
+            int interleaved, int lane_bits, float eps, float offset) {
   __shared__ float scratch[WARP_SIZE];
   const int64_t token = blockIdx.x;
   const int lanes = 1 << lane_bits, dim = rotary + rank;
   const bool is_kept = blockIdx.y == 0;
   const int head = is_kept ? threadIdx.x >> lane_bits : ((blockIdx.y - 1) * THREADS + threadIdx.x) >> lane_bits;
-  const Place<VECTOR> place = {(int)threadIdx.x & (lanes - 1), lanes, rotary, rotary / 2, interleaved != 0};
+  const Place<VECTOR> place = {(int)threadIdx.x & (lanes - 1), lanes, rotary, num_angles, interleaved != 0};
 
   wait_for_previous_kernel();
   let_next_kernel_start();
   Angles<VECTOR, UNITS> angles;
-  angles.load(place, cos + token * (rotary / 2), sin + token * (rotary / 2));
+  angles.load(place, cos + token * num_angles, sin + token * num_angles);
   Head<VECTOR, UNITS> mine;
   if (!is_kept) {
     mine.load(place, q + (token * heads + min(head, heads - 1)) * (key_dim + rotary) + key_dim);

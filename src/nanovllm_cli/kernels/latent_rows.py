@@ -29,13 +29,15 @@ def latent_rows(
     cache: torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H * (key_dim + rotary)], kept [T, rank + rotary], norm [rank], cos and sin [T, rotary / 2] fp32 -> rows
-    [T, H * (rotary + rank)], of which the rotated numbers are there; what is kept goes to its slot of cache [N, 1, S, rotary +
-    rank], of q's type or fp8 (e4m3) with scale [1] fp32. slots [T] int64, -1 for padding."""
-    tokens, rank, half = q.shape[0], norm.shape[0], cos.shape[1]
-    rotary, dtype, (blocks, _, block_size, dim) = 2 * half, q.dtype, cache.shape
+    """q [T, H * (key_dim + rotary)], kept [T, rank + rotary], norm [rank], cos and sin [T, rotary / 2] fp32, with no columns for no
+    rope -> rows [T, H * (rotary + rank)], of which the rotated numbers are there; what is kept goes to its slot of cache
+    [N, 1, S, rotary + rank], of q's type or fp8 (e4m3) with scale [1] fp32. slots [T] int64, -1 for padding."""
+    tokens, rank, num_angles = q.shape[0], norm.shape[0], cos.shape[1]
+    dtype, (blocks, _, block_size, dim) = q.dtype, cache.shape
+    rotary, half = dim - rank, (dim - rank) // 2
     key_dim = q.shape[1] // heads - rotary
-    assert dim == rotary + rank, (dim, rotary, rank)
+    assert rotary == 2 * half, (dim, rank)
+    assert num_angles in (0, half), (num_angles, rotary)
     assert block_size in BLOCK_SIZES, block_size
     assert cache.dtype in (dtype, torch.float8_e4m3fn), cache.dtype
     assert (scale is None) == (cache.dtype == dtype)
@@ -44,7 +46,7 @@ def latent_rows(
     check(norm, launcher, dtype, rank)
     check(slots, launcher, torch.int64, tokens)
     check(cache, launcher, cache.dtype, blocks, 1, block_size, dim)
-    for tensor, shape in ((cos, (tokens, half)), (sin, (tokens, half)), (scale, (1,))):
+    for tensor, shape in ((cos, (tokens, num_angles)), (sin, (tokens, num_angles)), (scale, (1,))):
         if tensor is not None:
             check(tensor, launcher, torch.float32, *shape)
     rows = torch.empty(tokens, heads * dim, dtype=dtype, device=q.device)
@@ -54,7 +56,7 @@ def latent_rows(
         lane_bits = min(WARP.bit_length() - 1, (units - 1).bit_length())
         kernel = variant(dtype, cache.dtype, vector, -(-units // WARP), block_size)
         grid = (tokens, 1 + -(-(heads << lane_bits) // THREADS), 1)
-        sizes = (heads, key_dim, rotary, rank, interleaved, lane_bits)
+        sizes = (heads, key_dim, rotary, rank, num_angles, interleaved, lane_bits)
         tensors = (q, kept, norm, cos, sin, slots, scale, rows, cache)
         args = (*tensors, *map(np.int32, sizes), np.float32(eps), np.float32(offset))
         launcher.launch(kernel, grid, (THREADS, 1, 1), args)
