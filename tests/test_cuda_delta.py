@@ -1,5 +1,5 @@
-"""The gated delta rule, and Mamba-2's, in the GPU's engine on emulated kernels: states survive chunks, forks, pressure, found
-prefixes and steps that ran ahead."""
+"""The gated delta rule, with a decay a head or a channel, and Mamba-2's, in the GPU's engine on emulated kernels: states survive
+chunks, forks, pressure, found prefixes and steps that ran ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GraniteMoeHybridConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import GraniteMoeHybridConfig, KimiLinearConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -27,7 +27,8 @@ from test_cuda_engine import (
     launches_of_a_decode_step,
     tokens,
 )
-from test_models import DELTA, GRANITE_4_H
+from test_models import DELTA, GRANITE_4_H, KIMI, prompts
+from test_quant_engine import difference, expected_logits, logits_of
 
 pytestmark = needs_emulation
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
@@ -39,6 +40,18 @@ MODELS = {
         **GRANITE_4_H | SHAPE | {"num_hidden_layers": 3, "mamba_n_heads": 4, "layer_types": ["mamba", "attention", "mamba"]},
     ),
 }  # fmt: skip
+KIMIS = {
+    name: KimiLinearConfig(
+        **KIMI | {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")} | {
+            "num_hidden_layers": 3, "num_key_value_heads": 4, "layer_types": LAYERS, "linear_head_dim": 16, "linear_num_heads": 4,
+        } | changes,
+    )
+    for name, changes in {
+        "on tensor cores": {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24},
+        "off them, odd": {"linear_head_dim": 24, "linear_num_heads": 6, "q_lora_rank": 28},
+    }.items()
+}  # fmt: skip
+"""Of decays by channel, latent attention without positions, and experts."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -142,3 +155,33 @@ def test_a_shared_expert_is_weighed_as_on_the_cpu(tmp_path: Path) -> None:
     )  # fmt: skip
     model = save(random_model(config, dtype=torch.bfloat16), tmp_path)
     assert tokens(engine_on(model, EmulatedDevice()), greedy(8)) == tokens(engine_on(model, None), greedy(8))
+
+
+@pytest.mark.parametrize("name", KIMIS)
+def test_logits_of_a_kimi_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = random_model(KIMIS[name], dtype=torch.bfloat16)
+    folder, asked = save(model, tmp_path), [ids[:40] for ids in prompts(513)[:6]]
+    worker = engine_on(folder, EmulatedDevice(), dtype="float16", max_num_seqs=6)._executor
+    assert difference(logits_of(worker, asked), expected_logits(model.float(), asked)) < 5e-3
+
+
+def test_a_kimi_gives_the_tokens_of_the_cpu_and_the_same_bits_in_any_steps(tmp_path: Path) -> None:
+    """In small ones, behind a preemption, and with guesses, of which some hold."""
+    folder = save(random_model(KIMIS["on tensor cores"], seed=29, dtype=torch.bfloat16), tmp_path)
+    device = EmulatedDevice()
+    assert tokens(engine_on(folder, device), greedy(12)) == tokens(engine_on(folder, None), greedy(12))
+    assert device.graphs
+    assert {"latent_attention", "gated_delta"} <= {kernel.stem for kernel in device.launcher.launched}
+    assert {kernel.stem for kernel in device.launcher.launched - device.launcher.rehearsed} <= {"blocks"}  # which is small
+    asked = [([9, 8, 7] * 4, greedy(24, logprobs=2, allowed_token_ids=(8, 9))),
+             ([5, 6, 4] * 4, greedy(24, logprobs=2, allowed_token_ids=(4, 5)))]  # fmt: skip
+    alone = engine_on(folder, EmulatedDevice(), deterministic=True)
+    expected = [run(alone, [each], salt=str(i))[0].outputs[0] for i, each in enumerate(asked)]
+    small = {"num_blocks": 4, "max_num_batched_tokens": 13, "num_speculative_tokens": 4}
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True, **small)
+    found = run(engine, asked)
+    assert [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found] == [
+        (other.token_ids, other.logprobs) for other in expected]  # fmt: skip
+    assert sum(one.metrics.num_guessed_tokens for one in found) > sum(one.metrics.num_held_tokens for one in found) > 0
+    assert engine.stats().preemptions
+    check_nothing_is_lost(engine)

@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import KimiLinearConfig, LaraMiniConfig, OlmoHybridConfig
 
-from emulation.device import EmulatedDevice
-from emulation.emulator import needs_emulation
 from engines import each_alone, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -25,7 +23,6 @@ from nanovllm_cli.models.registry import hf_family
 from quantizing import quantize
 from test_convert import SETTINGS, TINY
 from test_convert_families import make_gguf, with_tokenizer
-from test_cuda_engine import engine_on
 from test_delta import LONG, REPEATING, check_nothing_is_lost
 from test_models import KIMI, LARA, OLMO_HYBRID, prompts
 from test_quant_engine import difference, expected_logits, logits_of
@@ -197,13 +194,6 @@ def test_a_kimi_described_as_it_is_published() -> None:
     same = {**theirs.to_dict(), "architectures": PUBLISHED["architectures"]}
     assert spec_from_hf(same, hf_family(same)).blocks == spec.blocks
     assert 48e9 < num_parameters(spec) < 50e9
-
-
-@needs_emulation
-def test_a_gpu_refuses_a_kimi_by_what_it_lacks(tmp_path: Path) -> None:
-    folder = save(random_model(MODELS["kimi linear"], dtype=torch.bfloat16), tmp_path)
-    with pytest.raises(UnsupportedError, match="a delta rule with a decay of each channel on a GPU"):
-        engine_on(folder, EmulatedDevice())
 
 
 def test_an_olmo_hybrid_is_read_as_it_is_published(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The gated delta rule on a GPU (gated_delta.cu), with a decay a head or a channel, its convolution, gates and norm; and the rule of
-Mamba-2, whose norm is a kernel of its own.
+"""The gated delta rule on a GPU (gated_delta.cu), with a decay a head or a channel, its convolution, gates and norm; and the
+rule of Mamba-2, whose norm is a kernel of its own.
 
 Legend: T tokens, B sequences, K key heads of E dims, V value heads of D, N states.
 """

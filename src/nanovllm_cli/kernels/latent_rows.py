@@ -29,8 +29,8 @@ def latent_rows(
     cache: torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H * (key_dim + rotary)], kept [T, rank + rotary], norm [rank], cos and sin [T, rotary / 2] fp32, with no columns for no
-    rope -> rows [T, H * (rotary + rank)], of which the rotated numbers are there; what is kept goes to its slot of cache
+    """q [T, H * (key_dim + rotary)], kept [T, rank + rotary], norm [rank], cos and sin [T, rotary / 2] fp32, with no columns for
+    no rope -> rows [T, H * (rotary + rank)], of which the rotated numbers are there; what is kept goes to its slot of cache
     [N, 1, S, rotary + rank], of q's type or fp8 (e4m3) with scale [1] fp32. slots [T] int64, -1 for padding."""
     tokens, rank, num_angles = q.shape[0], norm.shape[0], cos.shape[1]
     dtype, (blocks, _, block_size, dim) = q.dtype, cache.shape
