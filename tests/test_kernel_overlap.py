@@ -129,9 +129,9 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return call, (weight.data,)
 
 
-def delta(mamba: bool = False) -> tuple[Call, tuple[torch.Tensor, ...]]:
+def delta(mamba: bool = False, by_channel: bool = False) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """The second step of two sequences: of their cache it reads nothing at once, either."""
-    kept = Kept(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]], mamba=mamba, bias=mamba), BF16)
+    kept = Kept(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]], mamba=mamba, bias=mamba, by_channel=by_channel), BF16)
     gated_delta(Emulator(), **kept.step([30, 8])[0])
     args, _ = kept.step([5, 1])
     norm = ("skip", "taps_bias") if mamba else ("norm",)
@@ -142,6 +142,10 @@ def delta(mamba: bool = False) -> tuple[Call, tuple[torch.Tensor, ...]]:
         return torch.cat([out.flatten(), kept.states.matrices.nan_to_num(7.0).flatten(), kept.states.stamps.flatten()])
 
     return call, tuple(args[name] for name in known)
+
+
+def delta_by_channel() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    return delta(by_channel=True)
 
 
 def state_space() -> tuple[Call, tuple[torch.Tensor, ...]]:
@@ -255,7 +259,7 @@ def attention_of_latents(kind: str) -> Callable[[], tuple[Call, tuple[torch.Tens
 
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, delta, state_space, selective(0), selective(1), routing, sum_of_experts, product_of_heads,
+    product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), routing, sum_of_experts, product_of_heads,
     rows_of_latent_attention,
     *map(attention_of_latents, ("decodes", "tokens", "groups")),
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),

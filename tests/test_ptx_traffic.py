@@ -153,6 +153,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.02, 1.05),
     "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
     "gated delta rule, Qwen3.5": (delta(Case((16, 128), (32, 128), 4, [[1]])), 1.0, 1.01),
+    "gated delta rule, Kimi Linear": (delta(Case((2, 128), (2, 128), 4, [[1]], by_channel=True)), 1.0, 1.01),
     "selective scan": (scanned, 1.0, 1.0),
     "state space, Granite 4 H": (delta(space((1, 128), (48, 64), 4, [[1]], bias=True)), 1.0, 1.0),
     "latent attention": (latent(BF16, 16), 1.0, 1.1),  # a quarter of a warp writes half a sector of its row
