@@ -259,8 +259,8 @@ def attention_of_latents(kind: str) -> Callable[[], tuple[Call, tuple[torch.Tens
 
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), routing, sum_of_experts, product_of_heads,
-    rows_of_latent_attention,
+    product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), routing, sum_of_experts,
+    product_of_heads, rows_of_latent_attention,
     *map(attention_of_latents, ("decodes", "tokens", "groups")),
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip
