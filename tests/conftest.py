@@ -1,4 +1,4 @@
-"""The longest files first: `--dist loadfile` gives a file to one worker, and at the end none should be left alone with one."""
+"""What holds for all tests; with CI set, a part of them is run, which costs.py chooses."""
 
 from __future__ import annotations
 
@@ -10,25 +10,18 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+import costs
+from emulation import few_cases
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # three workers on two cores: a thread that spins keeps others from working
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a shell, under nohup: commands would inherit it
         signal.signal(number, default)
-
-LONGEST = (  # those that compile for other processors: where nothing is kept of it
-    "test_kernels_generic", "test_kernels_arm", "test_ptx", "test_examples", "test_cuda_delta", "test_cuda_latent",
-    "test_sanitizers", "test_models", "test_models_command", "test_hub", "test_chat_loop", "test_cuda_guesses",
-    "test_completions", "test_cuda_gemma4", "test_gpu_script", "test_cli_terminal", "test_convert_experts",
-    "test_pipes", "test_kernel_latent_attention", "test_convert_families", "test_cuda_conv", "test_convert",
-    "test_cuda_wide_heads", "test_quantize_algorithms", "test_adapters", "test_url", "test_chat_terminal",
-    "test_late_device", "test_cuda_engine", "test_convert_command", "test_kernel_expert_products",
-    "test_tool_calls_odd", "test_cli_real", "test_cli_failures", "test_kv_file", "test_quantize_model",
-    "test_convert_pickled", "test_cuda_experts",
-)  # fmt: skip
-
 
 STARTS: list[Callable[[], object]] = []  # of generators: each goes back to its first number
 
@@ -76,38 +69,69 @@ def _is_ours(module: types.ModuleType) -> bool:
     return str(getattr(module, "__file__", None)).startswith(os.path.dirname(__file__))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+TURN = "TEST_NANOVLLM_TURN"
+"""Of the commit: told to all processes by the first, as they have to run the same."""
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()
+"""How many cases, and how many tests whose turn it is not."""
+
+
+def pytest_configure() -> None:
     if os.environ.get("CI"):
-        _leave_most_out(config, items)
-    places = {name: place for place, name in enumerate(LONGEST)}
-    servers = len(LONGEST) // 2
-    items.sort(key=lambda item: places.get(item.path.stem, servers if item.path.stem.startswith("test_server") else len(LONGEST)))
+        os.environ.setdefault(TURN, str(costs.turn_of(Path(__file__).parent)))
 
 
-SHARES = {
-    "test_cuda_": 4 / 5, "test_kernel_": 3 / 4, "test_ptx": 3 / 4, "test_tensor_parallel::test_a_family": 3 / 4,
-    "test_models::test_equal_to_transformers": 1 / 2, "test_convert_families::test_a_folder_becomes": 1 / 2,
-    "test_convert_experts::test_a_folder_becomes": 1 / 2, "test_convert_experts::test_the_file_gives": 1 / 2,
-    "test_vision::": 1 / 2, "test_looking::test_random_requests": 1 / 2, "test_towers::": 1 / 2,
-    "test_quantize_kinds::test_calibrated": 1 / 2, "test_tool_calls_odd::test_any_text": 1 / 2,
-    "test_reasoning::test_any_stream": 1 / 2, "test_examples::": 1 / 4,
-}  # fmt: skip
-"""By the beginnings of tests: how many of their cases CI leaves out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The dearest files first: `--dist loadfile` gives a file to one process, and at the end none should be alone with one."""
+    table = costs.read()
+    if os.environ.get("CI") and few_cases.NAME not in os.environ:
+        _leave_out(config, items, table)
+    seconds = costs.seconds_of_files(map(_name, items), table)
+    items.sort(key=lambda item: -seconds[item.path.name])
 
 
-def _leave_most_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test on emulated GPUs: where nothing is kept of what was compiled, all of them take minutes; and of those
-    that go through all families. Which stay, is the same in every process."""
-    cases: dict[tuple[float, str], list[pytest.Item]] = {}
+def _leave_out(config: pytest.Config, items: list[pytest.Item], table: dict[str, costs.Cost]) -> None:
+    """Which cases stay, is the same in every process and with every commit."""
+    waiting = costs.waiting(table, int(os.environ[TURN]))
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        share = next((SHARES[start] for start in SHARES if f"{item.path.stem}::{item.name}".startswith(start)), None)
-        if share is not None and "[" in item.nodeid and "planted" not in item.name:
-            cases.setdefault((share, item.nodeid.partition("[")[0]), []).append(item)
+        tests.setdefault(_name(item), []).append(item)
     left: set[pytest.Item] = set()
-    for (share, _), each in cases.items():
-        left |= set(random.Random(1).sample(each, int(len(each) * share)))
+    num_waiting = 0
+    for name, cases in tests.items():
+        number = 0 if name in waiting else costs.num_cases(name, table.get(name))
+        num_waiting += number == 0
+        if number is not None and number < len(cases):
+            stay = random.Random(1).sample(cases, number)
+            left |= set(cases) - set(stay)
+            for item in stay:
+                item.user_properties.append(("cases", len(cases)))  # for scripts/test_costs.py
     items[:] = [item for item in items if item not in left]
+    config.stash[LEFT_OUT] = len(left), num_waiting
     config.hook.pytest_deselected(items=list(left))
+
+
+def _name(item: pytest.Item) -> str:
+    return f"{item.path.name}::{item.nodeid.partition('::')[2].partition('[')[0]}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """xdist's: its processes do not tell what they deselected."""
+    left_out = getattr(node, "workeroutput", {}).get("left_out")
+    if left_out is not None:
+        node.config.stash[LEFT_OUT] = left_out
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if LEFT_OUT in config.stash:
+        cases, waiting = config.stash[LEFT_OUT]
+        line = f"{cases} cases left out because CI is set, among them {waiting} tests whose turn comes with other commits"
+        terminalreporter.write_line(f"{line} (tests/costs.py)")
 
 
 @pytest.hookimpl(wrapper=True)
