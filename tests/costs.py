@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).with_name("costs.txt")
-CASES_SECONDS = 1.0
-"""Of a test's cases, as many as fit into this."""
-TURN_SECONDS = 2.0
-"""A test of which one case takes longer is run in one of so many commits that it takes no more than this of each, on average."""
+SECONDS = 1.0
+"""What a run spends on a test, about: of its cases, as many as fit."""
+DEAR = 2.0
+"""A test of which one case takes longer takes turns: it is run in one of so many commits that its part of each is SECONDS."""
 RAREST = 6
 """But in one of so many, at the least."""
 ALWAYS = ("test_compile_gate.py::", "test_sanitizers.py::")
@@ -52,9 +52,9 @@ def is_whole(name: str) -> bool:
 
 def num_cases(name: str, cost: Cost | None) -> int | None:
     """How many of its cases are run; None: all."""
-    if cost is None or cost.seconds <= CASES_SECONDS or is_whole(name):
+    if cost is None or cost.seconds <= SECONDS or is_whole(name):
         return None
-    return max(1, int(CASES_SECONDS / cost.each))
+    return max(1, int(SECONDS / cost.each))
 
 
 def waiting(costs: Mapping[str, Cost], turn: int) -> set[str]:
@@ -63,7 +63,7 @@ def waiting(costs: Mapping[str, Cost], turn: int) -> set[str]:
     They lie in a row by their costs, each as long as the part of commits that run it, and those are run in which a comb's teeth
     stand, which are 1 apart: what a turn takes is about the same each time.
     """
-    dear = {name: cost.each for name, cost in costs.items() if cost.each > TURN_SECONDS and not is_whole(name)}
+    dear = {name: cost.each for name, cost in costs.items() if cost.each > DEAR and not is_whole(name)}
     left, end = set(), Fraction(turn % RAREST, RAREST)
     for name in sorted(dear, key=lambda name: (-dear[name], name)):
         start, end = end, end + Fraction(1, _commits(dear[name]))
@@ -73,7 +73,7 @@ def waiting(costs: Mapping[str, Cost], turn: int) -> set[str]:
 
 
 def _commits(seconds: float) -> int:
-    return min(RAREST, math.ceil(seconds / TURN_SECONDS))
+    return min(RAREST, math.ceil(seconds / SECONDS))
 
 
 def seconds_in_ci(costs: Mapping[str, Cost], turn: int) -> float:
