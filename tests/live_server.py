@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from forked import Forked
+
 START_SECONDS = 240.0
 END_SECONDS = 30.0
 _ADDRESS = re.compile(r"https?://[0-9a-z.:\[\]]+:\d+")
@@ -70,11 +72,10 @@ class LiveServer:
 
 @contextlib.contextmanager
 def live_server(model: str, *options: str, env: dict[str, str] | None = None) -> Iterator[LiveServer]:
-    """`nanovllm serve MODEL`, ready; ended by SIGTERM."""
+    """`nanovllm serve MODEL`, ready; ended by SIGTERM. env: with one, it is a Python of its own, whose imports see that."""
     command = [sys.executable, "-m", "nanovllm_cli", "serve", model, "--port", "0", *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
-    )
+    start = Forked if env is None else subprocess.Popen
+    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})})
     lines: queue.Queue[str | None] = queue.Queue()
     log: list[str] = []
 
