@@ -1,4 +1,4 @@
-"""BLOOM (Le Scao et al. 2022) and MPT (MosaicML 2023), which know positions by distance (ALiBi, Press et al. 2022): on CPUs.
+"""BLOOM (Le Scao et al. 2022) and MPT (MosaicML 2023), which know positions by distance (ALiBi, Press et al. 2022).
 
 BLOOM: GPT-2 with matrices as usual and a norm behind its embedding. MPT: GPT-2 without biases, in norms and elsewhere. Neither
 has a longest sequence; contexts are what they were trained with, unless a config says more.
