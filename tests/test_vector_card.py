@@ -23,7 +23,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization import card as cards
-from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.logits import ON_CPU, MeasuredModel
 from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.quantization.passages import DOCUMENTS, PASSAGE, Cut, Reading, embeds, passages, reading_of
 from nanovllm_cli.quantization.perplexity import compare_vectors
@@ -410,7 +410,7 @@ def test_numbers_that_are_none_are_told(model: tuple[Any, Path], tmp_path: Path)
     tensors["layers.1.mlp.down_proj.weight"] *= 1e38
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with open_original("a", model[1]) as one, open_original("b", folder) as other, pytest.raises(RequestError, match="vectors"):
-        compare_vectors(one, other, TEXT, Cut(most=3), NullProgress(), dtype="auto", threads=None)
+        compare_vectors(one, other, TEXT, Cut(most=3), NullProgress(), ON_CPU)
 
 
 # ---- the commands ----
