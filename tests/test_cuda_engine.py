@@ -214,18 +214,22 @@ OTHERS: dict[str, Any] = {
     "apertus": ApertusConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}),
     "apertus 1.5": Apertus1p5TextConfig(**SHAPE | {"head_dim": 8, "pad_token_id": 0}, output_vocab_size=129),
     "bitnet": BitNetConfig(**SHAPE | {"head_dim": 8}),
-    "bloom": BloomConfig(vocab_size=513, hidden_size=48, n_layer=2, n_head=6),
+    "bloom": BloomConfig(vocab_size=513, hidden_size=64, n_layer=2, n_head=4),
     "mpt": MptConfig(vocab_size=513, d_model=48, n_layers=2, n_heads=4, max_seq_len=128, attn_config={"softmax_scale": 0.3}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_families_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
+def test_other_families_give_the_tokens_and_likelihoods_of_the_cpu(family: str, tmp_path: Path) -> None:
     """Norms with an offset, on either side, behind, of heads, of turned ones, of all together; caps; windows, layers without
     positions; factors; convolutions; MLPs without a gate; scores by distance: recorded, all of it."""
     model = save(random_model(OTHERS[family], dtype=torch.bfloat16), tmp_path)
     device = EmulatedDevice()
-    assert tokens(engine_on(model, device), greedy(6), PROMPTS[:3]) == tokens(engine_on(model, None), greedy(6), PROMPTS[:3])
+    asked = [(prompt, greedy(6, logprobs=1)) for prompt in PROMPTS[:3]]
+    found, wanted = ([output.outputs[0] for output in run(engine_on(model, where), asked)] for where in (device, None))
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert [each.logprob for each in mine.logprobs] == pytest.approx([each.logprob for each in theirs.logprobs], abs=0.08)
     assert device.graphs
 
 
