@@ -113,7 +113,7 @@ class CudaAttention:
     """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
 
     max_guesses: see CacheLayout. long_prompt: tokens from which on prompts are worth a launch each. shapes: those whose work the
-    host divides.
+    host divides. by_distance: scores go by `layers/distances.py`, too.
     """
 
     long_prompt = 512
@@ -153,9 +153,10 @@ class CudaAttention:
         most_rows = max(max_batch, LATENT_ROWS) if deterministic else max_batch
         one_scale = None if self._scales is None else self._scales[:1]
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
-        plain = bool(specs) and not latent and all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
+        own_kernels = latent or by_distance
+        plain = bool(specs) and not own_kernels and all(not (spec.window or spec.softcap or spec.sinks) for spec in specs)
         dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
-        same_type = cache_dtype == dtype and not by_distance
+        same_type = cache_dtype == dtype
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
