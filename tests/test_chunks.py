@@ -1,5 +1,5 @@
 """Attention that sees no further than its chunk of tokens (Llama 4): sequences taken apart by hand, chunks and guesses across
-borders. Numbers against transformers are in test_models.py, and where a GPU refuses it in test_cuda_experts.py."""
+borders, on emulated kernels, too. Numbers against transformers are in test_models.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 from transformers import Llama4TextConfig
 
-from engines import SMALL, greedy, random_model, save
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
+from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.errors import UnsupportedError
+from test_cuda_engine import engine_on
 from test_lookup import answers, engine_with, few
 
 CHUNK = 64
@@ -75,3 +79,32 @@ def test_answers_are_the_same_whoever_is_beside_and_whatever_is_guessed(folder: 
     assert answers(guessing, asked) == together, "by what the first ones left in the cache"
     alone = [answers(engine_with(folder, 0), [each])[0] for each in asked[::3]]
     assert alone == together[::3]
+
+
+def gpu_model(folder: Path) -> Path:
+    config = Llama4TextConfig(
+        **SMALL | {"intermediate_size": 32, "num_hidden_layers": 2, "hidden_size": 64}, num_local_experts=2,
+        attention_chunk_size=CHUNK, no_rope_layers=[1, 0],
+    )
+    return save(random_model(config, dtype=torch.bfloat16), folder)
+
+
+@needs_emulation
+def test_a_gpu_has_the_likelihoods_of_the_cpu_and_the_same_bits_whatever_the_steps(tmp_path: Path) -> None:
+    """Prompts that end around a border or have several chunks, and answers that cross one, in steps that are recorded."""
+    model = gpu_model(tmp_path)
+    prompts = [torch.randint(2, SMALL["vocab_size"] - 2, (n,), generator=GENERATOR).tolist() for n in (60, 64, 150)]
+    asked = [(ids, greedy(8, logprobs=0)) for ids in prompts]
+
+    def found(device: EmulatedDevice | None, guesses: int = 0, **settings: object) -> list[list[float]]:
+        engine = engine_on(model, device, num_speculative_tokens=guesses, max_num_seqs=3, **settings)
+        return [[each.logprob for each in answer.outputs[0].logprobs] for answer in run(engine, asked)]
+
+    device = EmulatedDevice()
+    for mine, own in zip(found(device), found(None), strict=True):
+        assert mine == pytest.approx(own, abs=0.08)
+    assert device.graphs
+    same = found(EmulatedDevice(), deterministic=True)
+    assert found(EmulatedDevice(), deterministic=True, max_num_batched_tokens=37, guesses=4) == same
+    with pytest.raises(UnsupportedError, match="in chunks of 64 tokens over a KV cache with blocks of 128"):
+        engine_on(model, EmulatedDevice(), block_size=128)

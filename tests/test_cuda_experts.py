@@ -28,7 +28,6 @@ from emulation.late import LateDevice
 from emulation.on_gpu import reads_tasks
 from engines import greedy, random_model, save, worker_for
 from nanovllm_cli.engine.decode_step import DecodeStep
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cuda_mixture
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.experts import FEW_ROWS
@@ -114,14 +113,6 @@ def test_tokens_are_those_of_the_cpu_and_steps_are_recorded(family: str, tmp_pat
     assert not eager.graphs
     assert [own[:4] for own in answers] == [own[:4] for own in tokens(engine_on(model, None), greedy(6))]
     assert difference(logits_of(worker_on(model, EmulatedDevice()), prompts), expected_logits(random.float(), prompts)) < 0.05
-
-
-def test_contexts_of_more_than_a_chunk_are_refused(tmp_path: Path) -> None:
-    config = Llama4TextConfig(**FAMILIES["llama4"].to_dict() | {"attention_chunk_size": 64})
-    folder = save(random_model(config, dtype=torch.bfloat16), tmp_path)
-    with pytest.raises(UnsupportedError, match="in chunks of 64 tokens is not computed on a GPU past the first one"):
-        engine_on(folder, EmulatedDevice())
-    assert engine_on(folder, EmulatedDevice(), max_model_len=64)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -78,13 +78,14 @@ def run(
     deterministic: bool = False,
     split_keys: int = kernel.SPLIT_KEYS,
     both_ways: bool = False,
+    chunk: int = 0,
     counters: torch.Tensor | None = None,
     **options,
 ) -> torch.Tensor:
     heads, dim = case.q.shape[1:]
     work = kernel.prefill_tiles(
         emulator, case.starts, case.lens, heads, case.k_cache.shape[1], dim, case.q.dtype, case.k_cache.dtype,
-        window=window, both_ways=both_ways, deterministic=deterministic, split_keys=split_keys,
+        window=window, chunk=chunk, both_ways=both_ways, deterministic=deterministic, split_keys=split_keys,
     )  # fmt: skip
     counters = kernel.new_counters(emulator) if counters is None else counters
     k_scale, v_scale = case.scales or (None, None)
@@ -272,6 +273,20 @@ def test_each_row_and_key_has_one_item_and_the_longest_come_first() -> None:
         lengths = items[:, 6] - items[:, 5]
         assert (np.diff(lengths) <= 0).all()
         assert (items[items[:, 9] > 1, 10].max(initial=-1) + 1) * 2 <= kernel.new_counters(emulator).numel()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_query_sees_its_chunk_alone(deterministic: bool) -> None:
+    """The same as of the formula with what is before the chunk cut off, a query at a time."""
+    sequences = case((1, 1, 65, 150), (63, 64, 100, 0), 4, 2, 64, BF16)
+    got = run(sequences, Emulator(num_multiprocessors=8), chunk=64, deterministic=deterministic)
+    for seq, (keys, values) in enumerate(zip(sequences.keys, sequences.values, strict=True)):
+        first, end = sequences.starts[seq : seq + 2]
+        for row in range(first, end):
+            position = len(keys) - (end - row)
+            seen = slice(position // 64 * 64, position + 1)
+            wanted = reference.attention(sequences.q[row][None].float(), keys[seen], values[seen], position % 64, 0.125)
+            torch.testing.assert_close(got[row], wanted.flatten().to(BF16), rtol=2.0**-7, atol=2e-2)
 
 
 def test_windows_that_begin_anywhere_leave_room_in_the_counters() -> None:

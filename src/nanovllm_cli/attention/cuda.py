@@ -51,13 +51,14 @@ GIB = 1 << 30
 
 
 class Shape(NamedTuple):
-    """Layers that agree in these share what is prepared. window: 0 for none."""
+    """Layers that agree in these share what is prepared. window, chunk: 0 for none."""
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int
     both_ways: bool
+    chunk: int = 0
 
 
 class TokenRows(NamedTuple):
@@ -67,10 +68,18 @@ class TokenRows(NamedTuple):
     sequences: torch.Tensor
 
 
+class Chunks(NamedTuple):
+    """Of a step of decodes as of sequences that begin with their chunks: block tables [B, P] and kv_lens [B]."""
+
+    block_tables: torch.Tensor
+    kv_lens: torch.Tensor
+
+
 class CudaStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
     is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
-    divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more."""
+    divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more.
+    chunks: for decodes in layers that see no further than those."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -83,6 +92,7 @@ class CudaStep(NamedTuple):
     groups: Groups | None = None
     prompts: list[int] | None = None
     whole: WholeRows | None = None
+    chunks: Chunks | None = None
 
     @property
     def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +123,8 @@ class CudaAttention:
     """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
 
     max_guesses: see CacheLayout. long_prompt: tokens from which on prompts are worth a launch each. shapes: those whose work the
-    host divides. by_distance: scores go by `layers/distances.py`, too.
+    host divides. by_distance: scores go by `layers/distances.py`, too. chunk: what some layers see no further than, see
+    `AttentionSpec`; None where no sequence is longer.
     """
 
     long_prompt = 512
@@ -130,8 +141,12 @@ class CudaAttention:
         deterministic: bool,
         max_guesses: int = 0,
         by_distance: bool = False,
+        chunk: int | None = None,
     ) -> None:
+        if chunk is not None and chunk % block_size:
+            raise UnsupportedError(f"attention in chunks of {chunk} tokens over a KV cache with blocks of {block_size} on a GPU")
         self.launcher = launcher
+        self._chunk = chunk or 0
         self.max_guesses = max_guesses
         self.dtype = dtype
         self.cache_dtype = cache_dtype
@@ -140,7 +155,7 @@ class CudaAttention:
         self.deterministic = deterministic
         _check_directions(specs)
         latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
-        self.shapes = list(dict.fromkeys(map(_shape, specs)))
+        self.shapes = list(dict.fromkeys(map(self._shape, specs)))
         for shape in self.shapes:
             tiling(launcher.capability, shape.head_dim, dtype, cache_dtype)  # refuses now what it would refuse in a step
         self._needs_rows = bool(latent)
@@ -153,7 +168,7 @@ class CudaAttention:
         most_rows = max(max_batch, LATENT_ROWS) if deterministic else max_batch
         one_scale = None if self._scales is None else self._scales[:1]
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
-        own_kernels = latent or by_distance
+        own_kernels = latent or by_distance or chunk
         plain = bool(specs) and not own_kernels and all(not (spec.window or spec.softcap or spec.sinks) for spec in specs)
         dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
         same_type = cache_dtype == dtype
@@ -196,7 +211,7 @@ class CudaAttention:
         return {
             shape: prefill_tiles(
                 self.launcher, query_starts, kv_lens, *shape[:3], self.dtype, self.cache_dtype,
-                window=shape.window, both_ways=shape.both_ways or is_whole, deterministic=self.deterministic,
+                window=shape.window, chunk=shape.chunk, both_ways=shape.both_ways or is_whole, deterministic=self.deterministic,
             )
             for shape in self.shapes
         }  # fmt: skip
@@ -206,7 +221,9 @@ class CudaAttention:
         the host has divided."""
         rows = None if work is None or not self._needs_rows else self._token_rows(batch)
         lengths = batch.kv_lens, batch.known_lens
-        return CudaStep(batch.slots, batch.block_tables, *lengths, batch.query_starts, batch.states, work, rows)
+        chunks = self._chunks(batch) if self._chunk and work is None else None
+        same = batch.slots, batch.block_tables, *lengths, batch.query_starts, batch.states
+        return CudaStep(*same, work, rows, chunks=chunks)
 
     def attend(
         self,
@@ -219,16 +236,17 @@ class CudaAttention:
         step: CudaStep,
         distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        shape = _shape(spec)
-        heads, kv_heads, dim, window, both_ways = shape
+        shape = self._shape(spec)
+        heads, kv_heads, dim, window, both_ways, chunk = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
         order = spec.interleaved, spec.reads is not None, spec.qk_norm_of == "turned head"
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, *order)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
         k, v = cache
         if step.work is None and step.prompts is None:
+            tables, lens = step.chunks if chunk and step.chunks is not None else (step.block_tables, step.kv_lens)
             return decode_attention(
-                self.launcher, projected, k, v, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
+                self.launcher, projected, k, v, tables, lens, self._scratch[shape[:3]], scale,
                 window, softcap, sinks, scales, scales, distances=distances,
             )  # fmt: skip
         q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
@@ -321,6 +339,26 @@ class CudaAttention:
         self.launcher.torch_op(fill)
         return TokenRows(lengths, numbers)
 
+    def _chunks(self, batch: Batch) -> Chunks:
+        """On the device, as a recorded step's lengths are known there."""
+        given, lens, size = batch.block_tables, batch.kv_lens, self.block_size
+        width = given.shape[1]
+        columns = min(width, self._chunk // size)
+        tables, lengths = given.new_empty(len(given), columns), torch.empty_like(lens)
+
+        def fill() -> None:
+            before = ((lens - 1) // self._chunk * self._chunk).clamp_min(0)  # a row of padding has no tokens
+            lengths.copy_(lens - before)
+            places = (before // size)[:, None] + torch.arange(columns, device=lens.device)
+            tables.copy_(given.gather(1, places.clamp_max(width - 1).long()))
+
+        self.launcher.torch_op(fill)
+        return Chunks(tables, lengths)
+
+    def _shape(self, spec: AttentionSpec) -> Shape:
+        chunk = 0 if spec.chunk is None else self._chunk
+        return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window or 0, spec.both_ways, chunk)
+
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float, causal: bool
     ) -> torch.Tensor:
@@ -335,10 +373,6 @@ class CudaAttention:
                 )
             out[start:end] = found[0].transpose(0, 1)
         return out.flatten(1)
-
-
-def _shape(spec: AttentionSpec) -> Shape:
-    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window or 0, spec.both_ways)
 
 
 def _check_directions(specs: list[AttentionSpec]) -> None:

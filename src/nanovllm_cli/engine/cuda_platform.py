@@ -123,13 +123,11 @@ class CudaPlatform:
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
-        if spec.chunk is not None and self._longest(spec.max_position) > spec.chunk:
-            reason = f"attention in chunks of {spec.chunk} tokens is not computed on a GPU past the first one"
-            raise UnsupportedError(reason, f"use --ctx-size {spec.chunk} or less, or --device cpu")
+        chunk = spec.chunk if spec.chunk is not None and self._longest(spec.max_position) > spec.chunk else None
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),
-            by_distance=spec.distances is not None,
+            by_distance=spec.distances is not None, chunk=chunk,
         )  # fmt: skip
 
     def cache_budget(self, *models: Decoder) -> int:

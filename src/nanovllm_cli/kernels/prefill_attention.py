@@ -133,31 +133,33 @@ def prefill_tiles(
     kv_dtype: torch.dtype,
     *,
     window: int = 0,
+    chunk: int = 0,
     both_ways: bool = False,
     deterministic: bool = False,
     split_keys: int = SPLIT_KEYS,
 ) -> PrefillWork:
     """Divide a step: query_starts [B + 1], kv_lens [B] int32 on the host; the last query of sequence b has position
-    kv_lens[b] - 1. Layers with the same window, heads, dims, types and directions share it. both_ways: a query sees all keys
-    of its sequence, or fewer than `window` on either side of its own.
+    kv_lens[b] - 1. Layers with the same window, chunk, heads, dims, types and directions share it. both_ways: a query sees all
+    keys of its sequence, or fewer than `window` on either side of its own. chunk: a query sees none before its own chunk of so
+    many, a multiple of KEY_ALIGNMENT; 0: all.
 
     deterministic: a row's bits depend on its sequence and position only, not on the batch, nor on how the prompt was
     chunked; keys are then summed in ranges of split_keys (a multiple of KEY_ALIGNMENT).
     """
     assert heads % kv_heads == 0
-    assert split_keys % KEY_ALIGNMENT == 0
+    assert split_keys % KEY_ALIGNMENT == chunk % KEY_ALIGNMENT == 0
+    assert not (chunk and (window or both_ways)), "no model has both"
     tile = tiling(launcher.capability, head_dim, dtype, kv_dtype)
     group, slots = heads // kv_heads, tile.blocks * launcher.num_multiprocessors
-    starts, lens = np.asarray(query_starts, np.int64), np.asarray(kv_lens, np.int64)
-    queries = np.diff(starts)
-    assert int(queries.max(initial=0)) * group * group < 1 << 32  # the kernel divides by a product with 2^32 / group
-    seq, number = _numbered(-(-queries * group // tile.rows))
+    runs = _runs(np.asarray(query_starts, np.int64), np.asarray(kv_lens, np.int64), chunk)
+    assert int(runs.queries.max(initial=0)) * group * group < 1 << 32  # the kernel divides by a product with 2^32 / group
+    run, number = _numbered(-(-runs.queries * group // tile.rows))
+    seq, token, position, queries, least, length = (each[run] for each in runs)
     first_row = number * tile.rows
-    rows = np.minimum(tile.rows, queries[seq] * group - first_row)
-    position = (lens - queries)[seq]
+    rows = np.minimum(tile.rows, queries * group - first_row)
     ahead = 0 if not both_ways else window - 1 if window else EVERY_KEY
-    end = np.maximum(0, np.minimum(position + (first_row + rows - 1) // group + 1 + ahead, lens[seq]))
-    begin = np.maximum(0, position + first_row // group + 1 - window) if window else np.zeros_like(end)
+    end = np.maximum(0, np.minimum(position + (first_row + rows - 1) // group + 1 + ahead, length))
+    begin = np.maximum(0, position + first_row // group + 1 - window) if window else least
 
     if deterministic:
         longest = _longest_range(end - begin, kv_heads, slots)
@@ -180,14 +182,38 @@ def prefill_tiles(
     low = np.maximum(begin[index], origin[index] + split * size[index])
     high = np.where(folded[index], end[index], np.minimum(end[index], origin[index] + (split + 1) * size[index]))
     fields = (
-        seq[index], starts[seq[index]], position[index], first_row[index], rows[index], low, high,
+        seq[index], token[index], position[index], first_row[index], rows[index], low, high,
         (np.cumsum(pieces) - pieces)[index], split, blocks[index], (np.cumsum(blocks > 1) - (blocks > 1))[index],
-        lens[seq[index]] - 1,
+        length[index] - 1,
     )  # fmt: skip
     items = np.stack(fields, axis=1)[np.argsort(low - high, kind="stable")]  # the longest first
     return PrefillWork(
         torch.from_numpy(items.astype(np.int32)), int(pieces.sum()), window, ahead, split_keys if deterministic else 0
     )
+
+
+class Runs(NamedTuple):
+    """Queries that follow each other, of which each sees the keys from `least` on. Of each: the sequence, its first row of q and
+    that one's position, how many queries, and the keys of the sequence."""
+
+    sequences: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    queries: np.ndarray
+    least: np.ndarray
+    lens: np.ndarray
+
+
+def _runs(starts: np.ndarray, lens: np.ndarray, chunk: int) -> Runs:
+    """A sequence's of a step, or those that it has in each chunk."""
+    queries = np.diff(starts)
+    first = lens - queries
+    if not chunk:
+        return Runs(np.arange(len(lens)), starts[:-1], first, queries, np.zeros_like(lens), lens)
+    seq, number = _numbered(np.where(queries > 0, (lens - 1) // chunk - first // chunk + 1, 0))
+    least = (first[seq] // chunk + number) * chunk
+    begin, end = np.maximum(first[seq], least), np.minimum(lens[seq], least + chunk)
+    return Runs(seq, starts[seq] + begin - first[seq], begin, end - begin, least, lens[seq])
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
