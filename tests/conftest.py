@@ -17,6 +17,7 @@ import pytest
 
 import costs
 from emulation import few_cases
+from nanovllm_cli.collector import keep_loaded
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # three workers on two cores: a thread that spins keeps others from working
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -142,4 +143,4 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        gc.freeze()
+        keep_loaded()

@@ -24,14 +24,14 @@ HERE = Path(__file__).parent
     ("cost", "expected"),
     [
         (None, None),
-        (Cost(1.0, 50), None),
-        (Cost(1.9, 1), 1),
-        (Cost(4.0, 40), 10),
+        (Cost(0.5, 50), None),
+        (Cost(0.9, 1), 1),
+        (Cost(4.0, 40), 5),
         (Cost(9.9, 11), 1),
         (Cost(30.0, 3), 1),
     ],
 )
-def test_as_many_cases_stay_as_fit_a_second(cost: Cost | None, expected: int | None) -> None:
+def test_as_many_cases_stay_as_fit_half_a_second(cost: Cost | None, expected: int | None) -> None:
     assert costs.num_cases("test_x.py::test_y", cost) == expected
     assert costs.num_cases("test_x.py::test_a_planted_bug_is_found", cost) is None
 
@@ -42,18 +42,18 @@ def test_what_is_dear_takes_turns_and_each_gets_one_soon() -> None:
     for first in (0, 1721, 16**40 - 3):
         runs = [table.keys() - costs.waiting(table, turn) for turn in range(first, first + RAREST)]
         times = Counter(name for names in runs for name in names)
-        assert {name for name, number in times.items() if number == RAREST} == {*list(table)[:2], *list(table)[-2:]}
+        assert {name for name, number in times.items() if number == RAREST} == {*list(table)[:1], *list(table)[-2:]}
         assert times.keys() == table.keys()
-        assert times["test_x.py::test_3"] == RAREST // 3
+        assert times["test_x.py::test_2"] in (RAREST // 4, RAREST // 4 + 1)
         assert times["test_x.py::test_40"] == 1
         spent = [sum(table[name].seconds for name in names) for names in runs]
         assert max(spent) - min(spent) < 40, "no more than the dearest"
 
 
 def test_the_table_keeps_ci_to_its_time() -> None:
-    """Of 6600 s of three processes on two cores, which were 39 minutes. The start and quick tests take 900 s."""
+    """Of 7550 s of three processes on two cores. The start and quick tests take 900 s."""
     table = costs.read()
-    assert max(costs.seconds_in_ci(table, turn) for turn in range(RAREST)) < 1700
+    assert max(costs.seconds_in_ci(table, turn) for turn in range(RAREST)) < 1000
     assert all((HERE / name.partition("::")[0]).is_file() for name in table)
 
 
@@ -120,5 +120,5 @@ def test_processes_run_the_same_and_say_how_much_they_left_out(tmp_path: Path) -
     command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert "7 passed" in done.stdout
-    assert "16 cases left out because CI is set, among them 1 tests whose turn" in done.stdout
+    assert "4 passed" in done.stdout
+    assert "19 cases left out because CI is set, among them 1 tests whose turn" in done.stdout

@@ -19,10 +19,12 @@ import pytest
 import torch
 from numba import carray
 from numba.core import caching
+from numba.core.registry import cpu_target
 
 import forked
 from nanovllm_cli.kernels import cpu, cpu_sampling_rows, entry, gates
 from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 
 assert cpu  # it sets the cache, which is another one when a source changes
@@ -403,3 +405,43 @@ def test_what_only_kernels_call_says_so_to_python() -> None:
     """Numba's own answer would be a jump to address 0, which ends the process."""
     with pytest.raises(TypeError, match="weight can be called by compiled functions alone"):
         cpu_sampling_rows.weight(1.0)
+
+
+@inner
+def _twice_the(x):
+    return x + x
+
+
+@inner
+def _four_times_the(x):
+    return _twice_the(_twice_the(x))
+
+
+@kernel()
+def fourfold(arguments, thread, team):
+    tag, x = fields(arguments)
+    values = carray(typed_pointer(x, tag), (1,))
+    for i in share(1, thread, team):
+        values[i] = _four_times_the(values[i])
+
+
+def test_machine_code_is_made_of_a_kernel_as_a_whole_and_what_it_calls_can_be_called_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an ordinary function of numba's, too, which has what it always has."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    made, engine = [], cpu_target.target_context.codegen()._engine
+    add = type(engine).add_module
+    monkeypatch.setattr(type(engine), "add_module", lambda self, module: (made.append(module.name), add(self, module)))
+    values = np.array([3.0], np.float32)
+    fourfold.step("f", (values.ctypes.data,))
+    assert made == ["fourfold"]
+    fourfold.run("f", (values.ctypes.data,))
+    assert values[0] == 12.0
+
+    @numba.njit
+    def ordinary(x):
+        return _four_times_the(x) + 1
+
+    assert ordinary(np.float32(3.0)) == 13.0
+    assert made[-1] == ordinary.__qualname__

@@ -59,7 +59,7 @@ from numba.extending import intrinsic
 
 from nanovllm_cli import system
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.kernels.inner import inner
+from nanovllm_cli.kernels.inner import inner, whole_kernels
 from nanovllm_cli.kernels.simd import typed_pointer
 
 TAG_TYPES = {"H": types.uint16, "f": types.float32, "b": types.int8, "B": types.uint8}
@@ -174,7 +174,8 @@ def compile_once(function: Callable[..., None], signature: Any, **options: Any) 
         made: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
         if ours:
             made._cache = _cache_of(function)
-        made.compile()
+        with whole_kernels():
+            made.compile()
         return made
 
 

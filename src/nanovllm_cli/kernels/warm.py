@@ -25,6 +25,7 @@ import torch
 
 from nanovllm_cli import system
 from nanovllm_cli.children import child_environment
+from nanovllm_cli.collector import come_seldom
 from nanovllm_cli.kernels import (
     adapters,
     conv,
@@ -290,4 +291,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 if __name__ == "__main__":
+    come_seldom()
     help_with(sys.argv[1])
