@@ -98,11 +98,11 @@ class Script:
 
 
 class FakeGeneration:
-    """A Generation that follows a script. closed: aclose was called; finished: the script was read to its end."""
+    """A Generation that follows a script. closed: aclose or cut was called; finished: the script was read to its end."""
 
     def __init__(self, model: ServedModel, prompt_ids: list[int], script: Script) -> None:
         self.model, self.prompt_ids, self.prompt_logprobs = model, prompt_ids, script.prompt_logprobs
-        self.closed = self.finished = False
+        self.closed = self.finished = self.was_cut = False
         self._script = script
         self._drawn = 0
 
@@ -124,6 +124,10 @@ class FakeGeneration:
         if self._script.error is not None:
             raise self._script.error
         self.finished = True
+
+    async def cut(self) -> None:
+        self.was_cut = True
+        await self.aclose()
 
     async def aclose(self) -> None:
         self.closed = True

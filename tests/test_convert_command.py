@@ -134,6 +134,7 @@ def test_the_input_is_never_the_output(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ((), 2, "no model was named"),
         (("nothing-like-it",), 3, "no model"),
+        (("random:qwen3-8b",), 2, "made-up weights"),
         (("tiny", "--outtype", "q9_z"), 2, "no type"),
         (("tiny", "--outtype", "q8_0", "--to", "hf"), 2, "--to gguf"),
         (("tiny", "--outtype", "Q4_K_M"), 2, "nanovllm quantize tiny --to q4_k_m"),

@@ -57,6 +57,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["tiny", "--to", "int8", "-o", "tiny.gguf"], 2, "called like a GGUF file"),
         (["tiny", "--to", "mxfp4"], 2, "convert MODEL --outtype mxfp4"),
         (["tiny", "--to", "int8", "--verify-text", "missing.txt"], 2, "missing.txt"),
+        (["random:qwen3-8b", "--to", "q4_0"], 2, "nanovllm bench --random-weights qwen3-8b --quant FORMAT"),
         (["no/such/model", "--to", "int8", "--offline"], 3, "not in the cache"),
     ],
 )

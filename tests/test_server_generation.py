@@ -153,6 +153,9 @@ class Log(Observer):
             def output(self, output: Output) -> None:
                 log.append("output")
 
+            def cut(self) -> None:
+                log.append("cut")
+
             def end(self, error: ApiError | None = None) -> None:
                 log.append(f"end {error.status if error else None}")
 
@@ -595,7 +598,8 @@ def test_an_engine_that_dies_fails_the_answer(run: Any) -> None:
     assert house.models.users == 0
 
 
-def test_who_leaves_aborts(run: Any) -> None:
+@pytest.mark.parametrize("way", ["aclose", "cut"])
+def test_who_leaves_aborts(way: str, run: Any) -> None:
     house = House([piece("a")], ends=False)
 
     async def scenario() -> None:
@@ -603,10 +607,11 @@ def test_who_leaves_aborts(run: Any) -> None:
             assert house.models.users == 1
             async for _ in generation:
                 break
-            await generation.aclose()
+            await getattr(generation, way)()
 
     run(scenario())
     assert house.engine.aborted == 1
+    assert house.log.lines.count("cut") == (way == "cut")
     assert house.models.users == 0
     assert house.log.lines[-1] == "end None"
     assert house.log.lines.count("end None") == 1

@@ -116,6 +116,15 @@ def test_a_request_without_an_end_is_an_abort_or_an_error(metrics: Metrics, erro
     assert value(metrics, "prompt_tokens_total") == 0
 
 
+def test_answers_that_their_clients_rules_cut_have_stopped(metrics: Metrics) -> None:
+    watch = metrics.accepted("a", "text_completion", 5, SamplingParams(n=2), None)
+    watch.output(Output(1, [drawn(1, 0, "length"), drawn(1, 1)], False, 0))
+    watch.cut()
+    watch.end()
+    ended = [value(metrics, "request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort")]
+    assert ended == [1, 1, 0]
+
+
 def test_embeddings_count_their_prompts(metrics: Metrics) -> None:
     read = metrics.accepted("a", "embeddings", 17, None, None)
     read.embedded()

@@ -597,7 +597,7 @@ def test_an_answer_ends_at_a_line_that_is_not_indented_enough(stream: bool) -> N
         text = "".join(piece["content"] for piece in told)
         assert text == (content if indent != 3 else content + "\t\t")
         assert told[-1]["stop_type"] == ("eos" if indent < 3 else "limit")
-        assert generates.generations[0].closed
+        assert generates.generations[0].was_cut
     assert ask(Script.of("a\n\n  b"), path="/completion", prompt="a", n_indent=1)[0].json["content"] == "a\n"
 
 

@@ -106,6 +106,14 @@ def test_a_failed_request_is_an_error_without_its_text(traced: Tracing, exporter
     assert SECRET not in span.to_json()
 
 
+def test_an_answer_that_its_clients_rules_cut_has_stopped(traced: Tracing, exporter: InMemorySpanExporter) -> None:
+    watch = traced.accepted("tiny", "text_completion", 40, PARAMS, None)
+    watch.output(Output(1, [Piece(1, "", [4, 5], finish_reason="length"), Piece(0, "", [6])], False, 32))
+    watch.cut()
+    watch.end()
+    assert (only(traced, exporter).attributes or {})["gen_ai.response.finish_reasons"] == ("stop", "length")
+
+
 def test_embeddings_have_no_sampling(traced: Tracing, exporter: InMemorySpanExporter) -> None:
     traced.accepted("tiny", "embeddings", 9, None, None).end()
     attributes = dict(only(traced, exporter).attributes or {})

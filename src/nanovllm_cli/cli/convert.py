@@ -103,7 +103,9 @@ def convert(
         from nanovllm_cli.weights import convert as conversion
         from nanovllm_cli.weights.adapted import merged
         from nanovllm_cli.weights.convert_tensors import quantized_already
+        from nanovllm_cli.weights.shapes import refuse_made_up
         from nanovllm_cli.weights.source import find_adapters, resolve
+    refuse_made_up(name)
     outtype = options.outtype.lower()
     outtype = _LONG_NAMES.get(outtype, outtype)
     progress = ProgressLine(screen)

@@ -144,7 +144,9 @@ def quantize(
         from nanovllm_cli.quantization.original import open_original
         from nanovllm_cli.quantization.plan import Choices, make_plan
         from nanovllm_cli.weights.heads import classifies
+        from nanovllm_cli.weights.shapes import refuse_made_up
         from nanovllm_cli.weights.source import resolve
+    refuse_made_up(name)
     tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
     kind = choices.kind  # refuses what means nothing before anything is downloaded

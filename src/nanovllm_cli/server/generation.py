@@ -245,6 +245,11 @@ class LiveGeneration:
             self._end(error)
             raise
 
+    async def cut(self) -> None:
+        if self._watch is not None:
+            self._watch.cut()
+        await self.aclose()
+
     async def aclose(self) -> None:
         self._stream.abort()
         self._end(None)

@@ -172,6 +172,10 @@ class _Watch(Watch):
         self._counts.prompt_tokens += self._prompt_len
         self._num_left = 0
 
+    def cut(self) -> None:
+        self._counts.finished["stop"] += self._num_left
+        self._num_left = 0
+
     def end(self, error: ApiError | None = None) -> None:
         self._counts.finished["abort" if error is None else "error"] += self._num_left
         self._num_left = 0

@@ -4,7 +4,7 @@ watches has an Observer as it is.
 Who calls what:
 
     Generator     accepted() for each request that an engine took; on the Watch, output() for each Output, embedded() for a
-                  vector, end() exactly once, also for one that was left or failed
+                  vector, cut() where its client's rules end it, end() exactly once, also for one that was left or failed
     ServerContext refused() for each that wanted a model, and that no engine took
     engine_client engine_restarted()
     middleware    http_started() and http_ended() for each HTTP request; refused() where too much was under way
@@ -33,6 +33,9 @@ class Watch:
 
     def embedded(self) -> None:
         """The text's vector is there."""
+
+    def cut(self) -> None:
+        """Its answers that have not finished end here, as their client wants them to."""
 
     def end(self, error: ApiError | None = None) -> None:
         """Nothing more comes. error: what its client was told. Answers that have not finished were aborted, or failed with it."""
@@ -100,6 +103,10 @@ class _Watches(Watch):
     def embedded(self) -> None:
         for each in self._watches:
             each.embedded()
+
+    def cut(self) -> None:
+        for each in self._watches:
+            each.cut()
 
     def end(self, error: ApiError | None = None) -> None:
         for each in self._watches:

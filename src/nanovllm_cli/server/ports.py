@@ -350,6 +350,9 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[list[Event]]:
         """The events of a step, together."""
 
+    async def cut(self) -> None:
+        """Closes it where its client's own rules say that enough is there: what is unfinished has stopped."""
+
     async def aclose(self) -> None: ...
 
 

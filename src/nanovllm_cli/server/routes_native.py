@@ -159,14 +159,14 @@ class _Begun:
     progress: Sequence[_Progress]
 
     async def steps(self) -> AsyncGenerator[None, None]:
-        """Until all have ended, or are late."""
+        """Until all have ended, or are long enough."""
         async for events in self.generation:
             for event in events:
                 self.progress[event.index].take(event)
             yield
             if all(each.is_over for each in self.progress):
                 break
-        await self.generation.aclose()  # others may go on
+        await self.generation.cut()  # others may go on
 
     def answers(self) -> list[dict[str, Any]]:
         prompt = self.generation.model.tokenizer.decode(self.generation.prompt_ids, skip_special_tokens=False)

@@ -97,7 +97,7 @@ class Tracing(Observer):
             attributes |= _sampling(params)
         context = self._propagator.extract(carrier)
         span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes)
-        return _Watch(span, began) if span.is_recording() else Watch()
+        return _Watch(span, began, 1 if params is None else params.n) if span.is_recording() else Watch()
 
     def flush(self) -> bool:
         """Sends what is there now. False where that failed."""
@@ -111,8 +111,9 @@ class Tracing(Observer):
 
 
 class _Watch(Watch):
-    def __init__(self, span: Span, began: float) -> None:
+    def __init__(self, span: Span, began: float, num_answers: int) -> None:
         self._span = span
+        self._num_answers = num_answers
         self._start = began
         self._num_tokens = 0
         self._reasons: dict[int, str] = {}
@@ -126,6 +127,9 @@ class _Watch(Watch):
             self._num_tokens += len(piece.token_ids)
             if piece.finish_reason is not None:
                 self._reasons[piece.index] = piece.finish_reason
+
+    def cut(self) -> None:
+        self._reasons = {index: self._reasons.get(index, "stop") for index in range(self._num_answers)}
 
     def end(self, error: ApiError | None = None) -> None:
         from opentelemetry.trace import Status, StatusCode

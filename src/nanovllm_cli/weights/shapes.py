@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm_cli.errors import ModelNotFoundError
+from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 
 RANDOM = "random:"
@@ -322,6 +322,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "Llama", 30, 576, 1536, 9, 3, 49152, tied=True, max_position_embeddings=8192, rope_theta=1e5, rms_norm_eps=1e-5
     ),
 }
+
+
+def refuse_made_up(name: str) -> None:
+    """UsageError for a model that is no use in a file: it has neither a tokenizer nor anything to say."""
+    if name.startswith(RANDOM):
+        hint = f"nanovllm bench --random-weights {name.removeprefix(RANDOM)} --quant FORMAT measures them"
+        raise UsageError(f"{name} has made-up weights, of which no file is written", hint)
 
 
 def shape_config(shape: str) -> dict[str, Any]:
