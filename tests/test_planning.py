@@ -42,17 +42,25 @@ def planned(formats: list[str] | None = None, answers: int = 1, **settings: Any)
         ({"memory.max": "8000\n", "memory.current": "9000\n"}, 0),
         ({"memory.max": "max\n", "memory.current": "7000\n"}, None),
         ({}, None),
+        ({"memory.limit_in_bytes": "8000", "memory.usage_in_bytes": "7000", "memory.stat": "total_inactive_file 6000"}, 7000),
+        ({"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "7000\n"}, None),
     ],
-    ids=["files that were read are dropped where memory is short", "nothing to drop", "above the limit", "no limit", "no group"],
-)
+    ids=[
+        "files that were read are dropped where memory is short", "nothing to drop", "above the limit", "no limit", "no group",
+        "version 1", "no limit in version 1",
+    ],
+)  # fmt: skip
 def test_a_control_group_limits_what_is_free(
     files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own, and one that this lies in: a service's in its slice."""
-    root, inner = tmp_path / "root", tmp_path / "root/system.slice/it.service"
+    first = "memory.limit_in_bytes" in files
+    root = tmp_path / "root" / ("memory" if first else "")
+    inner = root / "system.slice/it.service"
     inner.mkdir(parents=True)
-    (own := tmp_path / "cgroup").write_text("1:name=systemd:/elsewhere\n0::/system.slice/it.service\n")
-    monkeypatch.setattr(memory, "GROUP", root)
+    which = "4:cpu,memory" if first else "0:"
+    (own := tmp_path / "cgroup").write_text(f"1:name=systemd:/elsewhere\n{which}:/system.slice/it.service\n")
+    monkeypatch.setattr(memory, "GROUP", tmp_path / "root")
     monkeypatch.setattr(memory, "OWN_GROUP", own)
     before = memory.available_bytes()
     for group in (root, inner.parent, inner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,36 +20,53 @@ OVERHEAD_BYTES = 512 << 20
 GROUP, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
+class GroupFiles(NamedTuple):
+    """Where a control group has its limit and its use of memory, and what `memory.stat` calls that of files."""
+
+    limit: str
+    used: str
+    droppable: str
+
+
+VERSION_2 = GroupFiles("memory.max", "memory.current", "inactive_file")
+VERSION_1 = GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Of distributions such as RHEL 8. Without a limit the file has one of 8 EiB."""
+
+
 def available_bytes() -> int:
     """Memory that can be taken without swapping: the system's figure, or less where a control group sets a limit."""
-    return min(system.available_bytes(), *map(_left_in, _groups()))
+    return min(system.available_bytes(), *itertools.starmap(_left_in, _groups()))
 
 
-def _groups() -> list[Path]:
-    """This process's control group and those that it lies in (version 2), of which any may set a limit. In a container its own
-    is the root."""
+def _groups() -> list[tuple[Path, GroupFiles]]:
+    """This process's control group and those that it lies in, of which any may set a limit. In a container its own is the
+    root."""
     try:
-        lines = OWN_GROUP.read_text().splitlines()
+        lines = [line.split(":", 2) for line in OWN_GROUP.read_text().splitlines()]
     except OSError:
         lines = []
-    own = GROUP / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    return [each for each in (own, *own.parents) if each.is_relative_to(GROUP)]
+    paths = {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}  # of version 2 the name is empty
+    found = []
+    for root, name, files in ((GROUP, "", VERSION_2), (GROUP / "memory", "memory", VERSION_1)):
+        own = root / paths.get(name, "")
+        found += [(each, files) for each in (own, *own.parents) if each.is_relative_to(root)]
+    return found
 
 
-def _left_in(group: Path) -> int:
+def _left_in(group: Path, files: GroupFiles) -> int:
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        limit = (group / files.limit).read_text().strip()
+        used = int((group / files.used).read_text())
     except (OSError, ValueError):
         return 1 << 62
-    return (1 << 62) if limit == "max" else max(0, int(limit) - max(0, used - _droppable(group)))
+    return (1 << 62) if limit == "max" else max(0, int(limit) - max(0, used - _droppable(group, files.droppable)))
 
 
-def _droppable(group: Path) -> int:
+def _droppable(group: Path, name: str) -> int:
     """Of what a group uses: pages of files that were read, such as a model's, and are dropped where memory is short."""
     try:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(stat["inactive_file"])
+        return int(stat[name])
     except (OSError, ValueError, KeyError):
         return 0
 
