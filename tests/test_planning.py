@@ -13,7 +13,6 @@ import pytest
 from emulation.device import EmulatedDevice
 from forked_commands import Commands
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine import memory
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES, size_cache
 from nanovllm_cli.errors import DoesNotFitError
@@ -32,47 +31,6 @@ GIB = 1 << 30
 def planned(formats: list[str] | None = None, answers: int = 1, **settings: Any) -> Plan:
     with open_checkpoint(TINY) as checkpoint:
         return make_plan(checkpoint, EngineConfig(**{"device": "cpu", **settings}), formats, SPEED, answers=answers)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"memory.max": "8000\n", "memory.current": "7000\n", "memory.stat": "anon 900\ninactive_file 6000\nslab 5\n"}, 7000),
-        ({"memory.max": "8000\n", "memory.current": "7000\n", "memory.stat": "anon 7000\ninactive_file 0\n"}, 1000),
-        ({"memory.max": "8000\n", "memory.current": "9000\n"}, 0),
-        ({"memory.max": "max\n", "memory.current": "7000\n"}, None),
-        ({}, None),
-        ({"memory.limit_in_bytes": "8000", "memory.usage_in_bytes": "7000", "memory.stat": "total_inactive_file 6000"}, 7000),
-        ({"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "7000\n"}, None),
-    ],
-    ids=[
-        "files that were read are dropped where memory is short", "nothing to drop", "above the limit", "no limit", "no group",
-        "version 1", "no limit in version 1",
-    ],
-)  # fmt: skip
-def test_a_control_group_limits_what_is_free(
-    files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own, and one that this lies in: a service's in its slice."""
-    first = "memory.limit_in_bytes" in files
-    root = tmp_path / "root" / ("memory" if first else "")
-    inner = root / "system.slice/it.service"
-    inner.mkdir(parents=True)
-    which = "4:cpu,memory" if first else "0:"
-    (own := tmp_path / "cgroup").write_text(f"1:name=systemd:/elsewhere\n{which}:/system.slice/it.service\n")
-    monkeypatch.setattr(memory, "GROUP", tmp_path / "root")
-    monkeypatch.setattr(memory, "OWN_GROUP", own)
-    before = memory.available_bytes()
-    for group in (root, inner.parent, inner):
-        for name, text in files.items():
-            (group / name).write_text(text)
-        assert memory.available_bytes() == (pytest.approx(before, rel=0.5) if expected is None else expected)
-        for name in files:
-            (group / name).unlink()
-    own.unlink()  # none is told: the root's
-    for name, text in files.items():
-        (root / name).write_text(text)
-    assert memory.available_bytes() == (pytest.approx(before, rel=0.5) if expected is None else expected)
 
 
 @pytest.mark.parametrize(

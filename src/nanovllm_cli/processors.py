@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import MutableMapping
 
-from nanovllm_cli import system
+from nanovllm_cli import control_groups, system
 from nanovllm_cli.errors import UsageError
 
 THREADS_VARIABLE = "NUMBA_NUM_THREADS"
@@ -14,8 +14,9 @@ _MOST_THREADS = 1 << 20  # numba keeps something for each one that there can be
 
 
 def num_processors() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """That this process may use: those it is kept to, or fewer where its container or service has less time (`docker --cpus`)."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, control_groups.processors())
 
 
 def default_threads() -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
 from typing import NamedTuple
 
-from nanovllm_cli import system
+from nanovllm_cli import control_groups, system
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError
 
@@ -17,58 +15,11 @@ MOST_EMPTY = 1 << 17
 to this, and those of one at least."""
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
-GROUP, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-class GroupFiles(NamedTuple):
-    """Where a control group has its limit and its use of memory, and what `memory.stat` calls that of files."""
-
-    limit: str
-    used: str
-    droppable: str
-
-
-VERSION_2 = GroupFiles("memory.max", "memory.current", "inactive_file")
-VERSION_1 = GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Of distributions such as RHEL 8. Without a limit the file has one of 8 EiB."""
 
 
 def available_bytes() -> int:
     """Memory that can be taken without swapping: the system's figure, or less where a control group sets a limit."""
-    return min(system.available_bytes(), *itertools.starmap(_left_in, _groups()))
-
-
-def _groups() -> list[tuple[Path, GroupFiles]]:
-    """This process's control group and those that it lies in, of which any may set a limit. In a container its own is the
-    root."""
-    try:
-        lines = [line.split(":", 2) for line in OWN_GROUP.read_text().splitlines()]
-    except OSError:
-        lines = []
-    paths = {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}  # of version 2 the name is empty
-    found = []
-    for root, name, files in ((GROUP, "", VERSION_2), (GROUP / "memory", "memory", VERSION_1)):
-        own = root / paths.get(name, "")
-        found += [(each, files) for each in (own, *own.parents) if each.is_relative_to(root)]
-    return found
-
-
-def _left_in(group: Path, files: GroupFiles) -> int:
-    try:
-        limit = (group / files.limit).read_text().strip()
-        used = int((group / files.used).read_text())
-    except (OSError, ValueError):
-        return 1 << 62
-    return (1 << 62) if limit == "max" else max(0, int(limit) - max(0, used - _droppable(group, files.droppable)))
-
-
-def _droppable(group: Path, name: str) -> int:
-    """Of what a group uses: pages of files that were read, such as a model's, and are dropped where memory is short."""
-    try:
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(stat[name])
-    except (OSError, ValueError, KeyError):
-        return 0
+    return min(system.available_bytes(), control_groups.memory_left())
 
 
 def check_weights_fit(num_bytes: int, available: int, processes: int = 1) -> None:
