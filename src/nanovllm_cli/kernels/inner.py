@@ -56,15 +56,14 @@ def _set_env(generator: Any, name: str, env: Any) -> None:
 class _Library(JITCodeLibrary):  # type: ignore[misc]
     """Optimized, and made machine code of, when the address of one of its functions is asked for, or its object code."""
 
-    _is_made = False
+    _only_links = _is_made = False
 
     def finalize(self) -> None:
-        self._raise_if_finalized()
-        for library in dict.fromkeys(self._linking_libraries):
-            self._reload_init.update(library._reload_init)
-            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
-        self._finalize_dynamic_globals()
-        self._finalized = True
+        self._only_links = True
+        try:
+            super().finalize()
+        finally:
+            self._only_links = False
 
     def get_pointer_to_function(self, name: str) -> int:
         self._ensure_finalized()
@@ -83,7 +82,15 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
             self._final_module.verify()
             self._finalize_final_module()
 
+    def _optimize_final_module(self) -> None:
+        if not self._only_links:
+            super()._optimize_final_module()
+
     def _finalize_final_module(self) -> None:
         """Of what comes from the cache, too."""
-        super()._finalize_final_module()
-        self._is_made = True
+        if self._only_links:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+        else:
+            super()._finalize_final_module()
+            self._is_made = True
