@@ -443,7 +443,7 @@ def test_settings_reach_the_server_and_stay(opening: Open, served: Served) -> No
     assert chat.evaluate("getComputedStyle(document.body).colorScheme") == "dark"
     chat.reload()
     chat.send("Do you?")
-    chat.finished()
+    chat.shows(".assistant .content", "Yes")
     (asked,) = served.generates.asked
     assert list(asked.messages) == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Do you?"}]
     params = asked.params
