@@ -97,8 +97,11 @@ def test_the_engine_goes_by_what_is_left(groups_in: Groups, monkeypatch: pytest.
     assert (memory.available_bytes(), processors.default_threads()) == (1000, 4)
 
 
-def test_without_a_word_of_its_own_group_the_roots_limits_count(groups_in: Groups, tmp_path: Path) -> None:
-    root = groups_in("")[-1]
-    (tmp_path / "own").unlink()
+@pytest.mark.parametrize("told", [None, b"", b"no such\nline\n", b"\xff"])
+def test_without_a_word_of_its_own_group_the_roots_limits_count(told: bytes | None, groups_in: Groups, tmp_path: Path) -> None:
+    root, own = groups_in("")[-1], tmp_path / "own"
+    own.unlink()
+    if told is not None:
+        own.write_bytes(told)
     (root / "cpu.max").write_text("300000 100000")
     assert control_groups.processors() == 3

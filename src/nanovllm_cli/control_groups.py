@@ -36,7 +36,7 @@ def _groups(counted: str) -> Iterator[Path]:
     """The process's and all that it lies in, in the tree of version 1 that counts this; '' for version 2."""
     paths: dict[str, str] = {}
     for line in _text(OWN_GROUP).splitlines():
-        _, names, path = line.split(":", 2)
+        _, names, path = (*line.split(":", 2), "", "")[:3]
         paths |= dict.fromkeys(names.split(","), path.lstrip("/"))
     root = GROUPS / counted
     own = root / paths.get(counted, "")
@@ -70,5 +70,5 @@ def _words(file: Path) -> list[str]:
 def _text(file: Path) -> str:
     try:
         return file.read_text()
-    except OSError:
+    except (OSError, UnicodeError):
         return ""
