@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numba
 import pytest
 
+from nanovllm_cli import folders
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import compiler, cpu, norm
 from nanovllm_cli.kernels.compiler import Compiled
@@ -222,6 +224,23 @@ def test_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "replace", full)
     assert isinstance(compiler.compile(KERNEL, "sm_80"), Compiled)
     assert list(cache.iterdir()) == []
+
+
+def test_entries_that_nobody_has_used_for_long_are_removed(
+    cache: Path, compilations: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_ago = time.time() - 91 * 86_400
+    monkeypatch.setattr(compiler, "_remove_unused", folders.remove_unused)
+    compiler.compile(KERNEL, "sm_80")
+    (used,) = cache.iterdir()
+    for path in (used, cache / ("0" * 64), cache / "notes"):
+        path.touch()
+        os.utime(path, (long_ago, long_ago))
+    compiler.compile(KERNEL, "sm_80")  # from the cache
+    compiler.compile(KERNEL, "sm_90a")
+    assert len(compilations) == 2
+    assert used.exists()
+    assert len(list(cache.iterdir())) == 3, "the two and the notes"
 
 
 def test_kernel_that_does_not_compile_says_where(cache: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -113,3 +115,19 @@ def test_helpers_are_as_many_as_there_are_idle_processors_and_memory(
     assert warm._idle_processors(4) == min(3, processors - 1, free)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
     assert warm._idle_processors(4) == 0, "nobody would find what they compile"
+
+
+def test_kernels_of_versions_that_nobody_runs_any_more_are_removed(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that may be shared with others' files; this version's stay, however long ago they were compiled."""
+    names = {"old": "0123456789abcdef", "own": "aaaaaaaaaaaaaaaa", "recent": "bbbbbbbbbbbbbbbb", "other": "0123456789abcdef.kept"}
+    for name, folder in names.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kernel.nbc").touch()
+        days = 89 if name == "recent" else 91
+        os.utime(tmp_path / folder, (time.time() - days * 86_400,) * 2)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / names["own"]))
+    monkeypatch.setitem(warm.PARTS, "scan", ())
+    warm.warm_up([Kind("scan", ())])
+    assert {path.name for path in tmp_path.iterdir()} == set(names.values()) - {names["old"]}

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
+import time
 from pathlib import Path
+
+UNUSED_SECONDS = 90 * 86_400
+"""Since anybody asked for a compiled kernel that is still kept."""
 
 
 def state_folder() -> Path:
@@ -21,6 +28,20 @@ def in_home(path: str) -> Path:
     HOME): Python would leave a relative path, and a folder called ~ in the working folder."""
     found = os.path.expanduser(path)
     return Path(found if found.startswith("/") else "/nonexistent" + path.removeprefix("~"))
+
+
+def note_use(kept: Path) -> None:
+    """For `remove_unused`, which goes by the time of the last change."""
+    with contextlib.suppress(OSError):  # in an image that may only be read, where nothing is removed either
+        os.utime(kept)
+
+
+def remove_unused(place: Path) -> None:
+    """Files and folders in there that are named by a digest and were not used for long: kernels of versions before this one."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(place)):
+            if re.fullmatch("[0-9a-f]{16,64}", entry.name) and entry.stat().st_mtime < time.time() - UNUSED_SECONDS:
+                shutil.rmtree(entry.path, ignore_errors=True) if entry.is_dir() else os.unlink(entry.path)
 
 
 def _base(variable: str, default: str) -> Path:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.folders import cache_folder
+from nanovllm_cli.folders import cache_folder, note_use, remove_unused
 from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
 # C++20 as in the tests' emulation. Denormal fp32 numbers are taken for zero, which makes division and square roots cheaper.
@@ -218,6 +218,7 @@ def _load(key: str) -> Compiled | None:
     body = content[len(_FORMAT) + 64 :]
     if content[: len(_FORMAT) + 64] == _FORMAT + _checksum(key, body):
         usage, _, cubin = body.partition(b"\n")
+        note_use(path)
         return Compiled(cubin, Resources(*json.loads(usage)))
     with contextlib.suppress(OSError):
         path.unlink()
@@ -238,8 +239,12 @@ def _store(key: str, compiled: Compiled) -> None:
             with open(file, "wb") as out:
                 out.write(_FORMAT + _checksum(key, body) + body)
             os.replace(unfinished, folder / key)
+            _remove_unused(folder)
         except OSError:
             os.unlink(unfinished)
+
+
+_remove_unused = functools.cache(remove_unused)  # once a process
 
 
 def _checksum(key: str, body: bytes) -> bytes:

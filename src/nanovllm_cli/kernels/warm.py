@@ -26,6 +26,7 @@ import torch
 from nanovllm_cli import system
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.collector import come_seldom
+from nanovllm_cli.folders import note_use, remove_unused
 from nanovllm_cli.kernels import (
     adapters,
     conv,
@@ -90,6 +91,9 @@ def warm_up(kinds: Sequence[Kind]) -> None:
                 part()
             if entry.keeps():
                 kind.mark()
+    note_use(Path(numba.config.CACHE_DIR))
+    if new:  # perhaps of a new version
+        remove_unused(Path(numba.config.CACHE_DIR).parent)
 
 
 def _go_through(kinds: Sequence[Kind], first: int) -> None:
