@@ -63,6 +63,10 @@ BAD_USAGE = {
     "run tiny hi --temperature 0": "no such option: --temperature\nhint: here it is --temp",
     "run tiny hi --max-tokens=5": "no such option: --max-tokens\nhint: here it is --predict",
     "run tiny hi -fa": "no such option: -fa\nhint: that is always so",
+    "run -m tiny -ngl 99 -fa on --jinja --temp 0 --mmap -p --mlock": "no such options: -ngl, -fa, --jinja and --mmap\n"
+    "hint: -ngl: a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N; "
+    "-fa, --jinja and --mmap: that is always so: leave it out\n",
+    "run tiny hi --max_tokens 3 -- -ngl": "no such option: --max_tokens\nhint: here it is --predict",
     "run -hf org/repo hi": "no such option: -hf\nhint: a hub's model is named like any other",
     "run tiny -cnv": "no such option: -cnv\nhint: nanovllm chat MODEL is the conversation",
     "convert tiny --temperature 0": "no such option: --temperature\nhint: nanovllm run, chat and serve have --temp; nano",

@@ -27,6 +27,7 @@ from nanovllm_cli.cli.settings import Settings, as_words, load_settings, working
 from nanovllm_cli.cli.slips import typed_twice, unread_variables
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 
+TYPED = "nanovllm.typed"  # in a context's meta: all words behind the command's name
 ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
 _OPTION = "option"  # in a field's metadata
 _ANYWHERE = ("config", "completion")
@@ -117,7 +118,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = self._without_equals_signs(ctx, args)
-        words = list(args)
+        words = ctx.meta[TYPED] = list(args)
         self._refuse_habits(ctx, words)
         if self.reads_settings and not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
             settings = load_settings(command_flags(ctx))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli.command import full_name, source_of
+from nanovllm_cli.cli.command import TYPED, full_name, source_of
 from nanovllm_cli.cli.command_tree import root_page
 from nanovllm_cli.cli.habits import (
     command_hint,
@@ -67,11 +68,43 @@ def _without_variables() -> str:
 
 def _of_usage(error: typer.TyperException) -> Explanation:
     ctx: Any = getattr(error, "ctx", None)
+    copied = _peers_options(ctx) if ctx is not None and hasattr(error, "possibilities") else {}
+    if len(copied) > 1 and getattr(error, "option_name", None) in copied:
+        return Explanation(f"no such options: {_listed(copied)}", _hints_of(copied), error.exit_code)
     message = error.format_message() if not hasattr(error, "possibilities") else error.message
     typed = _refused_value(error)
     for theirs, ours in _NUMBERS.items():
         message = message.replace(theirs, ours if typed is None else f"{typed!r:.60} is {ours}")
     return Explanation(_sentence(message), _usage_hint(error, ctx), error.exit_code)
+
+
+def _peers_options(ctx: Any) -> dict[str, str]:
+    """All options of peers' among what was typed, as in a command that was copied from elsewhere, and what to type instead."""
+    options = [param for param in ctx.command.get_params(ctx) if param.param_type_name == "option"]
+    flags = {flag for param in options for flag in (*param.opts, *param.secondary_opts)}
+    valued = {flag for param in options if not (param.is_flag or param.count) for flag in param.opts}
+    words: list[str] = ctx.meta.get(TYPED, [])
+    found: dict[str, str] = {}
+    before = ""
+    for word in words[: words.index("--")] if "--" in words else words:
+        name = word.partition("=")[0]
+        hint = option_hint(name, flags, full_name(ctx)) if name not in flags and before not in valued else None
+        found |= {name: hint} if hint else {}
+        before = word
+    return found
+
+
+def _hints_of(hints: dict[str, str]) -> str:
+    """Each said once, with the options that it is about."""
+    about: dict[str, list[str]] = {}
+    for flag, hint in hints.items():
+        about.setdefault(hint, []).append(flag)
+    return "; ".join(f"{_listed(flags)}: {hint}" for hint, flags in about.items())
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _refused_value(error: typer.TyperException) -> str | None:
@@ -95,9 +128,8 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     for flag in dict.fromkeys(filter(None, (name, our_name(name or "")))):
         elsewhere = _commands_with(flag, ctx) if flag not in flags else []
         if elsewhere:
-            *most, last = elsewhere if len(elsewhere) < 4 else [*elsewhere[:3], "others"]
-            names = f"{', '.join(most)} and {last} have" if most else f"{last} has"
-            return f"nanovllm {names} {flag}; {slip or help_line}"
+            names = _listed(elsewhere if len(elsewhere) < 4 else [*elsewhere[:3], "others"])
+            return f"nanovllm {names} {'has' if len(elsewhere) == 1 else 'have'} {flag}; {slip or help_line}"
     if slip:
         return slip
     param = getattr(error, "param", None)
