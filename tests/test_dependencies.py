@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BROUGHT = {  # by what is asked for, as parts of it
     "numba": {"llvmlite"},
-    "fastapi": {"pydantic", "pydantic-core", "starlette", "typing-extensions"},
+    "fastapi": {"pydantic", "pydantic-core", "typing-extensions"},
     "uvicorn": {"httptools"},
     "cupy-cuda13x": {"cuda-pathfinder"},
     "pexpect": {"ptyprocess"},
