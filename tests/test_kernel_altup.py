@@ -47,6 +47,14 @@ def on_gpu(op: Callable[..., Any], order: int = 0, bugs: tuple[str, ...] = ()) -
     return lambda *args: op(Emulator(order, bugs=bugs), *args)
 
 
+RUNS = [
+    (BF16, None),
+    (torch.float32, None),
+    *(pytest.param(dtype, order, marks=needs_emulation) for dtype in (BF16, HALF) for order in ORDERS),
+]
+"""Types, and the emulation's orders of threads; None: the CPU's kernel."""
+
+
 @needs_emulation
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [BF16, HALF])
@@ -71,14 +79,11 @@ def test_a_wrong_stream_is_found(bug: str, which: str) -> None:
         getattr(Case((3, 4, 17), BF16), which)(on_gpu(op, bugs=(bug,)))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [BF16, HALF, torch.float32])
-def test_projections_get_the_size_of_what_they_are_of(dtype: torch.dtype, order: int) -> None:
+@pytest.mark.parametrize(("dtype", "order"), RUNS)
+def test_projections_get_the_size_of_what_they_are_of(dtype: torch.dtype, order: int | None) -> None:
     """A row of next to nothing stays small: 1e-5 is the least mean square that it is taken to have."""
     enter, match = altups.altup_enter, altups.altup_match
-    if dtype == HALF or order:
-        if dtype == torch.float32:
-            return
+    if order is not None:
         enter, match = on_gpu(altup.altup_enter, order), on_gpu(altup.altup_match, order)
     for tokens, width in [(1, 8), (3, 264), (2, 2056), (4, 17), (5, 301)]:
         x, others = random(tokens, width, dtype=dtype), random(tokens, 3 * width, dtype=dtype, scale=5.0)
@@ -101,14 +106,11 @@ def test_a_size_without_a_least_is_found() -> None:
         close_to_rounding(on_gpu(altup.altup_match, bugs=("NO_LEAST",))(rows, x), expected)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [BF16, HALF, torch.float32])
-def test_few_gates_stay(dtype: torch.dtype, order: int) -> None:
+@pytest.mark.parametrize(("dtype", "order"), RUNS)
+def test_few_gates_stay(dtype: torch.dtype, order: int | None) -> None:
     """Columns of a wider tensor, of which the others are left alone."""
     op = altups.sparse_gate
-    if dtype == HALF or order:
-        if dtype == torch.float32:
-            return
+    if order is not None:
         op = on_gpu(sparse_gate, order)
     for tokens, first, width, whole in [(1, 0, 8, 16), (3, 264, 264, 528), (2, 0, 4104, 4104), (4, 3, 17, 21), (5, 0, 301, 602)]:
         tensor = random(tokens, whole, dtype=dtype, scale=3.0) + 1
