@@ -227,15 +227,15 @@ def test_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_entries_that_nobody_has_used_for_long_are_removed(
-    cache: Path, compilations: list[Kernel], monkeypatch: pytest.MonkeyPatch
+    cache: Path, compilations: list[Kernel]
 ) -> None:
     long_ago = time.time() - 91 * 86_400
-    monkeypatch.setattr(compiler, "_remove_unused", folders.remove_unused)
     compiler.compile(KERNEL, "sm_80")
     (used,) = cache.iterdir()
     for path in (used, cache / ("0" * 64), cache / "notes"):
         path.touch()
         os.utime(path, (long_ago, long_ago))
+    folders.remove_unused.cache_clear()
     compiler.compile(KERNEL, "sm_80")  # from the cache
     compiler.compile(KERNEL, "sm_90a")
     assert len(compilations) == 2

@@ -26,6 +26,12 @@ def asked(*extras: str) -> set[str]:
     return {normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
 
 
+def known() -> set[str]:
+    """All that some extra asks for, and what comes with it."""
+    names = asked(*PROJECT["optional-dependencies"])
+    return names.union(*(BROUGHT.get(name, set()) for name in names))
+
+
 def normal(name: str) -> str:
     return re.sub("[-_.]+", "-", name).lower()
 
@@ -46,10 +52,8 @@ def imported(folder: Path) -> dict[str, set[str]]:
 def test_the_package_needs_what_it_asks_for() -> None:
     modules = imported(ROOT / "src")
     assert asked() <= set().union(*modules.values())
-    known = asked(*PROJECT["optional-dependencies"]).union(*BROUGHT.values())
-    assert [module for module, names in modules.items() if not names & known] == []
+    assert [module for module, names in modules.items() if not names & known()] == []
 
 
 def test_what_tests_import_is_asked_for() -> None:
-    known = asked(*PROJECT["optional-dependencies"]).union(*BROUGHT.values())
-    assert [module for module, names in imported(ROOT / "tests").items() if not names & known] == []
+    assert [module for module, names in imported(ROOT / "tests").items() if not names & known()] == []

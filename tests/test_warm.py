@@ -120,14 +120,20 @@ def test_helpers_are_as_many_as_there_are_idle_processors_and_memory(
 def test_kernels_of_versions_that_nobody_runs_any_more_are_removed(
     started: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that may be shared with others' files; this version's stay, however long ago they were compiled."""
+    """This version's stay, however long ago they were compiled, and so does all in a folder that is shared with others."""
     names = {"old": "0123456789abcdef", "own": "aaaaaaaaaaaaaaaa", "recent": "bbbbbbbbbbbbbbbb", "other": "0123456789abcdef.kept"}
-    for name, folder in names.items():
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "kernel.nbc").touch()
-        days = 89 if name == "recent" else 91
-        os.utime(tmp_path / folder, (time.time() - days * 86_400,) * 2)
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / names["own"]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ours, shared = tmp_path / "nanovllm" / "kernels", tmp_path / "shared"
+    for place in ours, shared:
+        for name, folder in names.items():
+            (place / folder).mkdir(parents=True)
+            (place / folder / "kernel.nbc").touch()
+            days = 89 if name == "recent" else 91
+            os.utime(place / folder, (time.time() - days * 86_400,) * 2)
     monkeypatch.setitem(warm.PARTS, "scan", ())
-    warm.warm_up([Kind("scan", ())])
-    assert {path.name for path in tmp_path.iterdir()} == set(names.values()) - {names["old"]}
+    for place in ours, shared:
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(place / names["own"]))
+        warm.remove_unused.cache_clear()
+        warm.warm_up([Kind("scan", ())])
+    assert {path.name for path in ours.iterdir()} == set(names.values()) - {names["old"]}
+    assert {path.name for path in shared.iterdir()} == set(names.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -36,12 +37,18 @@ def note_use(kept: Path) -> None:
         os.utime(kept)
 
 
+@functools.cache
 def remove_unused(place: Path) -> None:
-    """Files and folders in there that are named by a digest and were not used for long: kernels of versions before this one."""
+    """Files and folders in there that are named by a digest and were not used for long: kernels of versions before this one. Once
+    a process. place: a folder of this program's alone."""
     with contextlib.suppress(OSError):
-        for entry in list(os.scandir(place)):
-            if re.fullmatch("[0-9a-f]{16,64}", entry.name) and entry.stat().st_mtime < time.time() - UNUSED_SECONDS:
-                shutil.rmtree(entry.path, ignore_errors=True) if entry.is_dir() else os.unlink(entry.path)
+        for path in [path for path in place.iterdir() if re.fullmatch("[0-9a-f]{16,64}", path.name)]:
+            if path.lstat().st_mtime > time.time() - UNUSED_SECONDS:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _base(variable: str, default: str) -> Path:

@@ -68,10 +68,11 @@ def _without_variables() -> str:
 
 def _of_usage(error: typer.TyperException) -> Explanation:
     ctx: Any = getattr(error, "ctx", None)
-    copied = _peers_options(ctx) if ctx is not None and hasattr(error, "possibilities") else {}
+    is_unknown = hasattr(error, "possibilities")
+    copied = _peers_options(ctx) if ctx is not None and is_unknown else {}
     if len(copied) > 1 and getattr(error, "option_name", None) in copied:
         return Explanation(f"no such options: {_listed(copied)}", _hints_of(copied), error.exit_code)
-    message = error.format_message() if not hasattr(error, "possibilities") else error.message
+    message = error.message if is_unknown else error.format_message()
     typed = _refused_value(error)
     for theirs, ours in _NUMBERS.items():
         message = message.replace(theirs, ours if typed is None else f"{typed!r:.60} is {ours}")
@@ -81,8 +82,7 @@ def _of_usage(error: typer.TyperException) -> Explanation:
 def _peers_options(ctx: Any) -> dict[str, str]:
     """All options of peers' among what was typed, as in a command that was copied from elsewhere, and what to type instead."""
     options = [param for param in ctx.command.get_params(ctx) if param.param_type_name == "option"]
-    flags = {flag for param in options for flag in (*param.opts, *param.secondary_opts)}
-    valued = {flag for param in options if not (param.is_flag or param.count) for flag in param.opts}
+    flags, valued = _flags(ctx), {flag for param in options if not (param.is_flag or param.count) for flag in param.opts}
     words: list[str] = ctx.meta.get(TYPED, [])
     found: dict[str, str] = {}
     before = ""
@@ -92,6 +92,10 @@ def _peers_options(ctx: Any) -> dict[str, str]:
         found |= {name: hint} if hint else {}
         before = word
     return found
+
+
+def _flags(ctx: Any) -> set[str]:
+    return {flag for param in ctx.command.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
 
 
 def _hints_of(hints: dict[str, str]) -> str:
@@ -117,7 +121,7 @@ def _refused_value(error: typer.TyperException) -> str | None:
 def _usage_hint(error: Any, ctx: Any) -> str:
     help_line = f"{ctx.command_path if ctx is not None else 'nanovllm'} --help lists the options"
     name = getattr(error, "option_name", None)
-    flags = {flag for param in ctx.command.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)} if ctx else set()
+    flags = _flags(ctx) if ctx else set()
     if name is not None and any(map(str.isspace, name)):
         return f"{_A_PROMPT}; {help_line}"
     habit = option_hint(name, flags, full_name(ctx) if ctx is not None else "") if name is not None else None

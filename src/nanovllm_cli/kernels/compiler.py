@@ -239,12 +239,9 @@ def _store(key: str, compiled: Compiled) -> None:
             with open(file, "wb") as out:
                 out.write(_FORMAT + _checksum(key, body) + body)
             os.replace(unfinished, folder / key)
-            _remove_unused(folder)
+            remove_unused(folder)
         except OSError:
             os.unlink(unfinished)
-
-
-_remove_unused = functools.cache(remove_unused)  # once a process
 
 
 def _checksum(key: str, body: bytes) -> bytes:

@@ -26,7 +26,7 @@ import torch
 from nanovllm_cli import system
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.collector import come_seldom
-from nanovllm_cli.folders import note_use, remove_unused
+from nanovllm_cli.folders import cache_folder, note_use, remove_unused
 from nanovllm_cli.kernels import (
     adapters,
     conv,
@@ -93,7 +93,7 @@ def warm_up(kinds: Sequence[Kind]) -> None:
                 kind.mark()
     note_use(Path(numba.config.CACHE_DIR))
     if new:  # perhaps of a new version
-        remove_unused(Path(numba.config.CACHE_DIR).parent)
+        remove_unused(cache_folder() / "kernels")  # never in NUMBA_CACHE_DIR, which may have others' files
 
 
 def _go_through(kinds: Sequence[Kind], first: int) -> None:

@@ -251,8 +251,9 @@ def unpacked(kind: BlockType, blocks: torch.Tensor) -> torch.Tensor:
 
 def _ternary(blocks: torch.Tensor) -> torch.Tensor:
     """Of TQ1_0, whose byte holds five digits as a fraction of 256; the last four bytes hold four."""
+    powers = torch.tensor([[1], [3], [9], [27], [81]], dtype=torch.uint8).to(blocks.device)
     digits = [
-        (data.unsqueeze(1) * torch.tensor([1, 3, 9, 27, 81][:count], dtype=torch.uint8).to(data.device).view(count, 1)).flatten(1)
+        (data.unsqueeze(1) * powers[:count]).flatten(1)
         for data, count in zip(split(blocks[:, :52], 32, 16, 4), (5, 5, 4), strict=True)
     ]  # the products wrap at 256, which drops the digits above
     return (torch.cat(digits, 1).to(torch.int16) * 3 >> 8).to(torch.uint8)
