@@ -24,14 +24,14 @@ HERE = Path(__file__).parent
     ("cost", "expected"),
     [
         (None, None),
-        (Cost(0.5, 50), None),
+        (Cost(0.3, 50), None),
         (Cost(0.9, 1), 1),
-        (Cost(4.0, 40), 5),
+        (Cost(4.0, 40), 3),
         (Cost(9.9, 11), 1),
         (Cost(30.0, 3), 1),
     ],
 )
-def test_as_many_cases_stay_as_fit_half_a_second(cost: Cost | None, expected: int | None) -> None:
+def test_as_many_cases_stay_as_fit_the_time(cost: Cost | None, expected: int | None) -> None:
     assert costs.num_cases("test_x.py::test_y", cost) == expected
     assert costs.num_cases("test_x.py::test_a_planted_bug_is_found", cost) is None
 
@@ -42,16 +42,16 @@ def test_what_is_dear_takes_turns_and_each_gets_one_soon() -> None:
     for first in (0, 1721, 16**40 - 3):
         runs = [table.keys() - costs.waiting(table, turn) for turn in range(first, first + RAREST)]
         times = Counter(name for names in runs for name in names)
-        assert {name for name, number in times.items() if number == RAREST} == {*list(table)[:1], *list(table)[-2:]}
+        assert {name for name, number in times.items() if number == RAREST} == {*list(table)[-2:]}
         assert times.keys() == table.keys()
-        assert times["test_x.py::test_2"] in (RAREST // 4, RAREST // 4 + 1)
+        assert times["test_x.py::test_2"] in (RAREST // 6, RAREST // 6 + 1)
         assert times["test_x.py::test_40"] == 1
         spent = [sum(table[name].seconds for name in names) for names in runs]
         assert max(spent) - min(spent) < 40, "no more than the dearest"
 
 
 def test_the_table_keeps_ci_to_its_time() -> None:
-    """Of 7550 s of three processes on two cores. The start and quick tests take 900 s."""
+    """Of 8300 s of three processes on two cores. The start and quick tests take 900 s."""
     table = costs.read()
     assert max(costs.seconds_in_ci(table, turn) for turn in range(RAREST)) < 1000
     assert all((HERE / name.partition("::")[0]).is_file() for name in table)
@@ -114,7 +114,7 @@ def test_processes_run_the_same_and_say_how_much_they_left_out(tmp_path: Path) -
     cases = "import pytest\n@pytest.mark.parametrize('i', range(20))\ndef test_cases(i): ...\n"
     (tmp_path / "test_x.py").write_text(cases + "def test_dear(): ...\ndef test_new(): ...\n")
     (tmp_path / "test_y.py").write_text("def test_other(): ...\n")
-    costs.write({"test_x.py::test_cases": Cost(4.0, 20), "test_x.py::test_dear": Cost(2.5, 1)}, tmp_path / "costs.txt")
+    costs.write({"test_x.py::test_cases": Cost(3.0, 20), "test_x.py::test_dear": Cost(2.5, 1)}, tmp_path / "costs.txt")
     settings = {"CI": "true", "TEST_NANOVLLM_TURN": "3", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "TEST_NANOVLLM_CASES"} | settings
     command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
