@@ -68,11 +68,26 @@ class TemperatureSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Sparse attention (DeepSeek-V3.2, Liu et al. 2025): a query attends to those `most` tokens, of those up to its own, that
+    small heads score highest: `heads` queries of `dim` numbers, whose first ones rotate, and one key of a token for all of them.
+    See `reference.index_scores`. interleaved: as of `RopeSpec`. chooses: a layer that does not attends to what the last one in
+    front of it that does has chosen (GLM-5.2), and has no such heads."""
+
+    heads: int
+    dim: int
+    most: int
+    interleaved: bool = False
+    chooses: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Latent attention (DeepSeek-V2, Liu et al. 2024): of a token `rank` normed numbers are kept, of which each head's key_dim
     numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
     numbers that queries are made of; None: they are made of the hidden state. by_head: what makes keys and values is a matrix of
-    the checkpoint for each head, and those of keys are turned over (GGUF). eps: of its norms, None: as of the model's others."""
+    the checkpoint for each head, and those of keys are turned over (GGUF). eps: of its norms, None: as of the model's others.
+    indexer: what chooses the tokens that a query sees, None: it sees all up to its own."""
 
     query_rank: int | None
     rank: int
@@ -81,11 +96,17 @@ class LatentSpec:
     value_dim: int
     by_head: bool = False
     eps: float | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def query_dim(self) -> int:
         """Of a head, as its projection leaves it."""
         return self.key_dim + self.rotary_dim
+
+    @property
+    def own_indexer(self) -> IndexerSpec | None:
+        """That of a layer which chooses."""
+        return self.indexer if self.indexer is not None and self.indexer.chooses else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +188,8 @@ class AttentionSpec:
             queries = self.num_heads * latent.query_dim
             of_queries = hidden_size * queries if latent.query_rank is None else (hidden_size + queries) * latent.query_rank
             of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
+            if (indexer := latent.own_indexer) is not None and latent.query_rank is not None:
+                of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)
             return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2

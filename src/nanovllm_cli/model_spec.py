@@ -389,6 +389,12 @@ class ModelSpec:
         return next((attention.chunk for attention in self.attentions if attention.chunk is not None), None)
 
     @property
+    def most_seen(self) -> int | None:
+        """Tokens that one sees at the most in layers of sparse attention; None where there are none."""
+        indexers = [attention.latent.indexer for attention in self.attentions if attention.latent is not None]
+        return next((indexer.most for indexer in indexers if indexer is not None), None)
+
+    @property
     def dense_mlp(self) -> MLPSpec | None:
         """The first layer's that has one without experts; None where all layers have experts."""
         return next((block.mlp for block in self.blocks if isinstance(block.mlp, MLPSpec)), None)

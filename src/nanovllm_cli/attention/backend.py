@@ -62,6 +62,15 @@ class LatentWeights(NamedTuple):
     values: HeadMatrices
 
 
+class IndexInputs(NamedTuple):
+    """What a layer's own indexer makes of a step's tokens: q [T, heads * dim] and key [T, dim], which are yet to be rotated, and
+    weights [T, heads] fp32. See `IndexerSpec`."""
+
+    q: torch.Tensor
+    key: torch.Tensor
+    weights: torch.Tensor
+
+
 class WholeRows(NamedTuple):
     """Rows of a step whose tokens see those behind them, too, [n] int64, and what the backend made of a batch of these alone.
     in_windows: only in layers with a window."""
@@ -123,9 +132,11 @@ class AttentionBackend(CacheLayout, Protocol):
         angles: Angles,
         cache: LayerCache,
         step: Any,
+        index: IndexInputs | None = None,
     ) -> torch.Tensor:
         """q [T, H * (key_dim + rotary_dim)], kept [T, rank + rotary_dim] -> [T, H * value_dim], of spec.latent: norm and rotate
-        what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`."""
+        what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`. index: of a
+        layer that chooses; those that do not and have an indexer go by the last one that did, in this step."""
 
     def convolve(
         self,

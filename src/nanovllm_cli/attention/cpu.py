@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, ScanWeights, WholeRows
+from nanovllm_cli.attention.backend import (
+    Angles,
+    DeltaWeights,
+    HeadNorms,
+    IndexInputs,
+    LatentWeights,
+    ScanWeights,
+    WholeRows,
+)
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import conv, cpu, delta, scan
+from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
+from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, IndexerSpec, ScanSpec
 
 
 class Chunks(NamedTuple):
@@ -29,7 +39,7 @@ class CpuStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
     included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
     with them, and without guesses, and its state [B]. whole: rows that see more, which no recorded step has. chunks: for layers
-    that see no further than those."""
+    that see no further than those. chosen: what the last layer whose tokens chose has found, if any did."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -39,6 +49,7 @@ class CpuStep(NamedTuple):
     kv_lens: torch.Tensor
     known_lens: torch.Tensor
     states: torch.Tensor
+    chosen: list[Chosen]
     whole: WholeRows | None = None
     chunks: Chunks | None = None
 
@@ -89,13 +100,18 @@ class CpuAttention:
     cache_dtypes: tuple[torch.dtype, torch.dtype]
     max_guesses: int = 0
     chunk: int | None = None
+    _gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict, init=False)
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
         parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
-        return parts if mixer.latent is None else parts[:1]
+        if mixer.latent is None:
+            return parts
+        if (indexer := mixer.latent.own_indexer) is None:
+            return parts[:1]
+        return [parts[0], (cpu.cache_shapes(1, 1, indexer.dim, self.dtype)[0][1:], self.dtype)]
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
@@ -118,7 +134,7 @@ class CpuAttention:
             parts = batch.in_chunks(self.chunk, cpu.BLOCK)
             chunks = Chunks(parts.block_tables, self._tiles(parts))
         tiles = self._tiles(batch)
-        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states, whole, chunks)
+        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks)
 
     def _tiles(self, batch: Batch) -> dict[int, torch.Tensor]:
         return {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
@@ -163,6 +179,7 @@ class CpuAttention:
         angles: Angles,
         cache: LayerCache,
         step: CpuStep,
+        index: IndexInputs | None = None,
     ) -> torch.Tensor:
         latent, dim, heads = spec.latent, spec.head_dim, spec.num_heads
         assert latent is not None
@@ -170,14 +187,43 @@ class CpuAttention:
         assert isinstance(weights.values, CpuHeadMatrices)
         rows = latent_rows(q, kept, weights.norm, weights.eps, weights.offset, heads, latent.key_dim)
         weights.keys.products_into(q, 0, latent.query_dim, rows, latent.rotary_dim, dim)
-        (k,) = cache
+        k = cache[0]
         turned = cpu.rope_and_cache(
             rows, heads, 1, dim, *HeadNorms(), *angles, spec.interleaved, step.slots, step.run, k, None
         )
-        found = cpu.paged_attention(
-            turned, k, None, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, None, latent.rotary_dim
-        )
+        if (indexer := latent.indexer) is not None:
+            self._choose(indexer, index, angles, cache, step)
+        if indexer is None or not _is_sparse(indexer, step):
+            found = cpu.paged_attention(
+                turned, k, None, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, None, latent.rotary_dim
+            )
+            return weights.values.products(found, latent.rotary_dim, dim)
+        if (size := (indexer.most, dim)) not in self._gathered:
+            self._gathered[size] = Gathered(*size, self.dtype, k.dtype)
+        gathered, (chosen,), tiles = self._gathered[size], step.chosen, step.tiles[MAX_TILE_ROWS]
+        found = cpu.new_tensor((len(q), heads * dim), q.dtype)
+        for first in range(0, len(q), ROWS):
+            some = slice(first, first + gathered.gather(first, chosen, k, tiles, step.block_tables))
+            cpu.paged_attention(
+                turned[some], gathered.keys, None, chosen.tiles[some], gathered.tables, spec.score_scale, 0, 0.0, None,
+                latent.rotary_dim, out=found[some],
+            )  # fmt: skip
         return weights.values.products(found, latent.rotary_dim, dim)
+
+    def _choose(
+        self, indexer: IndexerSpec, index: IndexInputs | None, angles: Angles, cache: LayerCache, step: CpuStep
+    ) -> None:
+        """What a layer's own indexer says: its keys of these tokens, and which tokens they see."""
+        if not indexer.chooses:
+            return
+        assert index is not None
+        keys = cache[1]
+        rotate = *HeadNorms(), *angles, indexer.interleaved, step.slots, step.run, keys, None
+        cpu.rope_and_cache(index.key, 0, 1, indexer.dim, *rotate)
+        if not _is_sparse(indexer, step):
+            return
+        q = cpu.rope_and_cache(index.q, indexer.heads, 1, indexer.dim, *rotate, reads=True)
+        step.chosen[:] = [choose(q, index.weights, keys, step.tiles[MAX_TILE_ROWS], step.block_tables, indexer.most)]
 
     def convolve(
         self,
@@ -222,3 +268,9 @@ class CpuAttention:
         step: CpuStep,
     ) -> torch.Tensor:
         return scan.selective_scan(projected, x, rates, both, *weights[2:], States(*cache), *step.for_states)
+
+
+def _is_sparse(indexer: IndexerSpec, step: CpuStep) -> bool:
+    """Whether a sequence may be so long that a token does not see all of it. By what block tables have room for, so that a
+    recorded step serves as long as it is used; what a token that sees all finds has the same bits either way."""
+    return step.block_tables.shape[1] * cpu.BLOCK > indexer.most

@@ -26,7 +26,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights, ScanWeights, WholeRows
+from nanovllm_cli.attention.backend import (
+    Angles,
+    DeltaWeights,
+    HeadNorms,
+    IndexInputs,
+    LatentWeights,
+    ScanWeights,
+    WholeRows,
+)
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
@@ -274,7 +282,9 @@ class CudaAttention:
         angles: Angles,
         cache: LayerCache,
         step: CudaStep,
+        index: IndexInputs | None = None,
     ) -> torch.Tensor:
+        """index decides nothing: the platform sees to it that no sequence is so long that tokens would choose."""
         (kept_rows,) = cache
         lens, sequences = (step.kv_lens, None) if step.rows is None else step.rows
         return self._latent.attend(

@@ -16,6 +16,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense
+from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.warm import Kind, warm_up
 from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec, ScanSpec, state_in
@@ -121,11 +122,13 @@ class CpuPlatform:
             "scan": any(isinstance(state, ScanSpec) for state in states),
             "delta": any(isinstance(state, DeltaSpec) for state in states),
             "latent": is_latent,
+            "sparse": spec.most_seen is not None,
         }
         self._kinds |= dict.fromkeys(name for name, is_needed in needed.items() if is_needed)
         if is_latent:
             _check_that_keys_are_values(*self.config.cache_types)
         groups = {attention.queries_a_key for attention in spec.attentions}
+        groups |= {MAX_TILE_ROWS} if spec.most_seen is not None else set()
         kept = cache_dtypes(self.config.cache_types, dtype)
         return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk)
 

@@ -123,7 +123,13 @@ class CudaPlatform:
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
-        chunk = spec.chunk if spec.chunk is not None and self._longest(spec.max_position) > spec.chunk else None
+        longest = self._longest(spec.max_position)
+        chunk = spec.chunk if spec.chunk is not None and longest > spec.chunk else None
+        if (most := spec.most_seen) is not None and longest > most:
+            raise UnsupportedError(
+                f"sparse attention, whose tokens see {most} of up to {longest}, on a GPU",
+                f"shorten the context to those with --ctx-size {most}, or add --device cpu",
+            )
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),

@@ -417,13 +417,14 @@ def paged_attention(
     *,
     both_ways: bool = False,
     distances: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. Without v_cache keys are values, of
     whose first `unread` dims nobody asks: they may come out as zeros. both_ways: tokens see those behind them, too. distances
     [heads, 2 * reach + 64]: see `layers/distances.py`. See `cpu_attention.paged_attention`."""
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, q.dtype)
-    out = new_tensor((tokens, heads * dim), q.dtype)
+    out = new_tensor((tokens, heads * dim), q.dtype) if out is None else out
     sink_address = 0 if sinks is None else address_of(sinks, torch.float32, heads)
     splits = _num_splits(tiles.shape[0] * kv_heads, block_tables.shape[1]) if tiles.shape[0] == tokens else 1
     partials = new_tensor((tokens * heads * splits if splits > 1 else 0, _padded(dim) + 2), torch.float32)
@@ -434,8 +435,8 @@ def paged_attention(
         _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
         address_of(tiles, torch.int64, tiles.shape[0], 5), tiles.shape[0],
         address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        window, int(both_ways), sink_address, table, columns, out.data_ptr(), splits, partials.data_ptr(),
-        unread // LANES * LANES if v_cache is None else -1,
+        window, int(both_ways), sink_address, table, columns, address_of(out, q.dtype, tokens, heads * dim), splits,
+        partials.data_ptr(), unread // LANES * LANES if v_cache is None else -1,
     )  # fmt: skip
     work = 2 * BLOCK * q.numel() * block_tables.shape[1]
     launch(cpu_attention.paged_attention, work, tags_of(q.dtype, *kept), ints, (scale, softcap))

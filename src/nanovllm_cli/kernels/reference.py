@@ -332,6 +332,14 @@ def attention(
     return torch.einsum("htl,lhd->thd", weights, values).to(q.dtype)
 
 
+def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """How each token of one whole sequence ranks those up to it, minus infinity for the others: q [T, H, D] and keys [T, D] as
+    they are rotated, weights [T, H] -> [T, T] (DeepSeek-V3.2, equation 1, without factors that are the same for all)."""
+    products = torch.einsum("thd,sd->ths", wide(q), wide(keys)).relu()
+    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("th,ths->ts", wide(weights), products).masked_fill(future, float("-inf"))
+
+
 def latent_attention(
     q: torch.Tensor,
     kept: torch.Tensor,
@@ -344,10 +352,11 @@ def latent_attention(
     sin: torch.Tensor,
     interleaved: bool,
     scale: float,
+    unseen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal latent attention of one whole sequence (Liu et al. 2024, DeepSeek-V2, equations 9 to 19), with keys and values made
     of what is kept: q [T, H * (key_dim + rotary)], kept [T, rank + rotary], keys [H, rank, key_dim], values [H, value_dim, rank],
-    cos and sin [T, rotary / 2] -> [T, H * value_dim]."""
+    cos and sin [T, rotary / 2] -> [T, H * value_dim]. unseen [T, T] bool: what a query does not see, beside what is behind it."""
     tokens, rotary, rank = len(q), 2 * cos.shape[1], norm.shape[0]
     heads = wide(q).view(tokens, keys.shape[0], -1)
     latent = add_rms_norm(kept[:, :rank], None, norm, eps, offset)
@@ -357,7 +366,8 @@ def latent_attention(
     scores = torch.einsum(
         "thd,shd->hts", torch.cat([heads[..., :-rotary], turned[:, :-1]], -1), torch.cat([own_keys, shared], -1)
     )
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    weights = torch.softmax((scores * scale).masked_fill(future, float("-inf")), -1)
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    hidden = hidden if unseen is None else hidden | unseen
+    weights = torch.softmax((scores * scale).masked_fill(hidden, float("-inf")), -1)
     found = torch.einsum("hts,shd->thd", weights, torch.einsum("tr,hdr->thd", wide(latent), wide(values)))
     return found.flatten(1).to(q.dtype)

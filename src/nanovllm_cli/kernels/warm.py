@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, and apart
-from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule and of
-latent attention.
+from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule, and of
+latent and sparse attention.
 
 Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
 through all parts and passes over what another one has under way (`entry.passing_over`); this one does so too, and then waits
@@ -37,6 +37,7 @@ from nanovllm_cli.kernels import (
     dense,
     entry,
     gates,
+    indexer,
     integer,
     latent,
     norms,
@@ -282,10 +283,19 @@ def _latent(dtype: torch.dtype) -> None:
     latent.CpuHeadMatrices(1, 4, 16, dtype).products(x, 0, 0)
 
 
+def _sparse(dtype: torch.dtype) -> None:
+    """Of a token that sees half of what is there."""
+    tiles, tables, one = torch.tensor([[0, 0, 1, 31, 32]]), torch.arange(2, dtype=torch.int32)[None], torch.zeros(1, 1)
+    (shape, _) = cpu.cache_shapes(2, 1, 16, dtype)
+    keys, q = torch.zeros(shape, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
+    chosen = indexer.choose(q, one, keys, tiles, tables, 16)
+    indexer.Gathered(16, 16, dtype, dtype).gather(0, chosen, keys, tiles, tables)
+
+
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "all": (_attention, _matmuls, _norms, _draws),
     "integer": (_integer,), "experts": (_experts,), "adapters": (_adapters,), "conv": (_conv,), "delta": (_delta,),
-    "scan": (_scan,), "latent": (_latent,),
+    "scan": (_scan,), "latent": (_latent,), "sparse": (_sparse,),
 }  # fmt: skip
 """Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
 

@@ -10,6 +10,7 @@ import torch
 from nanovllm_cli.attention.backend import LatentWeights, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.indexer import Indexer
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
@@ -47,6 +48,10 @@ class LatentAttention(Projected):
             self.q = Linear(hidden_size, {"q_a": latent.query_rank}, kit)
             self.q_norm = RMSNorm(norm, latent.query_rank, kit)
             self.q_b = Linear(latent.query_rank, {"q_b": queries}, kit, cut=cut)
+        self.indexer: Indexer | None = None
+        if (indexer := latent.own_indexer) is not None:
+            assert latent.query_rank is not None, "no model has queries made of the hidden state there"
+            self.indexer = Indexer(indexer, latent.query_rank, hidden_size, kit)
         self.kept = Linear(hidden_size, {"kv_a": latent.rank + latent.rotary_dim}, kit)
         self.norm = RMSNorm(norm, latent.rank, kit)
         keys = kit.ops.head_matrices(len(self._own), latent.rank, latent.key_dim, kit.dtype)
@@ -56,13 +61,15 @@ class LatentAttention(Projected):
         self._parts: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
-        q = self.q(x)
+        q, index = self.q(x), None
         if self.q_norm is not None and self.q_b is not None:
-            q = self.q_b(self.q_norm(None, q))
+            normed = self.q_norm(None, q)
+            index = None if self.indexer is None else self.indexer(x, normed)
+            q = self.q_b(normed)
         if (own := self.spec.temperature) is not None:
             self.ops.temper(q, inputs.positions, own.length, own.scale, own.offset)
         angles = inputs.angles[self.spec.rope]
-        found = self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step)
+        found = self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step, index)
         return found if self._gather is None else self._gather(found)
 
     def slots(self) -> Slots:
@@ -70,6 +77,7 @@ class LatentAttention(Projected):
         slots = self.q.slots() | self.kept.slots() | self.out.slots()
         slots |= {"kv_a_norm.weight": self.norm.slots()["weight"]}
         if self.q_norm is not None and self.q_b is not None:
+            slots |= {} if self.indexer is None else self.indexer.slots()
             slots |= {"q_a_norm.weight": self.q_norm.slots()["weight"]} | self.q_b.slots()
         if not latent.by_head:
             shape = len(heads) * (latent.key_dim + latent.value_dim), latent.rank

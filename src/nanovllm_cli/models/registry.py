@@ -89,6 +89,7 @@ from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from nanovllm_cli.models.sparse import DEEPSEEK32, GLM_DSA
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
@@ -127,6 +128,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "DeepseekOcr2ForConditionalGeneration": DEEPSEEK_OCR,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
+    "DeepseekV32ForCausalLM": DEEPSEEK32,
     "Qwen2AudioForConditionalGeneration": QWEN2_AUDIO,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
@@ -165,6 +167,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Glm4vForConditionalGeneration": GLM4V,
     "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
     "Glm46VForConditionalGeneration": GLM4V,
+    "GlmMoeDsaForCausalLM": GLM_DSA,
     "GlmOcrForConditionalGeneration": GLM_OCR,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT_BIGCODE,

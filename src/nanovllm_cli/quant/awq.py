@@ -105,8 +105,11 @@ def _mixer_folds(spec: BlockSpec) -> list[_Fold]:
             return [_Fold("attention_norm", (*parts, *gates), "delta_qkv")]
         case AttentionSpec(latent=LatentSpec(query_rank=None)):
             return [_Fold("attention_norm", ("q", "kv_a"), "qkv")]
-        case AttentionSpec(latent=LatentSpec()):
-            return [_Fold("attention_norm", ("q_a", "kv_a"), "qkv"), _Fold("q_a_norm", ("q_b",), "q_b")]
+        case AttentionSpec(latent=LatentSpec() as latent):
+            chooses = latent.own_indexer is not None
+            of_rows = ("q_a", "kv_a", "index_k", "index_weights") if chooses else ("q_a", "kv_a")
+            of_queries = ("q_b", "index_q") if chooses else ("q_b",)
+            return [_Fold("attention_norm", of_rows, "qkv"), _Fold("q_a_norm", of_queries, "q_b")]
         case AttentionSpec(value_norm=True) as attention:  # which takes a scale of values off again
             kept = () if attention.reads is not None else ("k",) if attention.keys_are_values else ("k", "v")
             return [_Fold("attention_norm", ("q", *kept), "qkv")]
