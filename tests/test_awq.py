@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec, LatentSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec
 from nanovllm_cli.quant import awq
 from nanovllm_cli.quant.awq import scale_and_clip
@@ -129,6 +129,24 @@ def test_every_product_through_a_fold_stays(order: str, offset: float, kv_heads:
         assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()), name
     assert not torch.equal(after["o.weight"], weights["o.weight"])
     assert not torch.equal(after["q.weight"], weights["q.weight"])
+
+
+def test_what_chooses_tokens_reads_the_norms_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scales in these that it did not get, it would choose others."""
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    generator, indexer = torch.Generator().manual_seed(0), IndexerSpec(4, 16, 9)
+    readers = {"q_a": HIDDEN, "kv_a": HIDDEN, "q_b": 32, "index_k": HIDDEN, "index_weights": HIDDEN, "index_q": 32}
+    weights = {f"{name}.weight": torch.randn(48, width, generator=generator) for name, width in readers.items()}
+    norms = {"attention_norm": HIDDEN, "q_a_norm": 32}
+    gains = {f"{name}.weight": torch.rand(width, generator=generator) + 0.5 for name, width in norms.items()}
+    seen = {"qkv": statistics(HIDDEN, generator), "q_b": statistics(32, generator)}
+    attention = AttentionSpec(3, 1, 76, None, latent=LatentSpec(32, 64, 32, 12, 32, indexer=indexer))
+    forms: dict[str, Format | None] = {f"{name}.weight": Integer(2, 2) for name in ("q_a", "kv_a", "q_b")}
+    after = scale_and_clip(weights | gains, seen, BlockSpec(attention, None), 0.0, forms)
+    assert not torch.equal(after["attention_norm.weight"], gains["attention_norm.weight"])
+    for name in readers:
+        norm = "q_a_norm.weight" if name in ("q_b", "index_q") else "attention_norm.weight"
+        torch.testing.assert_close(after[f"{name}.weight"] * after[norm], weights[f"{name}.weight"] * gains[norm])
 
 
 def test_what_goes_into_a_square_is_scaled_by_roots(monkeypatch: pytest.MonkeyPatch) -> None:

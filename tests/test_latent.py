@@ -152,6 +152,7 @@ def test_the_same_bits_in_any_chunks(dtype: torch.dtype) -> None:
 
 # ---- GGUF, with llama.cpp's names ----
 
+ARCHITECTURES = {"deepseek_v32": "deepseek32", "glm_moe_dsa": "glm-dsa"}
 NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
@@ -159,13 +160,16 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "self_attn.kv_b_proj": "attn_kv_b",
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.weights_proj": "indexer.proj", "self_attn.indexer.k_norm": "indexer.k_norm",
 }  # fmt: skip
 
 
 def write(path: Path, model: Any, types: list[str], *, by_head: bool = True, leave_out: str = "", **keys: Any) -> Path:
     """A file with the types by turns; the model's weights become what it says. keys: values instead of its own, None for none."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "deepseek2")
+    arch = ARCHITECTURES.get(config.model_type, "deepseek2")
+    writer = gguf.GGUFWriter(path, arch)
     rank, rotary, key_dim, value_dim = (
         config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
     )  # fmt: skip
@@ -189,7 +193,7 @@ def write(path: Path, model: Any, types: list[str], *, by_head: bool = True, lea
             "rope.scaling.yarn_log_multiplier": 0.1 * stretched["mscale_all_dim"],
         }  # fmt: skip
     if hasattr(config, "n_routed_experts"):
-        by_sigmoid = config.model_type == "deepseek_v3"
+        by_sigmoid = config.model_type != "deepseek_v2"
         said |= {
             "expert_count": config.n_routed_experts, "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size, "expert_shared_count": config.n_shared_experts,
@@ -198,10 +202,14 @@ def write(path: Path, model: Any, types: list[str], *, by_head: bool = True, lea
         }  # fmt: skip
         if (config.n_group or 1) > 1:
             said |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    if hasattr(config, "index_topk"):
+        indexer = {"head_count": config.index_n_heads, "key_length": config.index_head_dim, "top_k": config.index_topk}
+        said |= {f"attention.indexer.{name}": value for name, value in indexer.items()}
     for name, value in (said | keys).items():
-        add_value = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add_value = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+                     list: writer.add_array}  # fmt: skip
         if value is not None:
-            add_value[type(value)](f"deepseek2.{name}", value)
+            add_value[type(value)](f"{arch}.{name}", value)
     writer.add_tokenizer_model("no_vocab")
     turn = 0
 
@@ -229,7 +237,9 @@ def write(path: Path, model: Any, types: list[str], *, by_head: bool = True, lea
             continue
         _, _, layer, *rest = key.split(".")
         place, own = f"blk.{layer}.", ".".join(rest).removesuffix(".weight")
-        if own.endswith("correction_bias"):
+        if own.endswith(".bias"):
+            writer.add_tensor(f"{place}{NAMES[own.removesuffix('.bias')]}.bias", tensor.numpy())
+        elif own.endswith("correction_bias"):
             writer.add_tensor(f"{place}exp_probs_b.bias", tensor.numpy())
         elif own == "mlp.experts.gate_up_proj":
             halves = zip(("gate", "up"), tensor.chunk(2, 1), strict=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import (
     BitNetConfig,
+    DeepseekV32Config,
     FalconH1Config,
     Gemma4TextConfig,
     GraniteMoeHybridConfig,
@@ -36,6 +37,7 @@ from test_llm import write_byte_tokenizer
 from test_models import FALCON_H1, GRANITE, GRANITE_4_H, JAMBA, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
+from test_sparse_models import SPARSE
 
 EVEN = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 GEMMA = EVEN | {
@@ -68,6 +70,9 @@ KINDS: dict[str, PreTrainedConfig] = {
     "latent, queries at once": CONFIGS["youtu, queries at once"],
     "latent, softmaxed experts": CONFIGS["v2, weights scaled"],
     "latent, experts": CONFIGS["v3, groups"],
+    "latent, some of what is before": DeepseekV32Config(
+        **SPARSE | {"first_k_dense_replace": 9, "index_topk": 24}, n_group=1, topk_group=1
+    ),
 }  # fmt: skip
 FORM = "int4-weight-only:group=32"
 
@@ -93,7 +98,7 @@ def lost(folder: Path, source: Path) -> float:
 CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
     ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"), ("keys are values", "awq"),
     ("keys of other layers, numbers a layer", "awq"), ("side by side", "awq"), ("norms inside", "awq"),
-    ("selective scans", "awq"),
+    ("selective scans", "awq"), ("latent, some of what is before", "awq"),
 ]  # fmt: skip
 
 

@@ -36,22 +36,22 @@ def choose(
     for first in range(0, tokens, ROWS):
         some = slice(first, min(tokens, first + ROWS))
         count = some.stop - first
-        scores = new_tensor((count, room), torch.float32)
+        scores, stride = new_tensor((count, room), torch.float32), keys.stride(0) * keys.itemsize
         of_rows, queries = address_of(tiles[some], torch.int64, count, 5), address_of(q[some], q.dtype, count, heads, dim)
         ints = (
-            pair, queries, address_of(weights[some], torch.float32, count, heads), count, heads, dim, at,
-            keys.stride(0) * keys.itemsize, of_rows, tables, width, scores.data_ptr(), room, most,
+            pair, queries, address_of(weights[some], torch.float32, count, heads), count, heads, dim,
+            at, stride, of_rows, tables, width, scores.data_ptr(), room, most,
         )  # fmt: skip
         launch(cpu_indexer.index_scores, count * room * heads * dim, tags_of(q.dtype), ints)
         own = (each[some] for each in chosen)
         places, made = (address_of(each, each.dtype, count, each.shape[1]) for each in own)
-        ints = (count, scores.data_ptr(), room, of_rows, most, places, made, ROWS)
-        launch(cpu_indexer.choose, 16 * count * room, "", ints)
+        told = count, scores.data_ptr(), room, of_rows, most, places, made, ROWS
+        launch(cpu_indexer.choose, 16 * count * room, "", told)
     return chosen
 
 
 class Gathered:
-    """Keys of what ROWS tokens have chosen, one behind the other, as a cache of its own. Its memory serves all layers and steps."""
+    """Keys of what ROWS tokens have chosen, one behind the other, as a cache of its own, whose memory serves all layers."""
 
     def __init__(self, most: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:
         self.most, self.blocks = most, -(-most // BLOCK)

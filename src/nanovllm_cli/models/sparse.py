@@ -85,8 +85,8 @@ def _chooses(read: ConfigReader, layers: int) -> list[bool]:
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], *, interleaved: bool) -> ModelSpec:
     spec = latent_from_gguf(spec, read, key)
-    names = (f"attention.indexer.{name}" for name in ("head_count", "key_length", "top_k"))
-    indexer = IndexerSpec(*(read.integer(key(name)) for name in names), interleaved)
+    heads, dim, most = (read.integer(key(f"attention.indexer.{name}")) for name in ("head_count", "key_length", "top_k"))
+    indexer = IndexerSpec(heads, dim, most, interleaved)
     return _indexed(spec, indexer, _chooses_in_gguf(read, key("attention.indexer.types"), spec), read.where)
 
 
@@ -101,7 +101,8 @@ def _chooses_in_gguf(read: ConfigReader, key: str, spec: ModelSpec) -> list[bool
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    indexers = [layer.latent.indexer for layer in spec.attentions if layer.latent is not None and layer.latent.indexer is not None]
+    latents = [attention.latent for attention in spec.attentions if attention.latent is not None]
+    indexers = [latent.indexer for latent in latents if latent.indexer is not None]
     keys: dict[str, GGUFField] = {
         "attention.indexer.head_count": indexers[0].heads, "attention.indexer.key_length": indexers[0].dim,
         "attention.indexer.top_k": indexers[0].most,
