@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    Glm4MoeLiteConfig,
+    Mistral4Config,
+    YoutuConfig,
+)
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -16,6 +23,7 @@ from engines import greedy, random_model, run, save
 from nanovllm_cli.attention.backend import LatentWeights
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.mixer_spec import LatentSpec
 from test_cuda_engine import (
@@ -45,6 +53,10 @@ MODELS: dict[str, Any] = {
     "mistral 4": Mistral4Config(
         **ROUND | {"pad_token_id": 0}, **LATENT_EXPERTS | {"first_k_dense_replace": 0},
         **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5),
+    ),
+    "deepseek v3.2, all are seen": DeepseekV32Config(
+        **ROUND, **LATENT_EXPERTS, n_group=1, topk_group=1, index_n_heads=4, index_head_dim=16,
+        index_topk=SHAPE["max_position_embeddings"],
     ),
     "glm": Glm4MoeLiteConfig(
         **ROUND, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}
@@ -152,6 +164,15 @@ def test_greedy_tokens_are_those_of_the_cpu(name: str, deterministic: bool, tmp_
     assert device.graphs
     other = "decode_attention" if "odd" in name else "latent_attention"
     assert any(entry.startswith(other) for entry in device.launcher.launches)
+
+
+def test_a_context_of_which_tokens_see_a_part_is_refused(tmp_path: Path) -> None:
+    config = MODELS["deepseek v3.2, all are seen"]
+    folder = save(random_model(type(config)(**config.to_dict() | {"index_topk": 40}), dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(UnsupportedError, match="sparse attention, whose tokens see 40 of up to") as refused:
+        engine_on(folder, EmulatedDevice())
+    assert "--ctx-size 40" in str(refused.value.hint)
+    answers(engine_on(folder, EmulatedDevice(), max_model_len=40), 2, [[5, 6, 7]])
 
 
 @pytest.mark.parametrize("settings", [{"kv_cache_dtype": "fp8"}, {"dtype": "float16"}], ids=str)

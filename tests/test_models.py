@@ -31,6 +31,7 @@ from transformers import (
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -54,6 +55,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
@@ -165,6 +167,8 @@ LATENT = {name: value for name, value in SMALL.items() if name != "head_dim"} | 
 }  # fmt: skip
 LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33, "n_shared_experts": 1,
                   "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}  # fmt: skip
+INDEXER = {"index_n_heads": 20, "index_head_dim": 20, "index_topk": 9}
+"""So many heads that no token's score is zero by all of them: of equal ones transformers takes any."""
 MINICPM3 = LATENT | {"v_head_dim": None}
 GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
@@ -661,6 +665,11 @@ CASES: dict[str, Any] = {
     "glm4 moe lite, 3 of 5 and shared": Glm4MoeLiteConfig(
         **{name: value for name, value in LATENT.items() if name != "head_dim"},
         **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}, rms_norm_eps=1e-6,
+    ),
+    "deepseek v3.2, 9 of what is before": DeepseekV32Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER),
+    "glm 5, a layer goes by another": GlmMoeDsaConfig(
+        **LATENT | {"num_hidden_layers": 2}, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER,
+        indexer_types=["full", "shared"],
     ),
     "youtu": YoutuConfig(**LATENT),
     "youtu, queries at once, tied": YoutuConfig(**LATENT | {"q_lora_rank": None, "tie_word_embeddings": True, "v_head_dim": 36}),

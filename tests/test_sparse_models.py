@@ -17,11 +17,9 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from test_convert_families import fields, make_gguf, tensors
 from test_latent import EVEN, EXPERTS, STRETCHED, write
-from test_models import prompts
+from test_models import INDEXER, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
-INDEXER = {"index_n_heads": 20, "index_head_dim": 20, "index_topk": 9}
-"""So many heads that no token's score is zero by all of them: of equal ones transformers takes any."""
 SPARSE = EVEN | EXPERTS | INDEXER
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CONFIGS = {
