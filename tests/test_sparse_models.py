@@ -11,6 +11,8 @@ import torch
 from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.bench.sweep import Trial
+from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
@@ -164,3 +166,15 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", random_model(CONFIGS["glm"]), ["F32"], leave_out="blk.1.indexer.attn_k.weight")
     with pytest.raises(CheckpointError, match=r"blk\.1\.indexer\.attn_k"):
         worker_for(path, dtype="float32")
+
+
+def test_the_work_of_a_token_goes_by_what_it_sees() -> None:
+    """Of two drawn tokens behind 100: each sees 9, by three heads of 76 numbers in four layers, twice, and ranks all by 20 heads of
+    20 in the two that choose. One behind 5 sees six, and ranks none."""
+    config = CONFIGS["glm, some choose"].to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    work = ModelWork.of(spec_from_hf(config, hf_family(config)), 0.0, (torch.float32, torch.float32))
+    matrices = work.linear_flops + work.head_flops
+    looks, ranks = 2 * 2 * 4 * 3 * 76, 2 * 2 * 20 * 20
+    assert work.of_token(Trial(0, 2, 100), 1).flops - matrices == looks * 9 + ranks * (101 + 102) / 2
+    assert work.of_token(Trial(0, 1, 5), 1).flops - matrices == looks * 6
+    assert work.of_token(Trial(0, 2, 100), 1).num_bytes == 4 * 76 * 4 * 9

@@ -179,6 +179,15 @@ class AttentionSpec:
         return self.gated * (self.num_heads if self.gate_by_head else self.num_heads * self.head_dim)
 
     @property
+    def indexer(self) -> IndexerSpec | None:
+        return None if self.latent is None else self.latent.indexer
+
+    @property
+    def index_products(self) -> int:
+        """Multiply-adds with which a token ranks one up to it."""
+        return 0 if self.indexer is None or not self.indexer.chooses else self.indexer.heads * self.indexer.dim
+
+    @property
     def queries_a_key(self) -> int:
         return self.num_heads // self.num_kv_heads
 

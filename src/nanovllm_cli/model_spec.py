@@ -391,8 +391,7 @@ class ModelSpec:
     @property
     def most_seen(self) -> int | None:
         """Tokens that one sees at the most in layers of sparse attention; None where there are none."""
-        indexers = [attention.latent.indexer for attention in self.attentions if attention.latent is not None]
-        return next((indexer.most for indexer in indexers if indexer is not None), None)
+        return next((attention.indexer.most for attention in self.attentions if attention.indexer is not None), None)
 
     @property
     def dense_mlp(self) -> MLPSpec | None:

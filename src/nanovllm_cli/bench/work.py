@@ -31,7 +31,8 @@ class ModelWork(NamedTuple):
     takes expert_share. kv_bytes: K and V of one token. state_bytes: read and written of a sequence's states, each step.
     linear_flops: of the layers' matrices and states, a token; head_flops: of the head, a row of logits; attention_flops: of a
     token, for each token that it looks at. prompt_share, prompt_look_share: of linear and attention_flops, what a prompt's token
-    needs that is not drawn from (see ModelSpec.for_prompts). sees_all: a token looks at those behind it, too."""
+    needs that is not drawn from (see ModelSpec.for_prompts). sees_all: a token looks at those behind it, too. most_seen: tokens
+    that one looks at, in sparse attention; index_flops: to choose them, of a token for each up to it."""
 
     read_bytes: float
     kv_bytes: float
@@ -44,6 +45,8 @@ class ModelWork(NamedTuple):
     prompt_share: float = 1.0
     prompt_look_share: float = 1.0
     sees_all: bool = False
+    most_seen: int | None = None
+    index_flops: float = 0.0
 
     @classmethod
     def of(
@@ -62,7 +65,8 @@ class ModelWork(NamedTuple):
         shares = multiplied(prompts) / linear, _looks(prompts) / looks if looks else 1.0
         return cls(
             read_bytes, kv_bytes, 2 * linear, head, 2 * looks, expert_bytes, spec.expert_share, state_bytes, *shares,
-            spec.reads_both_ways,
+            spec.reads_both_ways, spec.most_seen,
+            sum(2.0 * attention.index_products for attention in spec.attentions),
         )  # fmt: skip
 
     def step_bytes(self, num_tokens: int) -> float:
@@ -81,14 +85,17 @@ class ModelWork(NamedTuple):
             return Work(num_bytes / prompts, self.linear_flops + self.attention_flops * looked_at / prompts)
         chunk = min(step_size, trial.num_prompt)
         chunk_ends = [trial.depth + min(end, trial.num_prompt) for end in range(chunk, trial.num_prompt + chunk, chunk or 1)]
-        generated = _sum_to(before + trial.num_gen) - _sum_to(before)  # each drawn token looks at all before it, and itself
-        read = many * (sum(chunk_ends) + generated)
-        looked_at = many * (self.prompt_look_share * (_sum_to(before) - _sum_to(trial.depth)) + generated)
+        most = self.most_seen
+        generated = _sum_to(before + trial.num_gen, most) - _sum_to(before, most)  # each looks at all before it, and itself
+        read = many * (sum(min(end, most or end) for end in chunk_ends) + generated)
+        looked_at = many * (self.prompt_look_share * (_sum_to(before, most) - _sum_to(trial.depth, most)) + generated)
         heads = answers + (many if prompts else 0)
         num_bytes = prefill_steps * self.step_bytes(min(step_size, prompts)) + trial.num_gen * self.step_bytes(many)
         num_bytes += self.kv_bytes * read + self.state_bytes * many * (len(chunk_ends) + trial.num_gen)
         flops = self.linear_flops * (self.prompt_share * (prompts + answers - heads) + heads) + self.head_flops * heads
         flops += self.attention_flops * looked_at
+        if most is not None and before + trial.num_gen > most:
+            flops += self.index_flops * many * (_sum_to(before + trial.num_gen) - _sum_to(trial.depth))
         return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
 
 
@@ -97,6 +104,7 @@ def _looks(spec: ModelSpec) -> float:
     return sum(2.0 * attention.num_heads * attention.head_dim for attention in spec.attentions)
 
 
-def _sum_to(count: int) -> int:
-    """1 + 2 + … + count."""
-    return count * (count + 1) // 2
+def _sum_to(count: int, most: int | None = None) -> int:
+    """1 + 2 + … + count, of which none counts for more than `most`."""
+    growing = count if most is None else min(count, most)
+    return growing * (growing + 1) // 2 + (count - growing) * growing

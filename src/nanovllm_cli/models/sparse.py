@@ -101,8 +101,7 @@ def _chooses_in_gguf(read: ConfigReader, key: str, spec: ModelSpec) -> list[bool
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    latents = [attention.latent for attention in spec.attentions if attention.latent is not None]
-    indexers = [latent.indexer for latent in latents if latent.indexer is not None]
+    indexers = [attention.indexer for attention in spec.attentions if attention.indexer is not None]
     keys: dict[str, GGUFField] = {
         "attention.indexer.head_count": indexers[0].heads, "attention.indexer.key_length": indexers[0].dim,
         "attention.indexer.top_k": indexers[0].most,

@@ -203,4 +203,6 @@ def multiplied(spec: ModelSpec) -> int:
 
 def _attention(spec: ModelSpec, keys: float) -> float:
     """Operations of a token that sees so many keys: scores and weighted values."""
-    return sum(4.0 * each.num_heads * each.head_dim * min(keys, each.window or keys) for each in spec.attentions)
+    seen = min(keys, spec.most_seen or keys)
+    looks = sum(4.0 * each.num_heads * each.head_dim * min(seen, each.window or seen) for each in spec.attentions)
+    return looks + (sum(2.0 * each.index_products for each in spec.attentions) * keys if keys > seen else 0.0)
