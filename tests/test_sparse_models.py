@@ -169,8 +169,8 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_the_work_of_a_token_goes_by_what_it_sees() -> None:
-    """Of two drawn tokens behind 100: each sees 9, by three heads of 76 numbers in four layers, twice, and ranks all by 20 heads of
-    20 in the two that choose. One behind 5 sees six, and ranks none."""
+    """Of two drawn tokens behind 100: each sees 9, by three heads of 76 numbers in four layers, twice, and ranks all by 20 heads
+    of 20 in the two that choose. One behind 5 sees six, and ranks none."""
     config = CONFIGS["glm, some choose"].to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
     work = ModelWork.of(spec_from_hf(config, hf_family(config)), 0.0, (torch.float32, torch.float32))
     matrices = work.linear_flops + work.head_flops
