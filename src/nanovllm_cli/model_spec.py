@@ -204,9 +204,9 @@ class BlockSpec:
     beside    the same with a norm of each                                (GPT-NeoX)
     original  x = norm(x + mixer(x)); x = norm(x + mlp(x))                (Vaswani et al. 2017; BERT)
 
-    Of "pre" it may have but one of both, None being the other (Nemotron-H). scaled: at its end x is multiplied with a number of
-    the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already (ModernBERT's first). streams: of
-    "sandwich", x is the first of several (Gemma 3n).
+    Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
+    multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
+    (ModernBERT's first). streams: of "sandwich", x is the first of several (Gemma 3n).
     """
 
     mixer: MixerSpec | None
@@ -219,8 +219,8 @@ class BlockSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Those of its order, by name."""
-        lacking = {"attention_norm"} if self.mixer is None or self.bare else {"mlp_norm"} if self.mlp is None else set()
-        return tuple(name for name in _NORMS[self.order] if name not in lacking)
+        lacking = {"attention_norm": self.mixer is None or self.bare, "mlp_norm": self.mlp is None}
+        return tuple(name for name in _NORMS[self.order] if not lacking.get(name))
 
     @property
     def has_halves(self) -> bool:

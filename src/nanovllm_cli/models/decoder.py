@@ -126,7 +126,9 @@ class Block:
         return _addend(_onto(mlp, residual, h, slots))
 
     def _alone(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
-        """Of a block that lacks a mixer or an MLP."""
+        """Of a block that lacks a mixer or an MLP, or both."""
+        if not self.norms:
+            return x
         (norm,) = self.norms.values()
         h = norm(x, residual)
         if self.mixer is not None:

@@ -17,6 +17,7 @@ from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
+from nanovllm_cli.models.deci import DECI
 from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK_OCR, GLM4_MOE_LITE, YOUTU
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
@@ -124,6 +125,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Cohere2ForCausalLM": COHERE2,
     "Cohere2MoeForCausalLM": COHERE2_MOE,
     "Cohere2VisionForConditionalGeneration": COHERE2,
+    "DeciLMForCausalLM": DECI,
     "DeepseekOCR2ForCausalLM": DEEPSEEK_OCR,
     "DeepseekOcr2ForConditionalGeneration": DEEPSEEK_OCR,
     "DeepseekV2ForCausalLM": DEEPSEEK2,

@@ -93,6 +93,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "granite4-h": _sizes("ibm-granite/granite-4.0-h-*", "350m 1b micro tiny small"),
     "bamba": {"9b": "ibm-ai-platform/Bamba-9B-v2"},
     "nemotron-h": {"8b": "nvidia/Nemotron-H-8B-Base-8K"},
+    "nemotron-super": {"49b": "nvidia/Llama-3_3-Nemotron-Super-49B-v1_5"},
+    "nemotron-ultra": {"253b": "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1"},
     "nemotron-nano": {"9b": "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "12b": "nvidia/NVIDIA-Nemotron-Nano-12B-v2"},
     "nemotron3-nano": {"30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
     "nemotron3-super": {"120b": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"},

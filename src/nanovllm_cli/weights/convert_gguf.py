@@ -56,6 +56,7 @@ _CARRIED = {
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rope_interleave",
     "topk_method", "scoring_func", "moe_layer_freq", "mlp_layer_types", "index_n_heads", "index_head_dim", "index_topk",
     "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset", "indexer_rope_interleave",
+    "block_configs", "num_key_value_heads_per_layer",
     "shared_intermediate_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "position_embedding_type", "swiglu_limit", "swiglu_alpha",
     "conv_L_cache", "norm_eps", "qkv_bias", "moe_norm_min", "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of",

@@ -4,6 +4,7 @@ lie, how numbers come back from float32, and whether two model specs mean the sa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, attention_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
@@ -45,6 +46,8 @@ def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:
     """
     attention = attention_of(spec)
     part = gguf_name.split(".")[-2] if "." in gguf_name else ""
+    if (layer := re.match(r"blk\.(\d+)\.", gguf_name)) is not None and int(layer[1]) < spec.num_layers:
+        attention = attention_in(spec.mixers[int(layer[1])]) or attention
     return {"attn_q": attention.num_heads, "attn_k": attention.num_kv_heads}.get(part)
 
 
