@@ -23,6 +23,7 @@ llama_decode alone, which flatters it. Reported: the median over rounds, and the
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -107,12 +108,18 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: s
     return measured(prefill, decode, deep if depth else None)
 
 
+@functools.cache
+def silent(lib: Any) -> Any:
+    """Left to itself it says thousands of lines."""
+    return lib.llama_log_callback(lambda *_: None)
+
+
 def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: str | None) -> dict[str, float]:
     import ctypes
 
     import llama_cpp as lib
 
-    lib.llama_log_set(ctypes.cast(None, lib.llama_log_callback), None)
+    lib.llama_log_set(silent(lib), None)
     lib.llama_backend_init()
     settings = lib.llama_model_default_params()
     model = lib.llama_model_load_from_file(path.encode(), settings)
@@ -201,7 +208,7 @@ def quantize_by_llama_cpp(source: Path, target: Path, kind: str) -> None:
 
     import llama_cpp as lib
 
-    lib.llama_log_set(ctypes.cast(None, lib.llama_log_callback), None)
+    lib.llama_log_set(silent(lib), None)
     settings = lib.llama_model_quantize_default_params()
     settings.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}")
     if lib.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(settings)):
