@@ -171,6 +171,15 @@ def test_an_interrupt_while_another_model_is_loaded_goes_back(spawn: Spawn) -> N
     assert finish(child)[0] == 0
 
 
+def test_a_conversation_that_is_left_without_a_model_has_failed(spawn: Spawn) -> None:
+    """Neither the next one nor the one before it again can be had."""
+    child = spawn("tiny", FAKE_LOADS_ONCE="1")
+    say(child, "/model odd")
+    code, rest = finish(child)
+    assert code == 5
+    assert "needs 900 GiB" in rest
+
+
 def test_a_sign_of_life_comes_before_anything_is_loaded(spawn: Spawn) -> None:
     child = spawn("tiny", TERM="xterm-256color", FAKE_SLEEP_IN_LOAD="1")
     child.expect("starting")

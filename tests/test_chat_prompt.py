@@ -356,8 +356,11 @@ def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LL
             chat.switch_model("typo")
         assert log[6:] == []
         assert chat.model.kept == kept != ()
+        assert chat.lost is None
         broken.add("two")
         chat.run(AtEnd(), ["/model bad", "nobody is left to answer"])
         assert (log[6:], len(chat.conversation.messages)) == (["closed", "bad", "two"], 4)
+        assert chat.lost is not None
+        assert "a broken model" in chat.lost.message
     finally:
         llm.close = close  # type: ignore[method-assign]

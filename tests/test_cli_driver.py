@@ -110,8 +110,11 @@ class LLM:
             "bug": KeyError("a fault\nof ours \x1b[31m"),
             "memory": MemoryError(),
         }
+        if os.environ.get("FAKE_LOADS_ONCE") and hasattr(sys.modules[__name__], "is_loaded"):
+            model = "huge"
         if model in refusals:
             raise refusals[model]
+        sys.modules[__name__].is_loaded = True  # type: ignore[attr-defined]
         progress.stage("loading", 3, "tensors")
         for _ in range(3):
             progress.advance(1)

@@ -64,6 +64,8 @@ class Chat:
         self.images: list[str] = []
         self.statistics: Statistics | None = None
         self.failure: NanovllmError | None = None
+        self.lost: NanovllmError | None = None
+        """What left the conversation without a model, which ended it."""
         self.num_answers = self.num_answer_tokens = 0
         self._kv_path: Path | None = None
         self._used: int | None = None
@@ -201,6 +203,7 @@ class Chat:
                 self.failure = self.failure or error
                 self.display.fail(error.message, error.hint)
                 if not self.model.is_open:  # one could not be loaded, nor the one before it again
+                    self.lost = error
                     return
 
     def handle(self, text: str) -> None:

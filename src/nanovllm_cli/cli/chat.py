@@ -213,8 +213,8 @@ def _converse(
                 chat.attach(url, name)
         with contextlib.closing(surface.open_reader(chat)) as reader:
             chat.run(reader, [first.text] if first.text else [])
-    if chat.failure is not None and not at_terminal:
-        raise typer.Exit(chat.failure.exit_code)
+    if (ended := chat.lost or (None if at_terminal else chat.failure)) is not None:
+        raise typer.Exit(ended.exit_code)
 
 
 class _First(NamedTuple):
