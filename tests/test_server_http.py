@@ -408,7 +408,7 @@ def test_what_is_no_json_or_nests_too_deep_is_told_at_once(server: Running, body
         (b'{"content": "\\ud83d"}', r"ud83d \(byte 13\) is half"),
         (b'{"content": "a",}', r"trailing comma in object \(byte 16\)"),
         (b"", "truncated"),
-        (b'{"content": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+        (b'{"content": "\xff"}', "(?i:utf-8)"),
         (b'{"content": 1e999}', "out of range"),
     ],
 )
