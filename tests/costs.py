@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).with_name("costs.txt")
-SECONDS = 0.3
+SECONDS = 0.2
 """What a run spends on a test, about: of its cases, as many as fit."""
 DEAR = 0.6
 """A test of which one case takes longer takes turns: it is run in one of so many commits that its part of each is SECONDS."""
-RAREST = 16
+RAREST = 24
 """But in one of so many, at the least."""
 ALWAYS = ("test_compile_gate.py::", "test_sanitizers.py::")
 

@@ -56,8 +56,8 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
 
 @pytest.mark.timeout(600)
 def test_kernels_run_clean() -> None:
-    """Where CI is set one case of each test (less than half the time), and of every second file, as commits take turns."""
+    """Where CI is set one case of each test (less than half the time), and of every third file, as commits take turns."""
     files, environment = [str(file) for file in sorted(HERE.glob("test_kernel_*.py"))], sanitized.environment()
     if os.environ.get("CI"):
-        files, environment[few_cases.NAME] = files[int(os.environ[TURN]) % 2 :: 2], "1"
+        files, environment[few_cases.NAME] = files[int(os.environ[TURN]) % 3 :: 3], "1"
     few_cases.run(files, environment)
