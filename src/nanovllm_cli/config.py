@@ -76,6 +76,9 @@ class EngineConfig:
         about half of bfloat16. On a CPU both have a scale for each token and head. A GPU knows fp8 only, unscaled.
     cache_type_k, cache_type_v: the same for K and V apart, where they differ (on a CPU); None is kv_cache_dtype.
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
+    n_gpu_layers: how many of the last layers, counting the head as one, have their weights on the GPU; it reads those of the
+        others from the machine's memory, and an embedding's rows. None: as many as fit. n_cpu_moe: of how many of the first
+        layers it reads the experts from there, at least.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (from compute capability 9.0 up).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
     num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before, by a draft
@@ -108,6 +111,8 @@ class EngineConfig:
     cache_type_v: KVCacheDType | None = None
     memory_utilization: float = 0.5
     gpu_memory_utilization: float = 0.9
+    n_gpu_layers: int | None = None
+    n_cpu_moe: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
@@ -147,6 +152,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
+        for name in ("n_gpu_layers", "n_cpu_moe"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UsageError(f"{name} must be at least 0, not {value}")
         if not 0 <= self.draft_min_p < 1:
             raise UsageError(f"draft_min_p must be at least 0 and below 1, not {self.draft_min_p}")
         if self.draft_model is None and self.draft_quant is not None:

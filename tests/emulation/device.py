@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emulation.emulator import Emulator
-from nanovllm_cli.kernels.device import Memory
+from nanovllm_cli.kernels.device import HostPages, Memory
 from nanovllm_cli.kernels.kernel import Arg, Kernel
 
 T = TypeVar("T")
@@ -76,13 +76,15 @@ class _Graph:
 
 
 class EmulatedDevice:
-    """capture_fails: every capture raises, as on a GPU that has no room for one. free: what `memory` says."""
+    """capture_fails: every capture raises, as on a GPU that has no room for one. free: what `memory` says. num_pages: bytes of
+    `host_pages`."""
 
     def __init__(self, capture_fails: bool = False, free: int = GIB, **settings: Any) -> None:
         self.launcher = RecordingEmulator(**settings)
         self.capture_fails = capture_fails
         self.free = free
         self.graphs: list[_Graph] = []
+        self.num_pages = 0
 
     def enter(self) -> None: ...
 
@@ -90,6 +92,11 @@ class EmulatedDevice:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        self.num_pages += num_bytes
+        pages = torch.zeros(num_bytes, dtype=torch.uint8)
+        return HostPages(pages, pages)
 
     def event(self) -> _Event:
         return _Event()

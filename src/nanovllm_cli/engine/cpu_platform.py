@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from nanovllm_cli.attention.cpu import CpuAttention
-from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
+from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, cache_dtypes
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.memory import available_bytes
+from nanovllm_cli.engine.memory import available_bytes, check_weights_fit
+from nanovllm_cli.engine.placement import NEAR, Group, Placement
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.strategy import most_guesses
@@ -92,7 +93,15 @@ class CpuPlatform:
     def available_bytes(self) -> int:
         return available_bytes()
 
-    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
+    def place(self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]]) -> Placement:
+        """All of them in the one memory that there is."""
+        check_weights_fit(needed, self.available_bytes(), self.config.tensor_parallel_size)
+        return NEAR
+
+    def make_storage(
+        self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype, *, far: bool = False
+    ) -> WeightStorage:
+        assert not far, "a CPU's weights are all alike"
         if form is None:
             return DenseStorage(num_rows, width, dtype)
         rounds = {"auto": dtype != torch.float32, "rounded": True, "exact": False}[self.config.activations]

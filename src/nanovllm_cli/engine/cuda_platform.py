@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from nanovllm_cli.attention.cuda import CudaAttention
-from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
+from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, block_bytes, cache_dtypes, state_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_runner import CudaRunner
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
-from nanovllm_cli.engine.memory import GIB
+from nanovllm_cli.engine.memory import GIB, OVERHEAD_BYTES, available_bytes
+from nanovllm_cli.engine.placement import Group, Placement, asked_for, bytes_of, fitted, in_words
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.runner import pooled_sums
 from nanovllm_cli.engine.sampler import Sampler
@@ -26,6 +27,7 @@ from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.quant.cuda_far import FarMemory
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
@@ -40,6 +42,9 @@ AMPERE = 80
 TOKEN_BYTES, ROW_BYTES = 4 + 4 + 2 + 1, 48 << 10
 # Recorded steps: their tensors between kernels, one batch after another in the same memory, and the graphs themselves.
 GRAPH_BYTES = 256 << 20
+# What is kept free beside weights before a step has been run: a context of so many tokens, a token's rows between kernels by the
+# model's width, and pieces of weights that are unpacked.
+LEAST_CONTEXT, STEP_ROWS, STEP_BYTES = 4096, 12, 384 << 20
 TOO_LARGE = "try a smaller model, a smaller --batch-size, or --device cpu"
 
 
@@ -66,6 +71,8 @@ class CudaPlatform:
         self.ops = CudaOps(self.launcher, config.deterministic)
         rounds = config.activations != "exact"
         self._formats = CudaFormats(self.launcher, rounds=rounds, deterministic=config.deterministic)
+        self._far_memory = FarMemory(device)
+        self._largest_far = 0
 
     @property
     def processor(self) -> str:
@@ -99,9 +106,56 @@ class CudaPlatform:
     def available_bytes(self) -> int:
         return self.device.memory().free
 
-    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
+    def place(self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]]) -> Placement:
+        """All on the GPU where it has room beside the cache of a context, or as much as was asked for, or as fits."""
+        config, memory, layers = self.config, self.device.memory(), spec.num_layers
+        share = int(memory.total * config.gpu_memory_utilization) - (memory.total - memory.free)
+        room = share - self._beside_weights(spec, layout)
+        far = asked_for(config, layers)
+        by_group: Mapping[Group, int] = {}
+        if far or (needed > room and config.n_gpu_layers is None):
+            by_group = sizes()
+        if config.n_gpu_layers is None and needed > room:
+            far = fitted(by_group, far, layers, needed, room)
+        num_far = bytes_of(far, by_group)
+        if far != asked_for(config, layers):
+            self.progress.note(
+                f"{num_far / GIB:.1f} of {needed / GIB:.1f} GiB of weights stay in the machine's memory, as the GPU has room for "
+                f"{max(0, room) / GIB:.1f} ({in_words(far, by_group, layers)})"
+            )
+        self._check_room(needed - num_far, num_far, memory.free)
+        return Placement(far, spec.tied_head)
+
+    def _beside_weights(self, spec: ModelSpec, layout: CacheLayout) -> int:
+        """Bytes that a step and a cache need at the least. An estimate: they are measured when the weights are there."""
+        config, size = self.config, self.config.block_size
+        length = config.max_model_len or min(spec.max_position, LEAST_CONTEXT)
+        blocks = -(-length // size) if config.num_blocks is None else config.num_blocks
+        cache = config.kv_cache_bytes or blocks * block_bytes(spec.mixers, layout) + state_bytes(spec.mixers, layout)
+        widest = max((mlp.intermediate_size for mlp in spec.mlps), default=0)
+        step = self._step_tokens(spec) * (STEP_ROWS * spec.hidden_size + 3 * widest) * 2
+        return cache + step + self._sampling_bytes(spec) + GRAPH_BYTES + STEP_BYTES
+
+    def _check_room(self, near: int, far: int, free: int) -> None:
+        if near + STEP_BYTES > free:
+            raise DoesNotFitError(
+                f"the weights need {near / GIB:.1f} GiB of the GPU's memory, and {free / GIB:.1f} GiB are free",
+                "leave --n-gpu-layers out, and as much as fits is there" if self.config.n_gpu_layers else TOO_LARGE,
+            )
+        if far + OVERHEAD_BYTES > available_bytes():
+            raise DoesNotFitError(
+                f"{far / GIB:.1f} GiB of weights that the GPU has no room for need the machine's memory, and "
+                f"{available_bytes() / GIB:.1f} GiB of that are free",
+                "try a smaller model, or fewer bits with --quant",
+            )
+
+    def make_storage(
+        self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype, *, far: bool = False
+    ) -> WeightStorage:
         try:
-            return self._formats.make(form, num_rows, width, dtype)
+            storage = self._formats.make(form, num_rows, width, dtype, self._far_memory if far else None)
+            self._largest_far = max(self._largest_far, storage.num_bytes) if far else self._largest_far
+            return storage
         except torch.OutOfMemoryError:
             raise self._too_large("the weights do not fit") from None
 
@@ -150,10 +204,9 @@ class CudaPlatform:
             self.progress.done()
         memory = self.device.memory()
         used = memory.total - memory.free
-        rows = self.config.max_num_seqs + (MOST_ROWS if self.config.max_guesses else 0)
-        sampling = sum(rows * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES) for model in models)
+        sampling = sum(self._sampling_bytes(model.spec) for model in models)
         share = int(memory.total * self.config.gpu_memory_utilization)
-        return max(0, share - used - step - sampling - GRAPH_BYTES * len(models))
+        return max(0, share - used - step - sampling - (GRAPH_BYTES + self._largest_far) * len(models))
 
     def make_runner(
         self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool, *, keeps_rows: bool = False
@@ -176,6 +229,10 @@ class CudaPlatform:
             decode.warm_up(on_device)
         self.progress.done()
         return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size)
+
+    def _sampling_bytes(self, spec: ModelSpec) -> int:
+        rows = self.config.max_num_seqs + (MOST_ROWS if self.config.max_guesses else 0)
+        return rows * (spec.vocab_size * TOKEN_BYTES + ROW_BYTES)
 
     def _table_width(self, max_position: int) -> int:
         """Blocks of the longest sequence, and as many more as make a power of two; no fewer than `build_batch` gives a table."""

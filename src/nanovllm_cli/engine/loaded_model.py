@@ -14,7 +14,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.distributed.division import own_parts
 from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import own_spec
-from nanovllm_cli.engine.memory import check_weights_fit
+from nanovllm_cli.engine.placement import NEAR, sizes_of
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sight import Place, Sight, ears_of, eyes_of
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -57,10 +57,12 @@ class LoadedModel:
     compute the model together, if there are several.
     formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
     are multiplied as whole numbers, int8 by int8. lora: scales and files of its adapters. recordable: whether the weights'
-    formats allow a step to be recorded. sight: of a model that reads images. block_bytes: of one block of its KV cache over all
-    layers; state_bytes: of one state.
+    formats allow a step to be recorded. placement: where its weights are. sight: of a model that reads images.
+    block_bytes: of one block of its KV cache over all layers; state_bytes: of one state.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
+
+    placement = NEAR
 
     def __init__(
         self,
@@ -85,11 +87,13 @@ class LoadedModel:
         self.dtype = platform.resolve_dtype(matrix_types(checkpoint))
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
-        needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
-        if group is None or group.rank == 0:  # the others load meanwhile
-            check_weights_fit(needed, platform.available_bytes(), 1 if group is None else group.size)
         self.own_spec = self.spec if group is None else own_spec(self.spec, group.rank, group.size)
-        self.model = Decoder(self.spec, self._kit())
+        kit = self._kit()
+        if group is None or group.rank == 0:  # the others load meanwhile
+            needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
+            sizes = partial(sizes_of, self.spec, self._formats, self.dtype, platform.dense_bytes)
+            self.placement = platform.place(self.spec, kit.backend, needed, sizes)
+        self.model = Decoder(self.spec, kit)
         platform.compile(self.dtype)
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
@@ -179,7 +183,8 @@ class LoadedModel:
                 runs[-1] = (form, runs[-1][1] + num_rows)
             else:
                 runs.append((form, num_rows))
-        storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
+        far = self.placement.is_far(next(iter(parts)))
+        storages = [self.platform.make_storage(form, num_rows, width, self.dtype, far=far) for form, num_rows in runs]
         weight = storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
         if not self._beside.keys().isdisjoint(parts):
             weight = self._with_adapters(weight, parts, ranges)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from nanovllm_cli.attention.backend import AttentionBackend
-from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache
 from nanovllm_cli.batch import ImageRows
+from nanovllm_cli.engine.placement import Group, Placement
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
@@ -73,8 +74,15 @@ class Platform(Protocol):
     def available_bytes(self) -> int:
         """Memory that weights may take now."""
 
-    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
-        """An empty weight; form None is the compute type. UnsupportedError for formats that this device has nothing for."""
+    def place(self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]]) -> Placement:
+        """Where the weights of a model go, `needed` bytes in all, beside a cache of such a layout. sizes: what may be apart.
+        DoesNotFitError where there is no room."""
+
+    def make_storage(
+        self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype, *, far: bool = False
+    ) -> WeightStorage:
+        """An empty weight; form None is the compute type. far: as `place` has it. UnsupportedError for formats that this device
+        has nothing for."""
 
     def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
         """What `make_storage` without a format will take."""

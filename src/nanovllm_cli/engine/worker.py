@@ -40,6 +40,8 @@ from nanovllm_cli.weights.fingerprint import file_stamps
 if TYPE_CHECKING:
     from nanovllm_cli.engine.ranks import Ranks
 
+OF_GPUS = ("eager", "programmatic_launch", "gpu_memory_utilization", "n_gpu_layers", "n_cpu_moe")
+"""Settings."""
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]
 
@@ -103,7 +105,7 @@ class Worker(LoadedModel):
         if config.draft_model is None:
             return None
         with open_checkpoint(config.draft_model) as draft:
-            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None)
+            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None, n_gpu_layers=None, n_cpu_moe=0)
             if assists(config.draft_model):
                 return LoadedAssistant(draft, own, self, progress)
             guesser = LoadedModel(draft, own, self.platform, progress, sees=False)
@@ -398,7 +400,7 @@ def _tell_unused(config: EngineConfig, progress: LoadProgress, *, on_gpu: bool) 
         return bool(getattr(config, name) != getattr(plain, name))
 
     others, here = ("CPUs", "GPU") if on_gpu else ("GPUs", "CPU")
-    for name in ("threads",) if on_gpu else ("eager", "programmatic_launch", "gpu_memory_utilization"):
+    for name in ("threads",) if on_gpu else OF_GPUS:
         if is_changed(name):
             progress.note(f"{name.replace('_', '-')} is for {others}, and changes nothing on a {here}")
     if on_gpu and is_changed("gpu_memory_utilization") and config.kv_cache_bytes is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
-from nanovllm_cli.errors import LostDeviceError
-from nanovllm_cli.kernels.device import Event, Graph, Memory
+from nanovllm_cli.errors import DoesNotFitError, LostDeviceError
+from nanovllm_cli.kernels.device import Event, Graph, HostPages, Memory
 from nanovllm_cli.kernels.launcher import CudaLauncher
 
 
@@ -32,6 +34,21 @@ class CudaDevice:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        """Not torch's own page-locked memory, of which each piece becomes as large as a power of two."""
+        from cupy.cuda import PinnedMemory, runtime
+
+        runtime.setDevice(self.launcher.device.index)
+        try:
+            pages = _Pages(PinnedMemory(num_bytes), num_bytes)
+        except runtime.CUDARuntimeError as error:
+            raise DoesNotFitError(
+                f"{num_bytes >> 20} MiB of the machine's memory could not be locked for the GPU ({error})",
+                "try a smaller model, or leave more of it on the GPU (--n-gpu-layers)",
+            ) from error
+        host = torch.from_numpy(np.asarray(pages))
+        return HostPages(host.zero_(), torch.as_tensor(pages, device=self.launcher.device))
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -63,6 +80,15 @@ class CudaDevice:
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.launcher.device)
+
+
+class _Pages:
+    """Page-locked memory for numpy and for torch, which hold on to this. Such memory has one address for host and GPU."""
+
+    def __init__(self, memory: Any, num_bytes: int) -> None:
+        self._memory = memory
+        interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (memory.ptr, False), "strides": None, "version": 3}
+        self.__array_interface__ = self.__cuda_array_interface__ = interface
 
 
 class _Place:

@@ -46,6 +46,10 @@ class TaskWeight(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it is read across the bus."""
+
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
         """See `gemv.expert_gemv`; this weight stands for all."""
 
@@ -54,7 +58,8 @@ class CudaMixture(Mixture):
     """A Mixture. deterministic: small tasks for any number of tokens, as a row's bits would depend on which way it goes.
 
     Otherwise many tokens have large tasks where the experts' format has a kernel for these. Where it has none, small ones go on
-    as long as it takes less time to read a matrix for each of them than to launch each expert's own matmuls.
+    as long as it takes less time to read a matrix for each of them than to launch each expert's own matmuls. Of experts that are
+    read across the bus each has its own as soon as it has two tasks on average: they copy it first.
     """
 
     def __init__(
@@ -76,9 +81,10 @@ class CudaMixture(Mixture):
             return
         rows = [_addresses(expert.gate_up) + _addresses(expert.down) for expert in experts]
         self._matrices = torch.tensor(rows, dtype=torch.int64).to(launcher.device)
-        has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS
+        is_far = self._up.is_far or self._down.is_far
+        has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS and not is_far
         affordable = FEW_ROWS * READ_MEANWHILE // (self._up.num_bytes + self._down.num_bytes)
-        few = LEAST_ROWS if has_large else max(LEAST_ROWS, affordable)
+        few = FEW_ROWS if is_far else LEAST_ROWS if has_large else max(LEAST_ROWS, affordable)
         self._most_few = math.inf if deterministic else few * len(experts) // num_chosen
         self._most_tokens = math.inf if has_large else self._most_few
 

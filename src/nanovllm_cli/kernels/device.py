@@ -1,4 +1,4 @@
-"""Device: what a step on a GPU needs besides launches: host memory it can read, events, and recording.
+"""Device: what a step on a GPU needs besides launches: host memory, its own and that of copies, events, and recording.
 
 `cuda_device.CudaDevice` is a GPU; the tests' emulated device records launches in a list.
 """
@@ -20,6 +20,13 @@ class Memory(NamedTuple):
     total: int
     allocated: int
     peak: int
+
+
+class HostPages(NamedTuple):
+    """The same bytes twice: as the host has them, and as a tensor of the device, whose kernels read them across the bus."""
+
+    host: torch.Tensor
+    seen: torch.Tensor
 
 
 class Event(Protocol):
@@ -50,6 +57,9 @@ class Device(Protocol):
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory that the device copies to and from without anybody waiting."""
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        """Zeroed uint8 that stay where they are. DoesNotFitError where the machine has no such memory left."""
 
     def event(self) -> Event: ...
 

@@ -128,11 +128,13 @@ def pack_rows(
     scales: torch.Tensor,
     zeros: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
+    *,
+    on: torch.device | None = None,
 ) -> None:
     """Put rows [first_row, first_row + n) where they belong, whatever multiple first_row and n are of.
 
     codes uint8 [n, K], columns as they are; scales [n, G] of the weight's type; zeros uint8 [n, G]; order int32 [K], the same for
-    all rows of the weight: as quant/rows.py has them. On any device.
+    all rows of the weight: as quant/rows.py has them. On any device. on: which one packs them, if not the weight's.
     """
     n = codes.shape[0]
     assert codes.shape == (n, weight.width), codes.shape
@@ -146,10 +148,11 @@ def pack_rows(
             assert torch.equal(weight.order, order.to(weight.order)), "one order for all rows of a weight"
         weight.order.copy_(order)
         codes = codes[:, order.to(codes.device).long()]
-    _put(weight.codes, first_row, codes, *_codes_layout(weight))
-    _put(weight.scales, first_row, scales, _to_places, _from_places)
+    on = on or weight.codes.device
+    _put(weight.codes, first_row, codes.to(on), *_codes_layout(weight))
+    _put(weight.scales, first_row, scales.to(on), _to_places, _from_places)
     if weight.zeros is not None and zeros is not None:
-        _put(weight.zeros, first_row, zeros, _to_places, _from_places)
+        _put(weight.zeros, first_row, zeros.to(on), _to_places, _from_places)
 
 
 def unpack_rows(
@@ -178,12 +181,11 @@ def _put(packed: torch.Tensor, first_row: int, rows: torch.Tensor, pack: Layout,
     """Rows into the strips that hold them; strips that other rows share are taken apart first."""
     assert rows.dtype == packed.dtype, (rows.dtype, packed.dtype)
     strips, own = _strips(first_row, rows.shape[0])
-    rows = rows.to(packed.device)
     if rows.shape[0] != (strips.stop - strips.start) * TILE_OUTPUTS:
-        everybody = unpack(packed[strips])
+        everybody = unpack(packed[strips].to(rows.device))
         everybody[own, : rows.shape[1]] = rows
         rows = everybody
-    packed[strips] = pack(rows)
+    packed[strips].copy_(pack(rows))
 
 
 def _codes_layout(weight: Packed) -> tuple[Layout, Layout]:

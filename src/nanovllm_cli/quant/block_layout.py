@@ -24,11 +24,11 @@ def empty(type_name: str, num_rows: int, width: int, device: torch.device) -> Pa
     return PackedBlocks(type_name, layout, torch.zeros(records.shape(layout), dtype=torch.uint8, device=device))
 
 
-def pack_rows(weight: PackedBlocks, first_row: int, rows: BlockRows) -> None:
-    """Rows of the weight's type on any device become rows first_row …, which nobody has set before. Packed
-    where the weight is, if they can be: a model of 8B takes a GPU a second, and 16 cores half a minute (est.)."""
+def pack_rows(weight: PackedBlocks, first_row: int, rows: BlockRows, on: torch.device | None = None) -> None:
+    """Rows of the weight's type on any device become rows first_row …, which nobody has set before. on: which one packs them, if
+    it can and that is not the weight's: a model of 8B takes a GPU a second, and 16 cores half a minute (est.)."""
     layout = weight.layout
-    where = torch.device("cpu") if weight.type in LOOKED_UP else weight.data.device
+    where = torch.device("cpu") if weight.type in LOOKED_UP else on or weight.data.device
     data, factors = rows.data.to(where), None if rows.factors is None else rows.factors.to(where)
     packed = pack(layout, record_rows(Blocks(weight.type), BlockRows(data, factors), layout), first_row % TILE)
     first = first_row // TILE

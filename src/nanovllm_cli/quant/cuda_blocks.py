@@ -12,6 +12,7 @@ from typing import Unpack
 import torch
 
 from nanovllm_cli.kernels import block_gemv, block_unpack
+from nanovllm_cli.kernels.block_records import PackedBlocks
 from nanovllm_cli.kernels.experts import Tasks
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
@@ -28,12 +29,13 @@ class CudaBlocks(CudaStorage):
     GPU."""
 
     def __init__(
-        self, form: Blocks, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool, rounds: bool
+        self, form: Blocks, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool, rounds: bool,
+        place: torch.device | None = None,
     ) -> None:
         super().__init__(num_rows, width, dtype, launcher, deterministic)
         self._form = form
         self._rounds = rounds
-        self._weight = block_layout.empty(form.type, num_rows, width, launcher.device)
+        self._weight: PackedBlocks = block_layout.empty(form.type, num_rows, width, place or launcher.device)
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +44,7 @@ class CudaBlocks(CudaStorage):
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         quantized = self._form.quantize(rows.cpu()) if isinstance(rows, torch.Tensor) else rows
         assert isinstance(quantized, BlockRows), "rows of this format"
-        block_layout.pack_rows(self._weight, first_row, quantized)
+        block_layout.pack_rows(self._weight, first_row, quantized, self._launcher.device)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return block_unpack.block_rows(self._launcher, self._weight, ids, self._dtype, table)

@@ -39,6 +39,7 @@ class CudaPacked(CudaStorage):
         launcher: Launcher,
         deterministic: bool,
         counters: torch.Tensor,
+        place: torch.device | None = None,
     ) -> None:
         super().__init__(num_rows, width, dtype, launcher, deterministic)
         form.check_width(width)
@@ -47,8 +48,8 @@ class CudaPacked(CudaStorage):
         kind, group, scales = _layout(form)
         zeros = isinstance(form, Integer) and form.zeros
         ordered = isinstance(form, Integer) and form.ordered
-        self._weight = packed.empty(
-            kind, num_rows, width, group, scales, zeros=zeros, ordered=ordered, device=launcher.device
+        self._weight: packed.Packed = packed.empty(
+            kind, num_rows, width, group, scales, zeros=zeros, ordered=ordered, device=place or launcher.device
         )
 
     @property
@@ -65,7 +66,8 @@ class CudaPacked(CudaStorage):
             if zeros is None and self._form.bits < 4:
                 codes = codes + (MIDDLE_OF_4 - self._form.middle)
         scales = self._spread(quantized.scales)
-        packed.pack_rows(self._weight, first_row, codes, scales, None if zeros is None else self._spread(zeros), order)
+        zeros = None if zeros is None else self._spread(zeros)
+        packed.pack_rows(self._weight, first_row, codes, scales, zeros, order, on=self._launcher.device)
 
     def _spread(self, by_group: torch.Tensor) -> torch.Tensor:
         """[n, G] of the format's groups as [n, G] of the layout's, which may be smaller."""

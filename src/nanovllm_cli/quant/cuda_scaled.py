@@ -42,15 +42,16 @@ class CudaScaled(CudaStorage):
     """A WeightStorage of a format that `fits`."""
 
     def __init__(
-        self, form: Integer | Fp8, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool
+        self, form: Integer | Fp8, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool,
+        place: torch.device | None = None,
     ) -> None:
         super().__init__(num_rows, width, dtype, launcher, deterministic)
         self._form = form
         groups = form.num_groups(width)
         code = torch.int8 if isinstance(form, Integer) else torch.float8_e4m3fn
-        self._weight = Scaled(
-            torch.empty(num_rows, width, dtype=code, device=launcher.device),
-            torch.empty(groups, num_rows, dtype=torch.float32, device=launcher.device),
+        self._weight: Scaled = Scaled(
+            torch.empty(num_rows, width, dtype=code, device=place or launcher.device),
+            torch.empty(groups, num_rows, dtype=torch.float32, device=place or launcher.device),
         )
         static = isinstance(form, Fp8) and form.activation == "static"
         self._input_scale = torch.empty(1, dtype=torch.float32, device=launcher.device) if static else None

@@ -5,14 +5,16 @@ Legend: M rows of x, K columns (inputs), N outputs.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from typing import Unpack
+from collections.abc import Callable, Hashable
+from typing import Any, Self, Unpack
 
 import torch
 
 from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import norm
-from nanovllm_cli.kernels.experts import FEW_ROWS
+from nanovllm_cli.kernels.experts import FEW_ROWS, Tasks
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -21,10 +23,13 @@ from nanovllm_cli.quant.rows import QuantizedRows
 
 class CudaStorage(ABC):
     """A WeightStorage. dtype: what is computed in. deterministic: a row's bits may not depend on how many rows there are.
-    task_rows: of an expert's at once (see `kernels/cuda_mixture.py`)."""
+    What has a `place` has its weight there, if that is not the device. task_rows, is_far: see `kernels/cuda_mixture.py`."""
 
     recordable = True
     task_rows = FEW_ROWS
+    is_far = False
+    _weight: Any
+    """A tensor, or several with what else there is to know in a tuple with names."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool) -> None:
         self.num_rows = num_rows
@@ -43,6 +48,18 @@ class CudaStorage(ABC):
     @abstractmethod
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor: ...
 
+    @property
+    @abstractmethod
+    def task_form(self) -> Hashable:
+        """See `kernels/cuda_mixture.py`; so the next two."""
+
+    @property
+    @abstractmethod
+    def task_tensors(self) -> tuple[torch.Tensor | None, ...]: ...
+
+    @abstractmethod
+    def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor: ...
+
     @abstractmethod
     def _are_few(self, num_rows: int) -> bool:
         """Whether so many rows have a kernel of their own, with norm and gate in it."""
@@ -54,6 +71,16 @@ class CudaStorage(ABC):
     @abstractmethod
     def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
         """See `gemm.gemm`."""
+
+    def elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same with all tensors of the weight where `move` puts them."""
+        weight, other = self._weight, copy.copy(self)
+        if isinstance(weight, torch.Tensor):
+            other._weight = move(weight)
+        else:
+            moved = {name: move(each) for name, each in weight._asdict().items() if isinstance(each, torch.Tensor)}
+            other._weight = weight._replace(**moved)
+        return other
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         if bias is not None and bias.dtype != self._dtype:  # a router's: kernels add what has the type of their inputs

@@ -24,10 +24,11 @@ class CudaDense(CudaStorage):
     task_rows = MANY_ROWS
 
     def __init__(
-        self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool
+        self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool,
+        place: torch.device | None = None,
     ) -> None:
         super().__init__(num_rows, width, dtype, launcher, deterministic)
-        self._weight = torch.empty(num_rows, width, dtype=dtype, device=launcher.device)
+        self._weight: torch.Tensor = torch.empty(num_rows, width, dtype=dtype, device=place or launcher.device)
 
     @property
     def num_bytes(self) -> int:

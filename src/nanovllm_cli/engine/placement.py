@@ -1,0 +1,117 @@
+"""Which weights of a model lie on a GPU, and which stay in the machine's memory, where the GPU has no room for all.
+
+What costs least goes first: an embedding, of which a step reads a few rows; then experts, of which a token takes some, layer by
+layer; then layers as a whole; and the head at last. So a number of layers says it all, as with llama.cpp's options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.outline import shapes_of
+from nanovllm_cli.quant.format import Format
+from nanovllm_cli.weights.loader import DenseBytes, WeightFormats
+
+ALWAYS_NEAR = ("k_b", "v_b", "kv_b", "router", "per_layer_projection")
+"""Parts of layers that are small, or no weights by themselves on a GPU."""
+
+
+class Group(NamedTuple):
+    """Weights that stay together. layer: of experts and of layers, which are what else there is in one."""
+
+    kind: Literal["embedding", "experts", "layer", "head"]
+    layer: int = 0
+
+
+class Placement(NamedTuple):
+    """far: what is not on the GPU. tied: the head is the embedding."""
+
+    far: frozenset[Group] = frozenset()
+    tied: bool = False
+
+    def is_far(self, name: str) -> bool:
+        """Of a weight by our name."""
+        return bool(self.far) and group_of(name, tied=self.tied) in self.far
+
+
+NEAR = Placement()
+
+
+def group_of(name: str, *, tied: bool) -> Group | None:
+    """None for what is always on the GPU."""
+    match name.split("."):
+        case ["blocks", number, "experts", *_]:
+            return Group("experts", int(number))
+        case ["blocks", number, part, *_]:
+            return None if part in ALWAYS_NEAR else Group("layer", int(number))
+        case ["embedding" | "per_layer_embedding" as part, *_]:
+            return Group("head" if tied and part == "embedding" else "embedding")
+        case ["head", *_]:
+            return Group("head")
+    return None
+
+
+def sizes_of(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> Counter[Group]:
+    """Bytes of each."""
+    sizes: Counter[Group] = Counter()
+    for name, shape in shapes_of(spec).items():
+        group = group_of(name, tied=spec.tied_head)
+        if group is not None and len(shape) == 2:
+            form: Format | None = formats.of(name)
+            sizes[group] += dense_bytes(*shape, dtype) if form is None else math.ceil(shape[0] * form.row_bytes(shape[1]))
+    return sizes
+
+
+def asked_for(config: EngineConfig, num_layers: int) -> frozenset[Group]:
+    """What the config wants far, of a model of so many layers. The head counts as a layer, the last one."""
+    far = {Group("experts", layer) for layer in range(min(config.n_cpu_moe, num_layers))}
+    if config.n_gpu_layers is not None and config.n_gpu_layers <= num_layers:
+        first_near = num_layers + 1 - config.n_gpu_layers
+        far |= _layers(range(min(first_near, num_layers))) | {Group("embedding")}
+        far |= {Group("head")} if first_near > num_layers else set()
+    return frozenset(far)
+
+
+def fitted(sizes: Mapping[Group, int], far: frozenset[Group], num_layers: int, needed: int, room: int) -> frozenset[Group]:
+    """`far`, and as much more as is needed for the rest of `needed` bytes in all to take no more than room; all there is, where
+    that is not enough."""
+    order = [Group("embedding"), *(Group("experts", layer) for layer in range(num_layers))]
+    order += [*(Group("layer", layer) for layer in range(num_layers)), Group("head")]
+    near = needed - bytes_of(far, sizes)
+    moved = set(far)
+    for group in order:
+        if near <= room:
+            break
+        if group not in moved:
+            moved.add(group)
+            near -= sizes.get(group, 0)
+    return frozenset(moved)
+
+
+def bytes_of(groups: Iterable[Group], sizes: Mapping[Group, int]) -> int:
+    return sum(sizes.get(group, 0) for group in groups)
+
+
+def num_near_layers(far: frozenset[Group], num_layers: int) -> int:
+    """As --n-gpu-layers counts them."""
+    return num_layers + 1 - sum(group.kind in ("layer", "head") for group in far)
+
+
+def in_words(far: frozenset[Group], sizes: Mapping[Group, int], num_layers: int) -> str:
+    """The options that ask for as much."""
+    layers = num_near_layers(far, num_layers)
+    words = [f"--n-gpu-layers {layers}"] if layers <= num_layers else []
+    experts = sum(group.kind == "experts" and group in sizes for group in far)
+    words += [f"--n-cpu-moe {experts}"] if experts > num_layers + 1 - layers else []
+    return " ".join(words)
+
+
+def _layers(layers: range) -> set[Group]:
+    return {Group(kind, layer) for layer in layers for kind in ("experts", "layer")}
