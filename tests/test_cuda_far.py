@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
+from emulation.late import LateDevice
 from engines import SMALL, greedy, random_model, save, worker_for
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import cuda_platform
@@ -106,6 +107,16 @@ def test_experts_of_many_tokens_have_matmuls_of_their_own(mixture: Path) -> None
     assert (near.model.most_unread, far.model.most_unread) == (float("inf"), 16)
     expected = logits_of(worker_for(mixture, dtype="float32"), PROMPTS)
     assert difference(logits_of(far, PROMPTS), expected) < 1.2 * difference(logits_of(near, PROMPTS), expected)
+
+
+@needs_emulation
+def test_a_late_device_gives_the_same(dense: Path) -> None:
+    """Which copies weights when it comes to them, and tells its memory from the host's."""
+    settings = {"n_gpu_layers": 1, "quant": "int4:group=32"}
+    expected = tokens(engine_on(dense, EmulatedDevice(), **settings), greedy(6))
+    with LateDevice() as device:
+        assert tokens(engine_on(dense, device, **settings), greedy(6)) == expected
+    assert device.races == []
 
 
 def worker_on(path: Path, device: EmulatedDevice, notes: Notes | None = None, **settings: Any) -> Worker:

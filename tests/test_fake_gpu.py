@@ -56,6 +56,7 @@ def test_what_is_not_on_the_device_is_noticed() -> None:
         {},
         {"kv_cache_dtype": "fp8"},
         {"deterministic": True},
+        *({"n_gpu_layers": 0, "quant": quant} for quant in (None, "int8", "int4", "q4_k")),
         {"num_speculative_tokens": 4},
         {"draft_model": "itself", "draft_quant": "int8", "num_speculative_tokens": 4},
         *({"quant": name} for name in ("fp8", "fp8:block=128", "int8", "int4", "nf4", "q4_k", "q6_k")),

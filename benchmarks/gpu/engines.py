@@ -25,7 +25,7 @@ from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.kernels.device import Device, Event, Graph, Memory
+from nanovllm_cli.kernels.device import Device, Event, Graph, HostPages, Memory
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -50,6 +50,9 @@ class CountingDevice:
 
     def enter(self) -> None:
         self._inner.enter()
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        return self._inner.host_pages(num_bytes)
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.host_buffer(numel, dtype)

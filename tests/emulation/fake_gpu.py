@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from nanovllm_cli.kernels.device import Memory
+from nanovllm_cli.kernels.device import HostPages, Memory
 from nanovllm_cli.kernels.kernel import Arg, Kernel
 
 T = TypeVar("T")
@@ -119,6 +119,9 @@ class FakeGpu:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        return HostPages(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8, device=CUDA))
 
     def event(self) -> _Event:
         return _Event()

@@ -28,7 +28,8 @@ import torch
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator
-from emulation.late_stream import Graph, LateTensor, Stream
+from emulation.late_stream import Graph, LateTensor, Memory, Stream
+from nanovllm_cli.kernels.device import HostPages
 from nanovllm_cli.kernels.kernel import Arg, Kernel
 
 T = TypeVar("T")
@@ -83,6 +84,11 @@ class LateDevice(EmulatedDevice):
         buffer = super().host_buffer(numel, dtype)
         self.stream.pinned[buffer.data_ptr()] = buffer
         return buffer
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        pages, _ = super().host_pages(num_bytes)
+        self.stream.pinned[pages.data_ptr()] = pages
+        return HostPages(pages, LateTensor(pages, Memory(), self.stream))
 
     def event(self) -> LateEvent:
         return LateEvent(self.stream)

@@ -100,6 +100,6 @@ class CudaFar:
 
     def _copied(self, host: torch.Tensor) -> torch.Tensor:
         """On the device, in its place among what is launched."""
-        near = torch.empty_like(host, device=self._launcher.device)
+        near = torch.empty(host.shape, dtype=host.dtype, device=self._launcher.device)
         self._launcher.torch_op(lambda: near.copy_(host, non_blocking=True))
         return near
