@@ -130,6 +130,7 @@ class FakeLLM:
         self.expert_bytes = 0
         self.kv_dtypes = (torch.bfloat16, torch.int8)
         self.dtype, self.formats, self.threads = torch.bfloat16, {None: 10, Integer(8): 90}, 3
+        self.n_gpu_layers = self.n_cpu_moe = 0
         self.multiplies_whole, self.senses = True, None
 
     def stats(self) -> Any:
@@ -406,7 +407,7 @@ def test_mistakes_end_with_two(home: Path) -> None:
         "bench tiny -d 5": "depth of 5",
         "bench tiny -ctk q9": "not a KV cache type",
         "bench tiny -o xml": "xml",
-        "bench tiny -ngl 99": "no such option: -ngl",
+        "bench tiny -ngl most": "is not a list of numbers",
         "bench tiny -pg 5": "not a prompt and an answer",
     }.items():
         result = nanovllm(home, *words.split())

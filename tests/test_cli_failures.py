@@ -59,14 +59,16 @@ BAD_USAGE = {
     "run -m tiny": "there is no prompt\nhint: ",
     "run 'Once upon a time'": "there is no prompt: 'Once upon a time' is taken for the model\nhint: for example: nanovllm",
     "run tiny hi --tempp 1": "no such option: --tempp\nhint: did you mean --temp",
-    "run tiny hi -ngl 99": "no such option: -ngl\nhint: a model lies on one device as a whole: --device",
+    "run tiny hi -ot exps=CPU": "no such option: -ot\nhint: --n-gpu-layers and --n-cpu-moe say what a GPU reads",
+    "run tiny hi -ngl most": "invalid value for '-ngl' / '--n-gpu-layers' / '--gpu-layers': 'most' is not a number of layers",
+    "run tiny hi -ncmoe -1": "--n-cpu-moe must be at least 0, not -1",
     "run tiny hi --temperature 0": "no such option: --temperature\nhint: here it is --temp",
     "run tiny hi --max-tokens=5": "no such option: --max-tokens\nhint: here it is --predict",
     "run tiny hi -fa": "no such option: -fa\nhint: that is always so",
-    "run -m tiny -ngl 99 -fa on --jinja --temp 0 --mmap -p --mlock": "no such options: -ngl, -fa, --jinja and --mmap\n"
-    "hint: -ngl: a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N; "
+    "run -m tiny -ngl 99 -nkvo -fa on --jinja --temp 0 --mmap -p --mlock": "no such options: -nkvo, -fa, --jinja and --mmap\n"
+    "hint: -nkvo: the KV cache is on the device that computes: --device auto, cpu, cuda or cuda:N; "
     "-fa, --jinja and --mmap: that is always so: leave it out\n",
-    "run tiny hi --max_tokens 3 -- -ngl": "no such option: --max_tokens\nhint: here it is --predict",
+    "run tiny hi --max_tokens 3 -- -ot": "no such option: --max_tokens\nhint: here it is --predict",
     "run -hf org/repo hi": "no such option: -hf\nhint: a hub's model is named like any other",
     "run tiny -cnv": "no such option: -cnv\nhint: nanovllm chat MODEL is the conversation",
     "convert tiny --temperature 0": "no such option: --temperature\nhint: nanovllm run, chat and serve have --temp; nano",

@@ -21,6 +21,8 @@ from nanovllm_cli.engine.cuda_platform import STEP_BYTES, CudaPlatform
 from nanovllm_cli.engine.placement import Group, asked_for, fitted, group_of, in_words
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, UsageError
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quant.cuda_far import SLAB_BYTES, CudaFar, FarMemory
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.format_names import parse_format
@@ -176,11 +178,14 @@ def test_layers_are_counted_as_llama_cpp_counts_them(layers: int | None, experts
 
 def test_what_costs_least_goes_first() -> None:
     needed = sum(SIZES.values()) + 7  # norms
+    shape = SHAPE | {"num_hidden_layers": 3, "mlp_only_layers": [0, 2], "architectures": ["Qwen3MoeForCausalLM"]}
+    config = Qwen3MoeConfig(**shape, **EXPERTS).to_dict()
+    spec = spec_from_hf(config, hf_family(config))
     by_room = {}
     for room in range(-1, needed + 1):
         far = fitted(SIZES, frozenset(), 3, needed, room)
         assert needed - sum(SIZES[each] for each in far) <= max(room, 7)
-        by_room[room] = in_words(far, SIZES, 3)
+        by_room[room] = in_words(far, spec)
     assert [room for room in range(needed) if by_room[room] != by_room[room + 1]] == [16, 21, 25, 28, 78]
     assert list(dict.fromkeys(by_room.values())) == [
         "--n-gpu-layers 0", "--n-gpu-layers 1", "--n-gpu-layers 2", "--n-gpu-layers 3", "--n-cpu-moe 1", "",

@@ -22,8 +22,8 @@ _BELIEVABLE = 1.1  # of a limit: beyond it something else than the test is to be
 
 # Width of a column of the table, negative for text that stands on the left, and its heading where it is not the field's name.
 _WIDTHS = {
-    "model": -30, "size": 10, "params": 10, "backend": -10, "n_gpu_layers": 3, "n_threads": 7, "tensor_parallel_size": 3,
-    "n_batch": 7, "n_ubatch": 8,
+    "model": -30, "size": 10, "params": 10, "backend": -10, "n_gpu_layers": 3, "n_cpu_moe": 9, "n_threads": 7,
+    "tensor_parallel_size": 3, "n_batch": 7, "n_ubatch": 8,
     "type_k": 6, "type_v": 6, "test": 15, "t/s": 20,
 }  # fmt: skip
 _HEADINGS = {"n_gpu_layers": "ngl", "n_threads": "threads", "tensor_parallel_size": "tp"}
@@ -45,7 +45,7 @@ class Markdown(Printer):
     CPU; the footer names the build of the last row."""
 
     def __init__(self, swept: Sequence[str], *, on_cpu: bool) -> None:
-        optional = ("n_gpu_layers", "n_threads", "tensor_parallel_size", "n_batch", "n_ubatch", "type_k", "type_v")
+        optional = ("n_gpu_layers", "n_cpu_moe", "n_threads", "tensor_parallel_size", "n_batch", "n_ubatch", "type_k", "type_v")
         shown = {*swept, "n_threads" if on_cpu else "n_gpu_layers"}
         self._columns = ["model", "size", "params", "backend", *(name for name in optional if name in shown), "test", "t/s"]
         self._build = ""

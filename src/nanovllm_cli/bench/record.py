@@ -34,7 +34,7 @@ class Record:
     """One test: what was run, and the nanoseconds of each repetition.
 
     llama-bench's fields: backends "CPU" or "CUDA"; model_size in bytes as loaded; n_batch, n_ubatch: most tokens in one step, of
-    which the smaller counts; n_gpu_layers: 0 on a CPU, all on a GPU; test_time: RFC 3339, UTC.
+    which the smaller counts; n_gpu_layers, n_cpu_moe: as EngineConfig has them, 0 on a CPU; test_time: RFC 3339, UTC.
     Ours: n_parallel: how many sequences ran at once. tensor_parallel_size: processes that computed the model. dtype: computed in.
     quant: --quant, or "". formats: how matrices are kept.
     deterministic, activations: as EngineConfig has them.
@@ -62,6 +62,7 @@ class Record:
     type_k: str = ""
     type_v: str = ""
     n_gpu_layers: int = 0
+    n_cpu_moe: int = 0
     flash_attn: int = 0
     n_depth: int = 0
     test_time: str = ""
@@ -153,8 +154,8 @@ class Record:
 
 LLAMA_BENCH_FIELDS = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size",
-    "model_n_params", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "flash_attn", "n_prompt", "n_gen",
-    "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
+    "model_n_params", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "n_cpu_moe", "flash_attn",
+    "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
 OWN_FIELDS = (
     "test", "n_parallel", "tensor_parallel_size", "dtype", "quant", "formats", "deterministic", "activations", "bytes_per_token",

@@ -14,7 +14,7 @@ _RECORD = {
     "model_type": "", "backends": "", "n_threads": "threads ", "tensor_parallel_size": "tp ", "n_batch": "batch ",
     "n_ubatch": "ubatch ", "type_k": "K ", "type_v": "V ", "quant": "", "formats": "", "dtype": "",
     "deterministic": "deterministic ", "activations": "activations ",
-    "n_gpu_layers": "ngl ",
+    "n_gpu_layers": "ngl ", "n_cpu_moe": "ncmoe ",
     "flash_attn": "fa ", "model_filename": "", "cpu_info": "", "gpu_info": "",
 }  # fmt: skip
 _BESIDE_THE_POINT = ("cpu_info", "gpu_info", "url", "seed", "num_prompts")

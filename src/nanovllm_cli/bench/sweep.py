@@ -19,7 +19,8 @@ _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?:([+*])([0-9]{1,9}))?")
 
 
 class Setup(NamedTuple):
-    """How a model is loaded. threads: None is one a processor. ubatch_size: None is batch_size; the smaller one counts."""
+    """How a model is loaded. n_gpu_layers: None is as many as fit. threads: None is one a processor. ubatch_size: None is
+    batch_size; the smaller one counts."""
 
     model: str
     quant: str | None = None
@@ -27,6 +28,8 @@ class Setup(NamedTuple):
     ubatch_size: int | None = None
     cache_type_k: str = "auto"
     cache_type_v: str = "auto"
+    n_gpu_layers: int | None = None
+    n_cpu_moe: int = 0
     threads: int | None = None
     tensor_parallel_size: int = 1
 
@@ -73,6 +76,8 @@ class Sweep:
     ubatch_sizes: tuple[int | None, ...] = (None,)
     cache_types_k: tuple[str, ...] = ("auto",)
     cache_types_v: tuple[str, ...] = ("auto",)
+    n_gpu_layers: tuple[int | None, ...] = (None,)
+    n_cpu_moe: tuple[int, ...] = (0,)
     threads: tuple[int | None, ...] = (None,)
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     embeds: bool = False
@@ -114,6 +119,8 @@ class Sweep:
                 self.ubatch_sizes,
                 self.cache_types_k,
                 self.cache_types_v,
+                self.n_gpu_layers,
+                self.n_cpu_moe,
                 self.threads,
                 self.tensor_parallel_sizes,
             ),

@@ -189,7 +189,8 @@ def _record(
         tensor_parallel_size=setup.tensor_parallel_size,
         type_k=_type_name(llm.kv_dtypes[0]),
         type_v=_type_name(llm.kv_dtypes[1]),
-        n_gpu_layers=0 if on_cpu else llm.spec.num_layers,
+        n_gpu_layers=llm.n_gpu_layers,
+        n_cpu_moe=llm.n_cpu_moe,
         flash_attn=1,  # no kernel of ours keeps a matrix of scores
         n_depth=trial.depth,
         test_time=began.strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -153,6 +153,8 @@ def _open(
         max_num_batched_tokens=setup.step_size,
         cache_type_k=cast(KVCacheDType, setup.cache_type_k),
         cache_type_v=cast(KVCacheDType, setup.cache_type_v),
+        n_gpu_layers=setup.n_gpu_layers,
+        n_cpu_moe=setup.n_cpu_moe,
         threads=setup.threads,
         tensor_parallel_size=setup.tensor_parallel_size,
         deterministic=engine.deterministic,

@@ -32,6 +32,10 @@ def _sizes(text: str) -> list[int]:
     return [parsers.count(text)] if text.strip()[-1:].isalpha() else sweep.numbers(text)
 
 
+def _layers(text: str) -> list[int]:
+    return [parsers.layers(text)] if text.strip() in ("auto", "all", "-1", "-2") else sweep.numbers(text)
+
+
 def _cache_types(text: str) -> list[str]:
     return [parsers.cache_type(part.strip()) for part in text.split(",")]
 
@@ -120,6 +124,15 @@ class BenchEngineOptions:
         "-ctv", "--cache-type-v", help="The same for values. [auto]",
         panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
     )
+    n_gpu_layers: list[Any] | None = _several(
+        "-ngl", "--n-gpu-layers", "--gpu-layers",
+        help="How many layers have their weights on a GPU, the head being one; it reads all others from the machine's memory. "
+        "A number, or all. [auto: as many as fit]", panel=ENGINE, parser=_layers,
+    )
+    n_cpu_moe: list[Any] | None = _several(
+        "-ncmoe", "--n-cpu-moe", help="Of how many layers a GPU reads the experts from there. [as few as do not fit]",
+        panel=ENGINE,
+    )
     threads: list[Any] | None = _several(
         "-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE
     )
@@ -165,6 +178,8 @@ def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, en
         "ubatch_sizes": _flat(engine.ubatch_size),
         "cache_types_k": _flat(engine.cache_type_k),
         "cache_types_v": _flat(engine.cache_type_v),
+        "n_gpu_layers": tuple([None if count == -1 else count for count in _flat(engine.n_gpu_layers)]),
+        "n_cpu_moe": _flat(engine.n_cpu_moe),
         "threads": _flat(engine.threads),
         "tensor_parallel_sizes": _flat(engine.tensor_parallel_size),
         "embeds": bool(tests.embeddings),
@@ -177,6 +192,8 @@ def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, en
 def swept_fields(engine: BenchEngineOptions) -> list[str]:
     """Columns of the table that show what was asked for, by the record's names."""
     asked = {
+        "n_gpu_layers": engine.n_gpu_layers,
+        "n_cpu_moe": engine.n_cpu_moe,
         "n_threads": engine.threads,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "n_batch": engine.batch_size,

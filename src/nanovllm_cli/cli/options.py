@@ -216,6 +216,19 @@ class MemoryOptions:
         f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
         default=EngineConfig().gpu_memory_utilization, panel=ENGINE, metavar="SHARE",
     )
+    n_gpu_layers: int | None = option(
+        "-ngl", "--n-gpu-layers", "--gpu-layers",
+        help="On a GPU: how many layers, the last ones, have their weights there; the head counts as one. It reads all others "
+        "from the machine's memory. A number, or all. [auto: as many as fit]",
+        panel=ENGINE, metavar="N", parser=parsers.layers,
+    )
+    n_cpu_moe: int = option(
+        "-ncmoe", "--n-cpu-moe",
+        help="On a GPU: of so many layers, the first ones, the experts are read from the machine's memory. "
+        "[as few as do not fit]",
+        default=EngineConfig().n_cpu_moe, panel=ENGINE, metavar="N",
+    )
+    cpu_moe: bool = option("-cmoe", "--cpu-moe", help="The same of all layers.", default=False, panel=ENGINE)
     threads: int | None = option("-t", "--threads", help="CPU threads. [-1: one a core; of a Mac, one a fast core]", panel=ENGINE)
     tensor_parallel_size: int = option(
         "-tp", "--tensor-parallel-size",
@@ -233,6 +246,8 @@ class MemoryOptions:
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
             "max_num_batched_tokens": self.batch_size,
             "kv_cache_bytes": self.kv_cache,
+            "n_gpu_layers": None if self.n_gpu_layers == -1 else self.n_gpu_layers,
+            "n_cpu_moe": parsers.ALL_LAYERS if self.cpu_moe else self.n_cpu_moe,
             "threads": None if self.threads == -1 else self.threads,
             "max_num_seqs": max_num_seqs,
         }

@@ -27,6 +27,10 @@ _NEAR_DEVICES = {"none": "cpu"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
+ALL_LAYERS = 999_999
+"""More than any model has."""
+
+
 def count(text: str) -> int:
     """Tokens: 4096, 25.6k (25,600), 32K (32,768). 0 and -1 pass through."""
     if text.strip() in ("0", "-1"):
@@ -86,6 +90,16 @@ def cache_type(text: str) -> str:
         return name
     near = f"; {_NEAR_CACHE_TYPES[lowered]}" if lowered in _NEAR_CACHE_TYPES else ""
     raise ValueError(f"{text!r} is not a KV cache type: {', '.join((*_CACHE_TYPES, *_CACHE_NAMES))}{near}")
+
+
+def layers(text: str) -> int:
+    """How many: a number, all, or auto, which is -1."""
+    known = {"auto": -1, "-1": -1, "all": ALL_LAYERS, "-2": ALL_LAYERS}
+    if text.strip() in known:
+        return known[text.strip()]
+    if re.fullmatch(r"[0-9]{1,6}", text.strip()) is None:
+        raise ValueError(f"{text!r} is not a number of layers, all or auto")
+    return int(text)
 
 
 def device(text: str) -> str:

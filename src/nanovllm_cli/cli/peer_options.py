@@ -91,9 +91,11 @@ _ALWAYS = "that is always so: leave it out"
 SPLIT = "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges"
 TOKEN = "the token is read from HF_TOKEN, or from where hf auth login keeps it"
 EXPLAINED = {
-    ("-ngl", "--n-gpu-layers", "--gpu-layers", "-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-nkvo",
-     "--no-kv-offload", "-kvo", "--kv-offload", "-ncffn", "--n-cpu-ffn", "--moe-cache", "--moe-cache-mib"):
-        "a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N",
+    ("-ot", "--override-tensor", "-ncffn", "--n-cpu-ffn", "--moe-cache", "--moe-cache-mib", "--cpu-offload-gb",
+     "--cpu-offload-params"):
+        "--n-gpu-layers and --n-cpu-moe say what a GPU reads from the machine's memory",
+    ("-nkvo", "--no-kv-offload", "-kvo", "--kv-offload"):
+        "the KV cache is on the device that computes: --device auto, cpu, cuda or cuda:N",
     ("-fa", "--flash-attn", "--jinja", "--stream", "-cb", "--cont-batching", "--enable-prefix-caching",
      "--metrics", "--props", "--embedding", "--embeddings", "--webui", "--ui", "--no-context-shift",
      "--no-escape", "--check-tensors", "--no-display-prompt", "--simple-io", "--no-perf", "--mmap",
@@ -191,7 +193,7 @@ EXPLAINED = {
     ("--option",): "sampling options have flags of their own, such as --temp 0.7",
     ("--vocab-only",): "a model is converted as a whole: leave it out",
     ("--tags",): "models have no tags: leave it out",
-    ("--swap-space", "--cpu-offload-gb", "--cpu-offload-params", "--cache-ram", "-cram", "--kv-offloading-size",
+    ("--swap-space", "--cache-ram", "-cram", "--kv-offloading-size",
      "--kv-offloading-backend", "--prompt-cache-size"): "there is one cache, in memory: --kv-cache SIZE",
     ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl",
      "--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--yarn-ext-factor",

@@ -121,7 +121,7 @@ class CudaPlatform:
         if far != asked_for(config, layers):
             self.progress.note(
                 f"{num_far / GIB:.1f} of {needed / GIB:.1f} GiB of weights stay in the machine's memory, as the GPU has room for "
-                f"{max(0, room) / GIB:.1f} ({in_words(far, by_group, layers)})"
+                f"{max(0, room) / GIB:.1f} ({in_words(far, spec)})"
             )
         self._check_room(needed - num_far, num_far, memory.free)
         return Placement(far, spec.tied_head)

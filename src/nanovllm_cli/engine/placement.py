@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.outline import shapes_of
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.weights.loader import DenseBytes, WeightFormats
@@ -104,13 +104,16 @@ def num_near_layers(far: frozenset[Group], num_layers: int) -> int:
     return num_layers + 1 - sum(group.kind in ("layer", "head") for group in far)
 
 
-def in_words(far: frozenset[Group], sizes: Mapping[Group, int], num_layers: int) -> str:
+def num_far_mixtures(far: frozenset[Group], spec: ModelSpec) -> int:
+    """Layers whose experts are far."""
+    return sum(isinstance(block.mlp, MoESpec) and Group("experts", layer) in far for layer, block in enumerate(spec.blocks))
+
+
+def in_words(far: frozenset[Group], spec: ModelSpec) -> str:
     """The options that ask for as much."""
-    layers = num_near_layers(far, num_layers)
-    words = [f"--n-gpu-layers {layers}"] if layers <= num_layers else []
-    experts = sum(group.kind == "experts" and group in sizes for group in far)
-    words += [f"--n-cpu-moe {experts}"] if experts > num_layers + 1 - layers else []
-    return " ".join(words)
+    layers, mixtures = num_near_layers(far, spec.num_layers), num_far_mixtures(far, spec)
+    words = [f"--n-gpu-layers {layers}"] if layers <= spec.num_layers else []
+    return " ".join(words + ([f"--n-cpu-moe {mixtures}"] if mixtures > spec.num_layers + 1 - layers else []))
 
 
 def _layers(layers: range) -> set[Group]:
