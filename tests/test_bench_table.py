@@ -25,6 +25,7 @@ from nanovllm_cli.bench.sweep import Setup, Sweep, Trial, numbers, pair
 from nanovllm_cli.bench.table import Loaded, Procedure, check_room, greedy, run_sweep
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm_cli.engine.placement import NEAR
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError, UsageError
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
@@ -130,7 +131,7 @@ class FakeLLM:
         self.expert_bytes = 0
         self.kv_dtypes = (torch.bfloat16, torch.int8)
         self.dtype, self.formats, self.threads = torch.bfloat16, {None: 10, Integer(8): 90}, 3
-        self.n_gpu_layers = self.n_cpu_moe = 0
+        self.placement = NEAR
         self.multiplies_whole, self.senses = True, None
 
     def stats(self) -> Any:

@@ -34,7 +34,7 @@ from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
-from nanovllm_cli.engine.placement import num_far_mixtures, num_near_layers
+from nanovllm_cli.engine.placement import Placement
 from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
@@ -147,6 +147,7 @@ class LLM:
         self.weight_bytes: int = worker.weight_bytes + worker.draft_bytes
         self.read_bytes: int = worker.read_bytes
         self.expert_bytes: int = worker.expert_bytes
+        self.placement: Placement = worker.placement
         self.formats: Mapping[Format | None, int] = worker.formats
         self.chat_template: ChatTemplate | None = None
         if chat_template is not None or "default" in self.tokenizer.chat_templates:
@@ -203,16 +204,6 @@ class LLM:
     def threads(self) -> int | None:
         """Of the CPU, where it computes; None on a GPU."""
         return self._worker.num_threads
-
-    @property
-    def n_gpu_layers(self) -> int:
-        """Whose weights are in a GPU's memory, the head being one; 0 on a CPU."""
-        return 0 if self.threads is not None else num_near_layers(self._worker.placement.far, self.spec.num_layers)
-
-    @property
-    def n_cpu_moe(self) -> int:
-        """Whose experts a GPU reads from the machine's memory."""
-        return num_far_mixtures(self._worker.placement.far, self.spec)
 
     @property
     def multiplies_whole(self) -> bool:

@@ -24,6 +24,7 @@ from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.bench.workload import drawn_ids
 from nanovllm_cli.config import BLOCK_SIZE
+from nanovllm_cli.engine.placement import num_far_mixtures, num_near_layers
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
@@ -189,8 +190,8 @@ def _record(
         tensor_parallel_size=setup.tensor_parallel_size,
         type_k=_type_name(llm.kv_dtypes[0]),
         type_v=_type_name(llm.kv_dtypes[1]),
-        n_gpu_layers=llm.n_gpu_layers,
-        n_cpu_moe=llm.n_cpu_moe,
+        n_gpu_layers=0 if on_cpu else num_near_layers(llm.placement.far, llm.spec.num_layers),
+        n_cpu_moe=num_far_mixtures(llm.placement.far, llm.spec),
         flash_attn=1,  # no kernel of ours keeps a matrix of scores
         n_depth=trial.depth,
         test_time=began.strftime("%Y-%m-%dT%H:%M:%SZ"),
