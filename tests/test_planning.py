@@ -13,6 +13,7 @@ import pytest
 from emulation.device import EmulatedDevice
 from forked_commands import Commands
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import cuda_platform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES, size_cache
 from nanovllm_cli.errors import DoesNotFitError
@@ -162,6 +163,21 @@ def test_a_gpus_share_bounds_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     most, less = (planned(["int8"], device="cuda", gpu_memory_utilization=share) for share in (1.0, 0.75))
     assert most.cache_room == 3 * GIB - OVERHEAD_BYTES - most.formats[0].weight_bytes
     assert most.cache_room - less.cache_room == total - int(0.75 * total)
+
+
+def test_what_a_gpu_has_no_room_for_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(free=3 * GIB)
+    monkeypatch.setattr(plan, "select_platform", lambda config, progress: CudaPlatform(config, device, progress))
+    whole = planned(["int8"], device="cuda", gpu_memory_utilization=1.0)
+    assert whole.formats[0].far_bytes == 0
+    monkeypatch.setattr(CudaPlatform, "_beside_weights", lambda *_: 3 * GIB - whole.formats[0].weight_bytes + 1000)
+    part = planned(["int8"], device="cuda", gpu_memory_utilization=1.0)
+    row = part.formats[0]
+    assert 1000 <= row.far_bytes < row.weight_bytes / 2, "a layer, as the head is the embedding"
+    assert (row.fits, row.decode, row.prefill) == (True, None, None)
+    assert part.cache_room == whole.cache_room + row.far_bytes
+    monkeypatch.setattr(cuda_platform, "available_bytes", lambda: 0)
+    assert not planned(["int8"], device="cuda", gpu_memory_utilization=1.0).fits
 
 
 @pytest.mark.parametrize(

@@ -207,12 +207,16 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
     rows = [("weights", "size", planned_for, "fits", "longest context", "prompt t/s", "answer t/s")]
     rows += [
         (f"{row.format} as stored" if row.quant is None else f"--quant {row.quant}", size(row.weight_bytes),
-         size(row.total_bytes), "yes" if row.fits else "no", f"{row.longest_context:,}" if row.longest_context else "-",
+         size(row.total_bytes), "no" if not row.fits else "in part" if row.far_bytes else "yes",
+         f"{row.longest_context:,}" if row.longest_context else "-",
          _rate(row.prefill), _rate(row.decode))
         for row in made.formats
     ]  # fmt: skip
     yield from aligned(rows, left=(0, 3))
     yield from (f"left out: {reason}" for reason in made.left_out)
+    for row in made.formats:
+        if row.fits and row.far_bytes:
+            yield f"in part: {size(row.far_bytes)} stay in the machine's memory; how fast the GPU reads it is not measured"
     if made.speed is not None:
         yield "speeds are the most that this machine allows, for one sequence"
     yield ""

@@ -6,19 +6,24 @@ with what happens.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from nanovllm_cli.attention.kv_cache import CacheLayout
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import context_of
+from nanovllm_cli.engine.placement import Group, bytes_of, group_of
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.worker import select_platform
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.outline import shapes_of
 from nanovllm_cli.planning import estimate
 from nanovllm_cli.planning.estimate import BATCHES, Speed
 from nanovllm_cli.planning.facts import Facts, facts_of, reader_of
@@ -39,7 +44,7 @@ CACHE_TYPES: tuple[KVCacheDType, ...] = ("auto", "int8", "fp8")
 class FormatRow:
     """Weights in one format. quant: what --quant would say, None as they are stored. total_bytes, fits: with the KV cache of the
     plan's answers and context. longest_context: of each answer. decode, prefill: most tokens a second of one sequence, None
-    where the machine was not measured."""
+    where the machine was not measured, or a GPU reads far_bytes of the weights from the machine's memory."""
 
     quant: str | None
     format: str
@@ -49,6 +54,7 @@ class FormatRow:
     longest_context: int
     decode: float | None
     prefill: float | None
+    far_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +163,16 @@ def make_plan(
     rows, rooms = [], []
     for quant, weights in found:
         total = estimate.total_bytes(weights.num_bytes, cache_bytes, processes)
-        room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
+        far = _far_bytes(platform, facts.spec, layout, weights.num_bytes)
+        near = weights.num_bytes - (far or 0)
+        room = estimate.cache_room(config, usable, near, is_cpu=kind_of(platform) == "cpu")
         context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
-        decode = None if speed is None or not facts.spec.has_head else estimate.decode_rate(facts, weights, cache_read, speed)
-        prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed, config.max_num_batched_tokens)
-        rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, cache_bytes <= room, context_len, decode, prefill))
+        told = None if far else speed
+        decode = None if told is None or not facts.spec.has_head else estimate.decode_rate(facts, weights, cache_read, told)
+        prefill = None if told is None else estimate.prefill_rate(facts, weights, told, config.max_num_batched_tokens)
+        fits = cache_bytes <= room and far is not None
+        sizes = (weights.num_bytes, total, fits, context_len)
+        rows.append(FormatRow(quant, weights.format, *sizes, decode, prefill, far or 0))
         rooms.append(room)
     batches = tuple(sorted({*BATCHES, answers}))
     cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, batches, rooms[0]))
@@ -213,6 +224,24 @@ def _format(quant: str | None, platform: Platform, facts: Facts, dtype: torch.dt
     if form is not None and kind_of(platform) != "cpu":
         platform.make_storage(form, 1, facts.spec.hidden_size, dtype)  # says why not
     return form
+
+
+def _far_bytes(platform: Platform, spec: ModelSpec, layout: CacheLayout, num_bytes: int) -> int | None:
+    """Of weights of so many bytes, those that the platform's GPU has no room for, as if all numbers took as many; None where the
+    machine has none either."""
+    if not isinstance(platform, CudaPlatform):
+        return 0
+    counts: Counter[Group] = Counter()
+    shapes = shapes_of(spec)
+    for name, shape in shapes.items():
+        if (group := group_of(name, tied=spec.tied_head)) is not None:
+            counts[group] += math.prod(shape)
+    each = num_bytes / sum(map(math.prod, shapes.values()))
+    sizes = {group: int(count * each) for group, count in counts.items()}
+    try:
+        return bytes_of(platform.place(spec, layout, num_bytes, lambda: sizes).far, sizes)
+    except DoesNotFitError:
+        return None
 
 
 def _usable(platform: Platform) -> int:
