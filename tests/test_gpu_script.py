@@ -30,7 +30,7 @@ from emulation import on_gpu
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
-from gpu import breakdown, cases, checks, engine_runs, experts, latent, peers, quantized, report, sections, sweeps
+from gpu import breakdown, cases, checks, engine_runs, experts, far, latent, peers, quantized, report, sections, sweeps
 from gpu.engines import decode, load, overlaps, release, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
@@ -766,6 +766,21 @@ def test_mixtures_of_experts_are_measured_by_the_bytes_of_those_that_are_taken(m
     cache = 2 * 2 * (2 * 64) * (PROMPT + 17)
     assert result["GB/s"] * result["ms a step"] * 1e6 == pytest.approx(2 * (matrices + cache), rel=1e-6)
     assert 0 < result["CPU ms a step"] <= result["ms a step"]
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", far.NAMES)
+def test_far_weights_are_measured_by_their_bytes(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(far, "seconds_in_graph", lambda calls, **_: [call() for call in calls] and 2.0)
+    monkeypatch.setattr(far, "seconds_of", lambda call: call() is None or 2.0)
+    output = sections.Output(tmp_path / "results.json")
+    far.copies(output, EmulatedDevice(), 1000)
+    far.products(output, EmulatedDevice(), name, 32, 256)
+    bits = {"bf16": 16.0, "int4": 4.0 + 16 / 128, "q4_k": 4.625}[name]  # Q4_K with scales of whole bytes
+    found = output.results
+    assert found.pop("copy") == {"GB/s": 1000 / 2 / 1e9, "seen alike": True}
+    assert found == {f"{name}, {count}": {"GB/s": pytest.approx(32 * 256 * bits / 8 / 2 / 1e9, rel=0.02), "same bits": True}
+                     for count in far.COUNTS}  # fmt: skip
 
 
 def test_transformers_is_measured_between_two_lengths() -> None:

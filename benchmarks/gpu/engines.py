@@ -31,6 +31,8 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+ALL_LAYERS = 1000
+"""None stays in the machine's memory: a model that the GPU has no room for is an error here."""
 WARM_STEPS = 16
 """Decode steps before the measured ones: the first runs launch by launch, the second is recorded."""
 SPARE_STEPS = 16
@@ -108,7 +110,7 @@ def overlaps() -> bool:
 def load(shape: HasConfig, device: Device | None, **settings: Any) -> Loaded:
     """An engine on a GPU, or on the CPU where device is None. settings: of EngineConfig. What is loaded is kept out of the
     collector's rounds, as the command line keeps it, until `release`."""
-    defaults = {"enable_prefix_caching": False, "max_model_len": 4096, "dtype": "bfloat16"}
+    defaults = {"enable_prefix_caching": False, "max_model_len": 4096, "dtype": "bfloat16", "n_gpu_layers": ALL_LAYERS}
     config = EngineConfig(**defaults | settings | ({"device": "cpu"} if device is None else {}))
     counting = None if device is None else CountingDevice(device)
     platform = None if counting is None else CudaPlatform(config, counting)

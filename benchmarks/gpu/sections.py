@@ -71,6 +71,7 @@ SECTIONS = (
     Section("crossover-others", "packed GEMMs of other formats by rows", "quantized:other_crossovers", 90),
     Section("experts", "decode of mixtures of experts", "experts:section", 140),
     Section("latent", "latent attention, and products with matrices of heads", "latent:section", 90),
+    Section("far", "weights in the machine's memory", "far:section", 60),
     Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
     Section("recording", "what launches wait for in a recorded step", "checks:recording", 30),
     Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 60),
