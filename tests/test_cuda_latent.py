@@ -166,12 +166,14 @@ def test_greedy_tokens_are_those_of_the_cpu(name: str, deterministic: bool, tmp_
     assert any(entry.startswith(other) for entry in device.launcher.launches)
 
 
-def test_a_context_of_which_tokens_see_a_part_is_refused(tmp_path: Path) -> None:
+def test_a_context_of_which_tokens_see_a_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where all is seen nobody computes what would choose."""
     config = MODELS["deepseek v3.2, all are seen"]
     folder = save(random_model(type(config)(**config.to_dict() | {"index_topk": 40}), dtype=torch.bfloat16), tmp_path)
     with pytest.raises(UnsupportedError, match="sparse attention, whose tokens see 40 of up to") as refused:
         engine_on(folder, EmulatedDevice())
     assert "--ctx-size 40" in str(refused.value.hint)
+    monkeypatch.setattr(Indexer, "__call__", lambda *_: pytest.fail("what would choose"))
     answers(engine_on(folder, EmulatedDevice(), max_model_len=40), 2, [[5, 6, 7]])
 
 

@@ -102,7 +102,10 @@ class StepInputs(NamedTuple):
 
 
 class AttentionBackend(CacheLayout, Protocol):
-    """Everything between a layer's projection of its input and that of its output."""
+    """Everything between a layer's projection of its input and that of its output. chooses: whether tokens choose what they see,
+    where a layer's attention is sparse; else each sees all, as no sequence is longer than what one may see."""
+
+    chooses: bool
 
     def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> Any:
         """What depends on the batch alone, once a step; handed to every layer's `attend`. The batch as it is on the host and
@@ -136,7 +139,7 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """q [T, H * (key_dim + rotary_dim)], kept [T, rank + rotary_dim] -> [T, H * value_dim], of spec.latent: norm and rotate
         what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`. index: of a
-        layer that chooses; those that do not and have an indexer go by the last one that did, in this step."""
+        layer that chooses, where this backend does; those that do not and have an indexer go by the last one that did, in this step."""
 
     def convolve(
         self,

@@ -95,6 +95,7 @@ class CpuAttention:
     layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. max_guesses: see
     CacheLayout. chunk: what some layers see no further than, see `AttentionSpec`."""
 
+    chooses = True
     groups: set[int]
     dtype: torch.dtype
     cache_dtypes: tuple[torch.dtype, torch.dtype]

@@ -135,6 +135,7 @@ class CudaAttention:
     `AttentionSpec`; None where no sequence is longer.
     """
 
+    chooses = False
     long_prompt = 512
 
     def __init__(
@@ -284,7 +285,7 @@ class CudaAttention:
         step: CudaStep,
         index: IndexInputs | None = None,
     ) -> torch.Tensor:
-        """index decides nothing: the platform sees to it that no sequence is so long that tokens would choose."""
+        assert index is None, "the platform sees to it that no sequence is so long that tokens would choose"
         (kept_rows,) = cache
         lens, sequences = (step.kv_lens, None) if step.rows is None else step.rows
         return self._latent.attend(

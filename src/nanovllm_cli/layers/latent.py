@@ -64,7 +64,7 @@ class LatentAttention(Projected):
         q, index = self.q(x), None
         if self.q_norm is not None and self.q_b is not None:
             normed = self.q_norm(None, q)
-            index = None if self.indexer is None else self.indexer(x, normed)
+            index = self.indexer(x, normed) if self.indexer is not None and self.backend.chooses else None
             q = self.q_b(normed)
         if (own := self.spec.temperature) is not None:
             self.ops.temper(q, inputs.positions, own.length, own.scale, own.offset)
