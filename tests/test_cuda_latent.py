@@ -25,6 +25,7 @@ from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
+from nanovllm_cli.layers.indexer import Indexer
 from nanovllm_cli.mixer_spec import LatentSpec
 from test_cuda_engine import (
     PROMPTS,
