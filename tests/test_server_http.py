@@ -597,7 +597,7 @@ def test_models_are_listed_and_found_by_name(server: Running) -> None:
     assert listed["object"] == "list"
     assert [card["id"] for card in listed["data"]] == ["fake", "org/name"]
     assert {"id", "object", "created", "owned_by"} <= listed["data"][0].keys()
-    for name in ("org/name", "org%2Fname"):
+    for name in ("org/name", "org%2Fname", "org/name:latest"):
         assert server.ask("GET", f"/v1/models/{name}").json["id"] == "org/name"
     assert error_of(server.ask("GET", "/v1/models/nope"), 404)["code"] == "model_not_found"
 

@@ -386,3 +386,8 @@ class Generates(Protocol):
     ) -> tuple[list[Sequence[float]], int]:
         """A vector for each text, of length 1 where they are normalized, and how many tokens they had. most: to so many texts are
         cut, -1: to what the context holds."""
+
+
+def spellings(name: str) -> tuple[str, str, str]:
+    """What a request may mean by it, the likeliest first: Ollama's clients say `:latest`, or leave it out."""
+    return name, name.removesuffix(LATEST), name + LATEST

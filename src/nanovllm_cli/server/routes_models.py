@@ -12,7 +12,7 @@ from starlette.responses import Response
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
-from nanovllm_cli.server.ports import ModelCard
+from nanovllm_cli.server.ports import ModelCard, spellings
 from nanovllm_cli.server.reading import invalid
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_own import AnyModelAnswer, AnyModelsAnswer
@@ -43,8 +43,10 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/models/{model:path}", responses=answers(AnyModelAnswer))
     async def model(model: str, anthropic_version: AnthropicVersion = None) -> Response:
-        for card in context.models.cards():
-            if card.id == model:
+        cards = {card.id: card for card in context.models.cards()}
+        for name in spellings(model):
+            if name in cards:
+                card = cards[name]
                 return JsonResponse(_openai(card) if anthropic_version is None else _anthropic(card))
         raise ApiError(404, "no such model is served here; /v1/models lists them", code="model_not_found", param="model")
 

@@ -27,7 +27,6 @@ from nanovllm_cli.server.messages import Loading, Start
 from nanovllm_cli.server.model_files import read_files
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import (
-    LATEST,
     ChatDefaults,
     EnginePort,
     EngineState,
@@ -36,6 +35,7 @@ from nanovllm_cli.server.ports import (
     ModelCard,
     ServedModel,
     TextSide,
+    spellings,
 )
 from nanovllm_cli.text.answer_format import AnswerFormat, model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, check_variables
@@ -231,7 +231,7 @@ class ServedModels:
     def _find(self, name: str | None) -> _Asked:
         if name is None:
             return _Asked(self._slots[0])
-        for each in (name, name.removesuffix(LATEST), name + LATEST):  # Ollama's clients say it, or leave it out
+        for each in spellings(name):
             if each in self._by_name:
                 return self._by_name[each]
         message = f"model {name[:100]!r} not found: it is not served here; these are: {', '.join(self._by_name)}"
