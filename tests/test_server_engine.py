@@ -377,15 +377,16 @@ def test_killed_under_load_it_comes_back_and_leaves_nothing(
     runner.run(scenario())
 
 
-def test_put_to_sleep_in_the_middle_it_wakes_up_again(runner: asyncio.Runner, engine: EngineClient) -> None:
+def test_stopped_in_the_middle_it_has_not_died_and_can_be_loaded_again(runner: asyncio.Runner, engine: EngineClient) -> None:
     async def scenario() -> None:
         sockets, pid = num_sockets(), engine.pid
         stream = engine.generate(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True))
         await anext(stream)
-        await engine.unload()
-        assert (engine.state, engine.pid) == (EngineState.ASLEEP, None)
-        with pytest.raises(ApiError):
+        await engine.unload(EngineState.STOPPED)
+        assert (engine.state, engine.pid) == (EngineState.STOPPED, None)
+        with pytest.raises(ApiError) as caught:
             await collect(stream)
+        assert (caught.value.status, caught.value.code) == (503, "draining")
         assert pid is not None
         assert not psutil.pid_exists(pid)
         await engine.load()

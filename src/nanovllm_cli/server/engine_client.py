@@ -24,7 +24,7 @@ from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.engine_stream import EngineStream
 from nanovllm_cli.server.messages import (
     HEADER,
@@ -198,7 +198,8 @@ class EngineClient:
                 with suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
-            self._fail_all(ApiError(503, "the engine stopped while it was answering", code="engine_died", retry_after=1))
+            died = ApiError(503, "the engine stopped while it was answering", code="engine_died", retry_after=1)
+            self._fail_all(draining() if self._state is EngineState.STOPPED else died)
         if failure:
             raise _error(failure[0].kind, failure[0].message, failure[0].hint)
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
