@@ -165,12 +165,12 @@ def test_the_form_of_answers_is_shown_once(tmp_path: Path) -> None:
 
 def test_settings_by_their_flags(tmp_path: Path) -> None:
     done = chat(
-        tmp_path, "/set temp 0.3", "/set --top-k 5", "/set n 3", "/set stop 'a b' END", "/set logit-bias 5+1 6-2.5",
+        tmp_path, "/set temp 0.3", "/set --top-k 5", "/set n 3", "/set stop 'a b' END \\n", "/set logit-bias 5+1 6-2.5",
         "/set ignore-eos on", "/set seed 4", "params", "/set stop default", "/set stop", "/set temp", "/set temp default",
     )  # fmt: skip
     assert done.code == 0
     assert done.out.splitlines()[:3] == ["temp = 0.3", "top-k = 5", "predict = 3"]
-    assert "stop = 'a b' END" in done.out
+    assert "stop = 'a b' END '\\n'" in done.out
     assert "logit-bias = 5+1 6-2.5" in done.out
     assert "Sam" in done.out  # three tokens of the parameters' repr
     assert done.out.splitlines()[-3:] == ["stop = none", "temp = 0.3", "temp = 1"]

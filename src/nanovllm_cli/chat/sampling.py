@@ -136,7 +136,7 @@ def _parsed(chosen: Setting, value: str) -> Any:
         if chosen.kind is bool:
             return _SWITCH[value]
         if chosen.kind is list:
-            words = shlex.split(value)
+            words = _words(value)
             return [chosen.parse(word) if chosen.parse else word for word in words]
         return chosen.parse(value) if chosen.parse else chosen.kind(value)
     except KeyError:
@@ -146,6 +146,13 @@ def _parsed(chosen: Setting, value: str) -> Any:
         raise UsageError(
             f"{chosen.name}: {value!r:.60} is not {expected}" if expected else f"{chosen.name}: {failure}"
         ) from None
+
+
+def _words(text: str) -> list[str]:
+    """Split at blanks outside of quotation marks. A `\\` stays, as it begins a line break or a tab. Raises ValueError."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
+    return list(lexer)
 
 
 _SWITCH = {"on": True, "true": True, "off": False, "false": False}
