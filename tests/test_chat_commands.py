@@ -65,9 +65,13 @@ def test_a_first_message_on_the_command_line_and_from_files(tmp_path: Path) -> N
 
 
 def test_several_lines_and_leading_slashes(tmp_path: Path) -> None:
-    lines = ('"""a', "  b", 'c"""', "/clear", "//etc", "/clear", '"""one line"""', "/clear", '"""', "two", '"""')
+    lines = (
+        '"""a', "  b", 'c"""', "/clear", "//etc", "/clear", '"""one line"""', "/clear", '"""', "two", '"""',
+        "/clear", '"""three""" and four', "/clear", '"""', 'def f(): """five"""', '"""',
+    )  # fmt: skip
     assert chat(tmp_path, *lines).out.replace("a new conversation; the system prompt stays\n", "") == (
         "[<u>a\n  b\nc<a>]\n[<u>/etc<a>]\n[<u>one line<a>]\n[<u>two<a>]\n"
+        '[<u>"""three""" and four<a>]\n[<u>"""\ndef f(): """five"""\n"""<a>]\n'
     )
 
 

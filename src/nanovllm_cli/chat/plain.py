@@ -43,14 +43,10 @@ class PlainReader:
         line = self._line(PROMPT)
         if not line.startswith(QUOTES):
             return line
-        line = line.removeprefix(QUOTES)
-        lines = []
-        size = 0
-        while not line.endswith(QUOTES):
-            size += len(line)
+        lines, marks, size = [line], line.count(QUOTES), len(line)
+        while marks % 2 == 1:
             if size > MAX_INPUT_BYTES:
                 raise UsageError(f"the message is longer than {MAX_INPUT_BYTES >> 20} MiB")
-            lines.append(line)
             try:
                 line = self._line(MORE)
             except EOFError:
@@ -58,8 +54,10 @@ class PlainReader:
                     raise  # Ctrl-D, seen by whoever pressed it
                 hint = f"a line that ends in {QUOTES} ends it"
                 raise UsageError(f"the message that began with {QUOTES} has no end", hint) from None
-        lines.append(line.removesuffix(QUOTES))
-        return "\n".join(lines).strip("\n")
+            lines.append(line)
+            marks += line.count(QUOTES)
+            size += len(line)
+        return unquoted("\n".join(lines))
 
     def close(self) -> None:
         pass
