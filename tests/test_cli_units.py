@@ -576,7 +576,8 @@ def test_the_nearer_and_the_more_special_setting_wins(config: Path) -> None:
     assert defaults(settings, "serve", "x") == {"temperature": "1", "port": "80"}
     assert settings.resolve("other") == "m"
     assert settings.resolve("unknown") == "unknown"
-    (config / "project/nanovllm.toml").write_text("[default]\ntemp = 0.5\n")
+    windows = "[default]\r\ntemp = 0.5\r\n".encode("utf-8-sig")  # as its editors write
+    (config / "project/nanovllm.toml").write_bytes(windows)
     assert defaults(load_settings(FLAGS), "run", "m")["temperature"] == "0.5"
 
 

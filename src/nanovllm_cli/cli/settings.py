@@ -59,11 +59,11 @@ class SettingsFile:
                 data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise UsageError(f"{path} is longer than {MAX_BYTES >> 20} MiB", "settings are a few lines")
-            self.text = TomlText(data.decode("utf-8").replace("\r\n", "\n"))
+            self.text = TomlText(data.decode("utf-8-sig").replace("\r\n", "\n"))
         except OSError as failure:
             raise UsageError(f"cannot read {path}: {failure.strerror}") from failure
         except UnicodeDecodeError as failure:
-            where = data.count(b"\n", 0, failure.start) + 1
+            where = failure.object.count(b"\n", 0, failure.start) + 1
             raise UsageError(f"{path}:{where}: not UTF-8", f"convert it: iconv -f ISO-8859-1 -t UTF-8 {path}") from failure
         except (ValueError, RecursionError) as failure:
             raise UsageError(f"{path} is not TOML: {failure}", "correct that line") from failure
