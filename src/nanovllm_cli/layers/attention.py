@@ -30,7 +30,7 @@ class Attention(Projected):
         self.backend = kit.backend
         self.ops = kit.ops
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        assert not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
+        assert spec.gate_by_head or not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
         assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
         parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
         assert spec.gate_apart or not spec.gate_by_head, "no model has these in its q"

@@ -40,7 +40,8 @@ FARTHEST = 1 << 20
 """A table has a number for each distance."""
 
 
-def _by_distance(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+def told_by_distance(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """The same with slopes of distances, up to its longest context."""
     if spec.max_position > FARTHEST:
         raise UnsupportedError(f"{read.where}: a {spec.architecture} with a context of {spec.max_position} tokens", ANOTHER)
     return replace(spec, distances=DistanceSpec(spec.max_position))
@@ -53,7 +54,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _bloom(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return replace(_by_distance(spec, read), entry=EntrySpec(spec.norm))
+    return replace(told_by_distance(spec, read), entry=EntrySpec(spec.norm))
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -85,7 +86,7 @@ def _mpt_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _mpt(spec: ModelSpec, read: ConfigReader, clip: float) -> ModelSpec:
     if clip < 0:
         raise CheckpointError(f"{read.where}: queries that are held between {-clip:g} and {clip:g}", BROKEN)
-    return _by_distance(spec.with_attention(clip=clip or None), read)
+    return told_by_distance(spec.with_attention(clip=clip or None), read)
 
 
 def _mpt_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:

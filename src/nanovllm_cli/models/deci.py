@@ -36,7 +36,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if "num_key_value_heads_per_layer" in read.values:
         counts = read.integers("num_key_value_heads_per_layer", spec.num_layers)
         mlp = spec.dense_mlp
-        return _built(spec, counts, [0 if mlp is None else mlp.intermediate_size] * spec.num_layers, read)
+        return with_sizes(spec, counts, [0 if mlp is None else mlp.intermediate_size] * spec.num_layers, read)
     listed = read.values.get("block_configs")
     if listed is None:
         return spec
@@ -45,7 +45,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     layers = [ConfigReader(each, f"{read.where}: block_configs[{i}]") for i, each in enumerate(map(_object, listed))]
     heads = spec.attention.num_heads
     counts = [_num_keys(layer.section("attention"), heads) for layer in layers]
-    return _built(spec, counts, [_width(layer.section("ffn"), spec.hidden_size) for layer in layers], read)
+    return with_sizes(spec, counts, [_width(layer.section("ffn"), spec.hidden_size) for layer in layers], read)
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -80,37 +80,41 @@ def _width(read: ConfigReader, hidden_size: int) -> int:
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     names = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
-    heads, counts, widths = (_of_layers(read, key(name), spec.num_layers) for name in names)
+    heads, counts, widths = (of_layers(read, key(name), spec.num_layers) for name in names)
     if any(each and not count for each, count in zip(heads, counts, strict=True)):
         raise UnsupportedError(f"{read.where}: a matrix in place of attention is not supported", ANOTHER)
-    return _built(spec, counts, widths, read)
+    return with_sizes(spec, counts, widths, read)
 
 
-def _of_layers(read: ConfigReader, name: str, layers: int) -> list[int]:
+def of_layers(read: ConfigReader, name: str, layers: int, least: int = 0) -> list[int]:
     """A number for each, or one for all of them."""
     listed = read.values.get(name)
     if not isinstance(listed, list | tuple):
         return [read.integer(name)] * layers
     if len(listed) < layers:
         raise CheckpointError(f"{read.where}: {name!r} must have a number for each of {layers} layers", BROKEN)
-    return [ConfigReader({name: each}, read.where).integer(name, least=0) for each in listed[:layers]]
+    return [ConfigReader({name: each}, read.where).integer(name, least=least) for each in listed[:layers]]
 
 
-def _built(spec: ModelSpec, key_counts: list[int], widths: list[int], read: ConfigReader) -> ModelSpec:
-    """Key heads and widths of MLPs of each layer, 0 where it has none."""
+def with_sizes(
+    spec: ModelSpec, key_counts: list[int], widths: list[int], read: ConfigReader, heads: list[int] | None = None
+) -> ModelSpec:
+    """The same with these key heads and widths of MLPs of each layer, 0 where it has none. heads: of queries, where those differ
+    as well."""
     if not any(key_counts):
         raise UnsupportedError(f"{read.where}: no layer has attention", ANOTHER)
-    heads = spec.attention.num_heads
-    for count in filter(None, key_counts):
-        if heads % count:
-            raise CheckpointError(f"{read.where}: {heads} heads don't share {count} of keys", BROKEN)
+    heads = heads or [spec.attention.num_heads] * spec.num_layers
+    for own, count in zip(heads, key_counts, strict=True):
+        if count and own % count:
+            raise CheckpointError(f"{read.where}: {own} heads don't share {count} of keys", BROKEN)
     attention, mlp = replace(spec.attention, keys_are_values=False), spec.mlps[0]
     assert isinstance(mlp, MLPSpec)
     return replace(spec, blocks=tuple(
         BlockSpec(
-            replace(attention, num_kv_heads=count) if count else None, replace(mlp, intermediate_size=width) if width else None
+            replace(attention, num_heads=own, num_kv_heads=count) if count else None,
+            replace(mlp, intermediate_size=width) if width else None,
         )
-        for count, width in zip(key_counts, widths, strict=True)
+        for own, count, width in zip(heads, key_counts, widths, strict=True)
     ))  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Models with latent attention: DeepSeek-V2 and V3 with experts (Moonlight and Kimi K2 are V3s), GLM-4.7-Flash, whose experts are
-GLM-4's, and Youtu-LLM, which has none."""
+GLM-4's, and Youtu-LLM and PLM, which have none; PLM's MLPs have no gate. The first DeepSeek with experts has attention like any
+other's."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from nanovllm_cli.models.experts import (
     layers_without_experts,
     only_behind_the_first,
 )
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none, weight_keys
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, has_none, no_file, weight_keys
 from nanovllm_cli.models.names import BIAS_NAME, MTP_HF_NAMES, SHARED_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
 
@@ -177,6 +178,16 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     return DEEPSEEK3 if chosen_by == BY_SIGMOID else DEEPSEEK2
 
 
+def _sarvam_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What its publisher's code calls deepseek_yarn is yarn; heads are as wide as is said of their parts."""
+    found = {key: value for key, value in config.items() if key != "head_dim"}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(section := config.get(name), Mapping):
+            kinds = {key: "yarn" for key in ("type", "rope_type") if section.get(key) == "deepseek_yarn"}
+            found[name] = {**section, **kinds}
+    return found
+
+
 def _ocr_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the first folders say of latent attention is that there is none; heads are as wide as follows from their number."""
     first = config.get("first_k_dense_replace", 0)
@@ -207,12 +218,35 @@ def _ocr_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in metadata.items() if name != key or value}
 
 
+def _first_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.text("scoring_func", "softmax") != "softmax" or read.integer("moe_layer_freq", 1) != 1:
+        raise UnsupportedError(f"{read.where}: a DeepSeek of the first kind with other experts, or in some layers only", ANOTHER)
+    return spec
+
+
+def _first_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """llama.cpp leaves weights of experts there as they are."""
+    mixture = spec.mixture
+    has_none("the first DeepSeek", no_experts=mixture is None, weights_of_experts_that_are_1_together=mixture is not None
+             and mixture.norm_topk, no_expert_for_all_tokens=mixture is not None and mixture.shared is None)  # fmt: skip
+    return {} if mixture is None else {"expert_weights_scale": mixture.scale}
+
+
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
     "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": LATENT_GGUF_NAMES, "gguf": latent_from_gguf,
     "gguf_keys": latent_keys, "interleaved": True,
 }  # fmt: skip
+DEEPSEEK = Family(
+    "deepseek",
+    interleaved_gguf=True,
+    experts=replace(DEEPSEEK_KEYS, scoring="softmax", selection_bias=False, groups=None, scale=None),
+    defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": False, "n_shared_experts": 2},
+    hf_names=SHARED_NAMES,
+    hf=_first_from_hf,
+    gguf_keys=_first_keys,
+)
 DEEPSEEK2 = Family(
     "deepseek2",
     experts=replace(DEEPSEEK_KEYS, scoring="softmax", selection_bias=False),
@@ -244,6 +278,14 @@ DEEPSEEK3 = Family(
     mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
 )  # fmt: skip
+SARVAM_MLA = replace(
+    DEEPSEEK3,
+    config=_sarvam_config,
+    defaults={**DEEPSEEK3.defaults, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    gguf_like=no_file("Sarvam with latent attention"),
+    mtp_names={},
+)
+"""A DeepSeek-V3 whose queries are made of the hidden state, which llama.cpp expects of models of another number of layers."""
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     experts=DEEPSEEK_KEYS,
@@ -255,6 +297,16 @@ GLM4_MOE_LITE = Family(
     mtp_names=MTP_HF_NAMES,
     **_OF_ALL,
 )  # fmt: skip
+PLM = Family(
+    "plm",
+    tied_by_default=True,
+    ungated=SQUARED,
+    gguf_activation="relu2",
+    defaults=_DEFAULTS | {"q_lora_rank": None, "hidden_act": "relu2", "max_position_embeddings": 4096, "rope_theta": 1e5},
+    hf_names=LATENT_HF_NAMES,
+    hf=latent_from_hf,
+    **_OF_ALL | {"gguf_name": "plm", "gguf_keys": None},
+)
 YOUTU = Family(
     "youtu",
     tied_by_default=True,

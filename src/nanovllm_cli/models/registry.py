@@ -11,14 +11,23 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
-from nanovllm_cli.models.bailing import BAILING_MOE2, SARVAM_MOE
+from nanovllm_cli.models.bailing import BAILING_MOE, BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
 from nanovllm_cli.models.cohere import COHERE, COHERE2
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
 from nanovllm_cli.models.deci import DECI
-from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK_OCR, GLM4_MOE_LITE, YOUTU
+from nanovllm_cli.models.deepseek import (
+    DEEPSEEK,
+    DEEPSEEK2,
+    DEEPSEEK3,
+    DEEPSEEK_OCR,
+    GLM4_MOE_LITE,
+    PLM,
+    SARVAM_MLA,
+    YOUTU,
+)
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
@@ -77,6 +86,7 @@ from nanovllm_cli.models.laguna import LAGUNA, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
+from nanovllm_cli.models.llamas import MAINCODER, ORION, PANGU, XVERSE
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, LLAVA_MISTRAL, MINISTRAL3, MISTRAL3, MISTRAL4
@@ -90,6 +100,7 @@ from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from nanovllm_cli.models.spark import SPARK
 from nanovllm_cli.models.sparse import DEEPSEEK32, GLM_DSA
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
@@ -97,6 +108,7 @@ from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
+    "BailingMoeForCausalLM": BAILING_MOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,
     "LlamaForCausalLM": LLAMA,
@@ -128,6 +140,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "DeciLMForCausalLM": DECI,
     "DeepseekOCR2ForCausalLM": DEEPSEEK_OCR,
     "DeepseekOcr2ForConditionalGeneration": DEEPSEEK_OCR,
+    "DeepseekForCausalLM": DEEPSEEK,
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
     "DeepseekV32ForCausalLM": DEEPSEEK32,
@@ -138,6 +151,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "Ernie4_5ForCausalLM": ERNIE4_5,
+    "Ernie4_5_ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "Dots1ForCausalLM": DOTS1,
     "CwmForCausalLM": CWM,
@@ -195,7 +209,10 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
     "InternVLForConditionalGeneration": QWEN2,
+    "KimiK25ForConditionalGeneration": DEEPSEEK3,
     "KimiLinearForCausalLM": KIMI_LINEAR,
+    "KimiVLForConditionalGeneration": DEEPSEEK3,
+    "Kimi_K25ForConditionalGeneration": DEEPSEEK3,
     "Kolibri1ForCausalLM": KOLIBRI1,
     "LagunaForCausalLM": LAGUNA,
     "LaraMiniForCausalLM": LARA_MINI,
@@ -203,6 +220,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
     "Lfm3VlForConditionalGeneration": LFM3,
+    "IQuestCoderForCausalLM": LLAMA,
     "Idefics3ForConditionalGeneration": LLAMA,
     "Jais2ForCausalLM": JAIS2,
     "JambaForCausalLM": JAMBA,
@@ -212,6 +230,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA,
     "LlavaOnevisionForConditionalGeneration": QWEN2,
+    "MaincoderForCausalLM": MAINCODER,
     "MambaForCausalLM": MAMBA,
     "Mamba2ForCausalLM": MAMBA2,
     "MellumForCausalLM": MELLUM,
@@ -238,12 +257,16 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "OlmoHybridForCausalLM": OLMO_HYBRID,
     "OlmoeForCausalLM": OLMOE,
     "FlexOlmoForCausalLM": FLEX_OLMO,
+    "OrionForCausalLM": ORION,
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR,
     "PaliGemmaForConditionalGeneration": PALI_GEMMA,
+    "PanguEmbeddedForCausalLM": PANGU,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
+    "PLMForCausalLM": PLM,
     "PhiMoEForCausalLM": PHIMOE,
     "PhimoeForCausalLM": PHIMOE,
+    "SarvamMLAForCausalLM": SARVAM_MLA,
     "SarvamMoEForCausalLM": SARVAM_MOE,
     "SeedOssForCausalLM": SEED_OSS,
     "SolarOpenForCausalLM": SOLAR_OPEN,
@@ -257,10 +280,12 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ModernBertForMaskedLM": MODERNBERT,
     "RobertaForMaskedLM": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
+    "Spark2_5ForCausalLM": SPARK,
     "StableLmForCausalLM": STABLELM,
     "Starcoder2ForCausalLM": STARCODER2,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "VaultGemmaForCausalLM": VAULT_GEMMA,
+    "XverseForCausalLM": XVERSE,
     "YoutuForCausalLM": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {
@@ -304,6 +329,7 @@ TIED_UNLESS_TOLD = {
     "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration", "HunYuanVLForConditionalGeneration", "InternVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",
     "LightOnOcrForConditionalGeneration", "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Qwen3ASRForConditionalGeneration",

@@ -36,6 +36,7 @@
     LaraMini    linear_attn.in_proj.weight [N, K]           in_proj_qkv.weight, in_proj_z, in_proj_b and in_proj_a, in this order
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
                                                                 queries, its key and its value lie together; biases alike
+    Ling 1      attention.query_key_value.weight [(H + 2 G) D, K]   attention.q_proj, k_proj and v_proj, one behind the other
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -216,6 +217,16 @@ def _by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], confi
             yield f"{place}.w{part}.{kind}", _Part(stack, None, rows[first:end])
 
 
+def _parts_of_ling(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """Of the first ones: of the second, whose "model_type" is the same, they are one tensor here, too."""
+    heads: Any = config.get("num_attention_heads")
+    keys: Any = config.get("num_key_value_heads") or heads
+    if config.get("architectures") == ["BailingMoeForCausalLM"] and rows_of(heads, keys, shape[0]):
+        own, of_keys = (count * shape[0] // (heads + 2 * keys) for count in (heads, keys))
+        for part, first, end in (("q", 0, own), ("k", own, own + of_keys), ("v", own + of_keys, None)):
+            yield f"{found[1]}.{part}_proj.weight", _Part(stack, None, slice(first, end))
+
+
 def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     """What belongs to a key head lies together; here it is dealt out. Scales are of blocks of rows."""
     place, what, *kinds = found.groups()
@@ -298,6 +309,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
          _qkv_by_head),
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
          _by_key_head),
+        (re.compile(r"(model\.layers\.\d+\.attention)\.query_key_value\.weight"), 2, _parts_of_ling),
         (
             re.compile(r"((?:(?:language_model\.)?model|model\.language_model|mtp)\.layers\.\d+\.mlp\.experts)"
                        r"\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),

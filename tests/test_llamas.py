@@ -1,0 +1,277 @@
+"""Models that transformers lacks, most of which are read as GGUF files alone, against their formula in plain torch: random
+tensors by the names that llama.cpp has for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from engines import worker_for
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
+from test_convert_families import fields, make_gguf, tensors
+from test_models import prompts
+from test_quant_engine import difference, logits_of
+
+VOCAB, WIDTH, DIM, EPS = 4096, 48, 8, 1e-5
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of three layers. By layer: heads of queries, of keys, the width of its MLP, and of its window, 0 for none."""
+
+    heads: tuple[int, ...] = (6, 6, 6)
+    keys: tuple[int, ...] = (6, 6, 6)
+    inner: tuple[int, ...] = (70, 70, 70)
+    fused: bool = False
+    biased: bool = False
+    layer_norms: bool = False
+    head_norms: bool = False
+    gates: bool = False
+    parallel: bool = False
+    ungated: bool = False
+    act: str = "silu"
+    positions: str = "halves"
+    scale: float = DIM**-0.5
+    windows: tuple[int, ...] = (0, 0, 0)
+    dims: tuple[int, int] = (DIM, DIM)  # that rotate where there is no window, and where there is
+    bases: tuple[float, float] = (1e4, 1e4)
+    tied: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
+
+
+SIZES = {"attention.head_count": [2, 4, 6], "attention.head_count_kv": [1, 2, 2], "feed_forward_length": [24, 40, 70],
+         "attention.key_length": DIM, "attention.value_length": DIM}  # fmt: skip
+WINDOWS = {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True], "rope.freq_base": 1e4,
+           "rope.freq_base_swa": 1e3, "rope.dimension_count": 2, "rope.dimension_count_swa": DIM}  # fmt: skip
+CASES = {
+    "qwen": Case(fused=True, biased=True, said={"feed_forward_length": 140}),
+    "baichuan": Case(positions="pairs"),
+    "refact": Case(keys=(1, 1, 1), positions="distances", tied=True, said={"attention.head_count_kv": 1}),
+    "jais": Case(
+        fused=True, biased=True, layer_norms=True, positions="distances", scale=1 / DIM, said={"attention.max_alibi_bias": 8.0}
+    ),
+    "plamo": Case(keys=(2, 2, 2), parallel=True, said={"attention.head_count_kv": 2}),
+    "codeshell": Case(
+        keys=(2, 2, 2), fused=True, biased=True, layer_norms=True, ungated=True, act="gelu_tanh",
+        said={"attention.head_count_kv": 2, "rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+    ),
+    "openelm": Case(
+        heads=(2, 4, 6), keys=(1, 2, 2), inner=(24, 40, 70), fused=True, head_norms=True, tied=True, said=SIZES
+    ),
+    "spark2_5": Case(
+        keys=(2, 2, 2), fused=True, gates=True, act="gelu", windows=(20, 0, 20), dims=(2, DIM), bases=(1e4, 1e3), tied=True,
+        said={"attention.head_count_kv": 2, **WINDOWS},
+    ),
+}  # fmt: skip
+
+
+def random_tensors(case: Case) -> Tensors:
+    draw = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCAB, WIDTH), "output_norm": (WIDTH,)}
+    shapes |= {} if case.tied else {"output": (VOCAB, WIDTH)}
+    for i, (heads, keys, inner) in enumerate(zip(case.heads, case.keys, case.inner, strict=True)):
+        q, k = heads * DIM, keys * DIM
+        own: dict[str, tuple[int, ...]] = {"attn_norm": (WIDTH,), "attn_output": (WIDTH, q)}
+        parts = {"qkv": q + 2 * k} if case.fused else {"q": q, "k": k, "v": k}
+        own |= {f"attn_{part}": (rows, WIDTH) for part, rows in parts.items()}
+        own |= {"attn_q_norm": (DIM,), "attn_k_norm": (DIM,)} if case.head_norms else {}
+        own |= {"attn_gate": (heads, WIDTH)} if case.gates else {}
+        own |= {} if case.parallel else {"ffn_norm": (WIDTH,)}
+        own |= {} if case.ungated else {"ffn_gate": (inner, WIDTH)}
+        own |= {"ffn_up": (inner, WIDTH), "ffn_down": (WIDTH, inner)}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
+    found = {}
+    for name, shape in shapes.items():
+        numbers = torch.randn(shape, generator=draw) * shape[-1] ** -0.5 * 1.5
+        found[f"{name}.weight"] = numbers if len(shape) > 1 else 0.5 + torch.rand(shape, generator=draw)
+        everywhere = case.layer_norms and name not in ("token_embd", "output")
+        if case.biased and (everywhere or name.endswith("attn_qkv")):
+            found[f"{name}.bias"] = torch.randn(shape[0], generator=draw) * 0.5
+    return found
+
+
+def turned(x: torch.Tensor, how: str, dim: int, base: float) -> torch.Tensor:
+    """x: [T, H, D], of which the first `dim` rotate."""
+    angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    rotary, rest = x[..., :dim], x[..., dim:]
+    halves = how == "halves"
+    a, b = rotary.chunk(2, -1) if halves else (rotary[..., ::2], rotary[..., 1::2])
+    parts = a * cos - b * sin, b * cos + a * sin
+    return torch.cat([torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2), rest], -1)
+
+
+def slopes(heads: int) -> torch.Tensor:
+    """ALiBi's, Press et al. 2022: of as many heads as the next lower power of two, then each second of twice as many."""
+    power = 2 ** math.floor(math.log2(heads))
+    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return torch.tensor(first + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)])
+
+
+def expected(case: Case, t: Tensors, ids: list[int]) -> torch.Tensor:
+    """Logits [T, V]."""
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
+
+    def norm(name: str, x: torch.Tensor, centered: bool = case.layer_norms) -> torch.Tensor:
+        if centered:
+            return F.layer_norm(x, x.shape[-1:], t[f"{name}.weight"], t[f"{name}.bias"], EPS)
+        return F.rms_norm(x, x.shape[-1:], t[f"{name}.weight"], EPS)
+
+    x, place = t["token_embd.weight"][ids], torch.arange(len(ids))
+    distance = place[:, None] - place
+    for i, (heads, keys) in enumerate(zip(case.heads, case.keys, strict=True)):
+        blk, window = f"blk.{i}", case.windows[i]
+        h = norm(f"{blk}.attn_norm", x)
+        if case.fused:
+            q, k, v = linear(f"{blk}.attn_qkv", h).split([heads * DIM, keys * DIM, keys * DIM], -1)
+        else:
+            q, k, v = (linear(f"{blk}.attn_{part}", h) for part in "qkv")
+        q, k, v = (each.view(len(ids), -1, DIM) for each in (q, k, v))
+        if case.head_norms:
+            q, k = (norm(f"{blk}.attn_{part}_norm", each) for part, each in (("q", q), ("k", k)))
+        if case.positions != "distances":
+            q, k = (turned(each, case.positions, case.dims[bool(window)], case.bases[bool(window)]) for each in (q, k))
+        k, v = (each.repeat_interleave(heads // keys, 1) for each in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * case.scale
+        if case.positions == "distances":
+            scores = scores - slopes(heads)[:, None, None] * distance
+        hidden = (distance < 0) | (distance >= (window or len(ids)))
+        found = torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        if case.gates:
+            found = found * linear(f"{blk}.attn_gate", h).sigmoid()[..., None]
+        mixed = linear(f"{blk}.attn_output", found.flatten(1))
+        m = h if case.parallel else norm(f"{blk}.ffn_norm", x + mixed)
+        up = linear(f"{blk}.ffn_up", m)
+        gate = up if case.ungated else linear(f"{blk}.ffn_gate", m)
+        gate = F.silu(gate) if case.act == "silu" else F.gelu(gate, approximate="tanh" if case.act == "gelu_tanh" else "none")
+        x = x + mixed + linear(f"{blk}.ffn_down", gate if case.ungated else gate * up)
+    return F.linear(norm("output_norm", x), t["token_embd.weight" if case.tied else "output.weight"])
+
+
+def write(path: Path, arch: str, case: Case, found: Tensors, **more: Any) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    shape = {
+        "block_count": 3, "context_length": 512, "embedding_length": WIDTH, "vocab_size": VOCAB, "attention.head_count": 6,
+        "attention.head_count_kv": 6, "feed_forward_length": 70,
+        f"attention.layer_norm_{'' if case.layer_norms else 'rms_'}epsilon": EPS,
+    }  # fmt: skip
+    writer.add_tokenizer_model("no_vocab")
+    for key, value in (shape | case.said | more).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array, str: writer.add_string}[type(value)]
+        add(f"{arch}.{key}", value)
+    for name, tensor in found.items():
+        writer.add_tensor(name, tensor.numpy())
+    for done in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        done()
+    return path
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_a_file_gives_the_logits_of_its_formula(arch: str, tmp_path: Path) -> None:
+    case = CASES[arch]
+    found, tokens = random_tensors(case), prompts(4000)[2:5]
+    worker = worker_for(write(tmp_path / "m.gguf", arch, case, found), dtype="float32")
+    wanted = torch.cat([expected(case, found, ids) for ids in tokens])
+    assert difference(logits_of(worker, tokens), wanted) < 1e-4
+
+
+def test_of_a_baichuan_the_larger_one_does_not_rotate() -> None:
+    """No key says so: its layers are 40."""
+    read = dict.fromkeys(("attention.head_count", "attention.head_count_kv"), 6) | {"block_count": 40, "embedding_length": WIDTH}
+    read |= {"feed_forward_length": 70, "attention.layer_norm_rms_epsilon": EPS}
+    metadata = {"general.architecture": "baichuan"} | {f"baichuan.{key}": value for key, value in read.items()}
+    spec = spec_from_gguf(metadata, gguf_family(metadata), VOCAB, set(), lambda name: None)
+    assert spec.attention.rope is None
+    assert spec.distances is not None
+
+
+NAMES = {"attn_qkv": "self_attn.q_k_v_proj", "attn_output": "self_attn.out_proj", "attn_gate": "self_attn.g_proj",
+         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+         **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}}  # fmt: skip
+SPARK: dict[str, Any] = {
+    "architectures": ["Spark2_5ForCausalLM"], "model_type": "spark2_5", "hidden_size": WIDTH, "intermediate_size": 70,
+    "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "vocab_size": VOCAB,
+    "hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": EPS, "sliding_window": 20, "tie_word_embeddings": True,
+    "gate_attn_act_mode": "sigmoid", "headwise_attn_output_gate": True, "attention_bias": False, "mlp_bias": False,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e4},
+        "sliding_attention": {"partial_rotary_factor": 1.0, "rope_theta": 1e3},
+    },
+}  # fmt: skip
+
+
+def spark_folder(folder: Path, found: Tensors) -> Path:
+    folder.mkdir()
+    own = {"model.embedding.weight": found["token_embd.weight"], "model.norm.weight": found["output_norm.weight"]}
+    for name, tensor in found.items():
+        if name.startswith("blk."):
+            _, layer, part, _ = name.split(".")
+            own[f"model.layers.{layer}.{NAMES[part]}.weight"] = tensor
+    save_file(own, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SPARK))
+    return folder
+
+
+def test_a_folder_of_a_spark_is_read_and_made_into_its_file(tmp_path: Path) -> None:
+    case = CASES["spark2_5"]
+    found, tokens = random_tensors(case), prompts(4000)[2:5]
+    folder = spark_folder(tmp_path / "folder", found)
+    wanted = torch.cat([expected(case, found, ids) for ids in tokens])
+    assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), wanted) < 1e-4
+    assert make_gguf(folder, tmp_path / "made.gguf") == []
+    theirs = write(tmp_path / "expected.gguf", "spark2_5", case, found)
+    made, wanted_tensors = tensors(tmp_path / "made.gguf"), tensors(theirs)
+    assert made.keys() == wanted_tensors.keys()
+    assert [name for name in made if (made[name] != wanted_tensors[name]).any()] == []
+    said = fields(tmp_path / "made.gguf")
+    for key, value in fields(theirs).items():
+        assert not key.startswith("spark2_5.") or said[key] == pytest.approx(value), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gate_attn_act_mode": "silu"}, "gates 'silu' of a Spark"),
+        ({"headwise_attn_output_gate": False}, "'headwise_attn_output_gate' is false"),
+    ],
+    ids=str,
+)
+def test_sparks_that_can_not_be_followed(changes: dict[str, Any], said: str) -> None:
+    config = SPARK | changes
+    with pytest.raises(UnsupportedError, match=said):
+        spec_from_hf(config, hf_family(config))
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "kind", "said"),
+    [
+        ("jais", {"attention.max_alibi_bias": 4.0}, UnsupportedError, "a Jais whose scores are told by 4"),
+        ("openelm", {"attention.head_count": [2, 3, 6]}, CheckpointError, "3 heads don't share 2 of keys"),
+        ("openelm", {"attention.head_count_kv": [1, 0, 2]}, CheckpointError, "a whole number of at least 1"),
+        ("openelm", {"feed_forward_length": [24, 40]}, CheckpointError, "a number for each of 3 layers"),
+        ("spark2_5", {"rope.dimension_count_swa": 3}, CheckpointError, "3 rotary dims do not fit heads of 8"),
+    ],
+    ids=str,
+)
+def test_keys_that_can_not_be_followed(
+    arch: str, keys: dict[str, Any], kind: type[NanovllmError], said: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", arch, CASES[arch], random_tensors(CASES[arch]), **keys)
+    with pytest.raises(kind, match=said):
+        worker_for(path, dtype="float32")
