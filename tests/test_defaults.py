@@ -124,6 +124,7 @@ TOWER_TYPES = MODEL_TYPES | {
     "Qwen2AudioForConditionalGeneration": "qwen2_audio", "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "VoxtralForConditionalGeneration": "voxtral", "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "KimiK25ForConditionalGeneration": "kimi_k25", "KimiVLForConditionalGeneration": "kimi_k25",
+    "StepVLForConditionalGeneration": "qwen3_vl",  # another that has a Qwen 3 in it
 }  # fmt: skip
 FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do not go together
     "AyaVision": ("vision_config", {"num_attention_heads": 16, "image_size": 364}),

@@ -14,15 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from transformers import DbrxConfig
 
-from engines import worker_for
+from engines import random_model, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family
 from test_convert_families import fields, make_gguf, tensors
 from test_models import prompts
-from test_quant_engine import difference, logits_of
+from test_quant_engine import difference, expected_logits, logits_of
 
 VOCAB, WIDTH, DIM, EPS = 4096, 48, 8, 1e-5
 Tensors = dict[str, torch.Tensor]
@@ -188,6 +189,49 @@ def test_a_file_gives_the_logits_of_its_formula(arch: str, tmp_path: Path) -> No
     worker = worker_for(write(tmp_path / "m.gguf", arch, case, found), dtype="float32")
     wanted = torch.cat([expected(case, found, ids) for ids in tokens])
     assert difference(logits_of(worker, tokens), wanted) < 1e-4
+
+
+def dbrx_file(path: Path, model: Any) -> Path:
+    """As llama.cpp's converter makes it: w2 of an expert is turned over."""
+    config, writer = model.config, gguf.GGUFWriter(path, "dbrx")
+    writer.add_block_count(config.n_layers)
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(config.ffn_config.ffn_hidden_size)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.attn_config.kv_n_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_clamp_kqv(config.attn_config.clip_qkv)
+    writer.add_expert_count(config.ffn_config.moe_num_experts)
+    writer.add_expert_used_count(config.ffn_config.moe_top_k)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DBRX, config.n_layers)
+    for key, tensor in model.state_dict().items():
+        name = names.get_name(key, (".weight",))
+        assert name is not None, key
+        if ".experts." in key:
+            tensor = tensor.view(config.ffn_config.moe_num_experts, -1, config.d_model)
+            tensor = tensor.transpose(1, 2).contiguous() if key.endswith("w2") else tensor
+        writer.add_tensor(name.removesuffix(".weight") + ".weight", tensor.numpy())
+    for done in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        done()
+    return path
+
+
+DBRX = DbrxConfig(
+    d_model=WIDTH, n_heads=6, n_layers=2, max_seq_len=512, vocab_size=513,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    attn_config={"clip_qkv": 0.8, "kv_n_heads": 2, "rope_theta": 5e5},
+    ffn_config={"hidden_size": WIDTH, "ffn_hidden_size": 36, "moe_num_experts": 5, "moe_top_k": 2},
+)  # fmt: skip
+
+
+def test_a_dbrx_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    reference, tokens = random_model(DBRX), prompts(513)[2:5]
+    worker = worker_for(dbrx_file(tmp_path / "m.gguf", reference), dtype="float32")
+    assert difference(logits_of(worker, tokens), expected_logits(reference, tokens)) < 1e-4
 
 
 def test_of_a_baichuan_the_larger_one_does_not_rotate() -> None:

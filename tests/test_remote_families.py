@@ -19,6 +19,7 @@ from transformers import (
     HunYuanDenseV1Config,
     LlamaConfig,
     Qwen2MoeConfig,
+    Qwen3Config,
     StableLmConfig,
     YoutuConfig,
 )
@@ -102,6 +103,11 @@ def inside(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return {f"language_model.{name}": each for name, each in tensors.items()} | {"vision_tower.patch.weight": torch.ones(3, 4)}
 
 
+def beside(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Of another, whose names have nothing in front."""
+    return tensors | {"vision_model.conv1.weight": torch.ones(3, 4), "vit_large_projector.weight": torch.ones(3, 4)}
+
+
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 20,
            "attention_multiplier": 24**-0.5}  # fmt: skip
 SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 20}
@@ -173,6 +179,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, An
         DeepseekV3Config(**LATENT | EXPERTS | {"q_lora_rank": 16}), "KimiK25ForConditionalGeneration",
         {"model_type": "kimi_k25"}, inside, "deepseek2",
     ),
+    "step3-vl": (Qwen3Config(**SMALL), "StepVLForConditionalGeneration", {"model_type": "step3_vl"}, beside, "qwen3"),
     "minicpm": (GraniteConfig(**SMALL, **GRANITE), "MiniCPMForCausalLM", {"model_type": "minicpm"} | SCALES, same, "minicpm"),
 }  # fmt: skip
 
@@ -196,8 +203,9 @@ def folder_of(case: str, path: Path, **changes: Any) -> tuple[Any, Path]:
     folder = save(reference, path)
     own = {key: value for key, value in reference.config.to_dict().items() if key not in GRANITE}
     own |= {"architectures": [name], **values, **changes}
-    if case == "kimi k2.5":
-        own = {"architectures": [name], **values, "vision_config": {}, "text_config": own | {"model_type": "kimi_k2"}}
+    if name.endswith("ForConditionalGeneration"):
+        own |= {"model_type": reference.config.model_type}
+        own = {"architectures": [name], **values, "vision_config": {}, "text_config": own}
     (folder / "config.json").write_text(json.dumps(own))
     save_file(form(load_file(folder / "model.safetensors"), own), folder / "model.safetensors")
     return reference, folder

@@ -1,7 +1,7 @@
 """Llama but for a norm, its positions or a name: Maincoder (norms of heads behind their rotation), openPangu (biases around
 attention), Orion (layer norms), XVERSE. Of GGUF files alone, as their folders' tokenizers are code or another model's: Qwen 1,
 Baichuan, Refact and Jais 1 (positions by distance, in Baichuan's larger one, too), PLaMo 1 (one norm for attention and MLP),
-CodeShell (a StarCoder 2), OpenELM (layers of several sizes).
+CodeShell (a StarCoder 2), OpenELM (layers of several sizes), DBRX (layer norms and experts).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bloom import told_by_distance
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deci import of_layers, with_sizes
+from nanovllm_cli.models.experts import MIXTRAL_KEYS
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
 from nanovllm_cli.models.names import projections
 from nanovllm_cli.models.rotary import normed_when_turned
@@ -75,6 +76,10 @@ def _jais_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], st
     return told_by_distance(spec.with_attention(scale=1 / spec.attention.head_dim), read)
 
 
+def _dbrx_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    return spec.with_attention(clip=read.number(key("attention.clamp_kqv")))
+
+
 def _openelm_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     names = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
     heads, counts, widths = (of_layers(read, key(name), spec.num_layers, least=1) for name in names)
@@ -108,4 +113,8 @@ REFACT = Family("refact", attention={"rope": None}, gguf=lambda spec, read, key:
 JAIS = Family("jais", attention={"rope": None}, layer_norm=True, shifted=True, gguf=_jais_from_gguf, gguf_keys=None)
 PLAMO = Family("plamo", order="parallel", gguf_keys=None)
 CODESHELL = replace(STARCODER2, name="codeshell", gguf_keys=None)
+DBRX = Family(
+    "dbrx", layer_norm=True, experts=MIXTRAL_KEYS, gguf=_dbrx_from_gguf, gguf_keys=None,
+    gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.attn_output_norm.weight"},
+)  # fmt: skip
 OPENELM = Family("openelm", qk_norm=True, varied=True, gguf=_openelm_from_gguf, gguf_keys=None)

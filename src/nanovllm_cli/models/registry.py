@@ -283,6 +283,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Spark2_5ForCausalLM": SPARK,
     "StableLmForCausalLM": STABLELM,
     "Starcoder2ForCausalLM": STARCODER2,
+    "StepVLForConditionalGeneration": QWEN3,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "VaultGemmaForCausalLM": VAULT_GEMMA,
     "XverseForCausalLM": XVERSE,

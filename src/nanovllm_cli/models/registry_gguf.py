@@ -14,7 +14,7 @@ from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA3, GEMMA_EMBEDDING
 from nanovllm_cli.models.glm import family_of_glm4
 from nanovllm_cli.models.granite import GRANITE_STATES
-from nanovllm_cli.models.llamas import BAICHUAN, CODESHELL, JAIS, OPENELM, PLAMO, QWEN, REFACT
+from nanovllm_cli.models.llamas import BAICHUAN, CODESHELL, DBRX, JAIS, OPENELM, PLAMO, QWEN, REFACT
 from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT_MOE
 from nanovllm_cli.models.registry import HF_ARCHITECTURES, HF_BODIES, look_up
@@ -25,7 +25,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     # Of those that share an architecture, the first in the registry.
     **{family.gguf_name or family.name: family for family in reversed(_OWN)},
     # What folders are not of, or others, too.
-    **{family.name: family for family in (BAICHUAN, CODESHELL, JAIS, OPENELM, PLAMO, QWEN, REFACT)},
+    **{family.name: family for family in (BAICHUAN, CODESHELL, DBRX, JAIS, OPENELM, PLAMO, QWEN, REFACT)},
     "cohere2moe": COHERE2_MOE,
     "falcon": FALCON,
     "gemma3": GEMMA3,

@@ -30,8 +30,11 @@ _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
 _NUM_LAYERS = "num_hidden_layers", "block_count"
-_SEES = "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator"
-"""Where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL, HunYuan-VL and DeepSeek-OCR 2."""
+_SEES = (
+    "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator",
+    "vision_model.", "vit_large_projector.",
+)  # fmt: skip
+"""Where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL, HunYuan-VL, DeepSeek-OCR 2 and Step3-VL."""
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
