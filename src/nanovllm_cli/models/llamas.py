@@ -1,7 +1,7 @@
 """Llama but for a norm, its positions or a name: Maincoder (norms of heads behind their rotation), openPangu (biases around
-attention), Orion (layer norms), XVERSE. Of GGUF files alone, as their folders' tokenizers are code or another model's: Qwen 1,
-Baichuan, Refact and Jais 1 (positions by distance, in Baichuan's larger one, too), PLaMo 1 (one norm for attention and MLP),
-CodeShell (a StarCoder 2), OpenELM (layers of several sizes), DBRX (layer norms and experts).
+attention), Orion (layer norms), XVERSE. Older ones, of which GGUF files alone are read: Qwen 1, Baichuan, Refact and Jais 1
+(positions by distance, in Baichuan's larger one, too), PLaMo 1 (one norm for attention and MLP), CodeShell (a StarCoder 2),
+OpenELM (layers of several sizes), DBRX (layer norms and experts).
 """
 
 from __future__ import annotations
