@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class Case:
     dims: tuple[int, int] = (DIM, DIM)  # that rotate where there is no window, and where there is
     bases: tuple[float, float] = (1e4, 1e4)
     tied: bool = False
+    experts: int = 0
+    taken: int = 2
+    limit: float = math.inf
+    turned: tuple[bool, ...] = (True, True, True)
     said: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,6 +80,12 @@ CASES = {
         keys=(2, 2, 2), fused=True, gates=True, act="gelu", windows=(20, 0, 20), dims=(2, DIM), bases=(1e4, 1e3), tied=True,
         said={"attention.head_count_kv": 2, **WINDOWS},
     ),
+    "maple": Case(
+        keys=(2, 2, 2), head_norms=True, windows=(20, 0, 20), turned=(True, False, True), bases=(1e4, 1e3), experts=5, limit=0.5,
+        said={"attention.head_count_kv": 2, "attention.sliding_window": 20, "rope.freq_base": 1e4, "rope.freq_base_swa": 1e3,
+              "attention.sliding_window_pattern": [True, False, True], "expert_count": 5, "expert_used_count": 2,
+              "expert_feed_forward_length": 70, "swiglu_clamp_exp": [0.5, 0.5, 0.5]},
+    ),
 }  # fmt: skip
 
 
@@ -91,8 +101,9 @@ def random_tensors(case: Case) -> Tensors:
         own |= {"attn_q_norm": (DIM,), "attn_k_norm": (DIM,)} if case.head_norms else {}
         own |= {"attn_gate": (heads, WIDTH)} if case.gates else {}
         own |= {} if case.parallel else {"ffn_norm": (WIDTH,)}
-        own |= {} if case.ungated else {"ffn_gate": (inner, WIDTH)}
-        own |= {"ffn_up": (inner, WIDTH), "ffn_down": (WIDTH, inner)}
+        mlp = ({} if case.ungated else {"ffn_gate": (inner, WIDTH)}) | {"ffn_up": (inner, WIDTH), "ffn_down": (WIDTH, inner)}
+        stacks = {f"{name}_exps": (case.experts, *shape) for name, shape in mlp.items()}
+        own |= {"ffn_gate_inp": (case.experts, WIDTH), **stacks} if case.experts else mlp
         shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
     found = {}
     for name, shape in shapes.items():
@@ -122,6 +133,17 @@ def slopes(heads: int) -> torch.Tensor:
     return torch.tensor(first + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)])
 
 
+EXPERTS = ("ffn_gate_inp", *(f"ffn_{part}_exps" for part in ("gate", "up", "down")))
+
+
+def mixture(case: Case, t: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """Of those with the largest logits, by their softmax, gate and up held."""
+    logits, experts = (x @ t["ffn_gate_inp"].T).topk(case.taken)
+    gate, up = (torch.einsum("tkij,tj->tki", t[f"ffn_{part}_exps"][experts], x) for part in ("gate", "up"))
+    inner = F.silu(gate.clamp(max=case.limit)) * up.clamp(-case.limit, case.limit)
+    return torch.einsum("tk,tkij,tkj->ti", logits.softmax(-1), t["ffn_down_exps"][experts], inner)
+
+
 def expected(case: Case, t: Tensors, ids: list[int]) -> torch.Tensor:
     """Logits [T, V]."""
 
@@ -145,7 +167,7 @@ def expected(case: Case, t: Tensors, ids: list[int]) -> torch.Tensor:
         q, k, v = (each.view(len(ids), -1, DIM) for each in (q, k, v))
         if case.head_norms:
             q, k = (norm(f"{blk}.attn_{part}_norm", each) for part, each in (("q", q), ("k", k)))
-        if case.positions != "distances":
+        if case.positions != "distances" and case.turned[i]:
             q, k = (turned(each, case.positions, case.dims[bool(window)], case.bases[bool(window)]) for each in (q, k))
         k, v = (each.repeat_interleave(heads // keys, 1) for each in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * case.scale
@@ -157,6 +179,9 @@ def expected(case: Case, t: Tensors, ids: list[int]) -> torch.Tensor:
             found = found * linear(f"{blk}.attn_gate", h).sigmoid()[..., None]
         mixed = linear(f"{blk}.attn_output", found.flatten(1))
         m = h if case.parallel else norm(f"{blk}.ffn_norm", x + mixed)
+        if case.experts:
+            x = x + mixed + mixture(case, {name: t[f"{blk}.{name}.weight"] for name in EXPERTS}, m)
+            continue
         up = linear(f"{blk}.ffn_up", m)
         gate = up if case.ungated else linear(f"{blk}.ffn_gate", m)
         gate = F.silu(gate) if case.act == "silu" else F.gelu(gate, approximate="tanh" if case.act == "gelu_tanh" else "none")
@@ -244,9 +269,16 @@ def test_of_a_baichuan_the_larger_one_does_not_rotate() -> None:
     assert spec.distances is not None
 
 
-NAMES = {"attn_qkv": "self_attn.q_k_v_proj", "attn_output": "self_attn.out_proj", "attn_gate": "self_attn.g_proj",
-         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-         **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}}  # fmt: skip
+NAMES = {
+    "attn_qkv": "self_attn.q_k_v_proj", "attn_output": "self_attn.out_proj", "attn_gate": "self_attn.g_proj",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}  # fmt: skip
+MAPLE_NAMES = {
+    "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate", **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+}  # fmt: skip
 SPARK: dict[str, Any] = {
     "architectures": ["Spark2_5ForCausalLM"], "model_type": "spark2_5", "hidden_size": WIDTH, "intermediate_size": 70,
     "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "vocab_size": VOCAB,
@@ -260,32 +292,52 @@ SPARK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def spark_folder(folder: Path, found: Tensors) -> Path:
+MAPLE: dict[str, Any] = SPARK | {
+    "architectures": ["MapleForCausalLM"], "model_type": "maple", "hidden_act": "silu", "intermediate_size": None,
+    "moe_intermediate_size": 70, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "rope_parameters": None,
+    "nope_on_global_attention": True, "rope_theta": 1e3, "partial_rotary_factor": 0.5, "tie_word_embeddings": False,
+}  # fmt: skip
+HELD = {"limit": 7.0, "dims": (4, 4), "bases": (1e3, 1e3)}
+FOLDERS = {
+    "spark2_5": (SPARK, NAMES, "embedding", CASES["spark2_5"]),
+    "maple": (MAPLE, MAPLE_NAMES, "word_embeddings", replace(CASES["maple"], **HELD, said=CASES["maple"].said | {
+        "swiglu_clamp_exp": [7.0] * 3, "rope.freq_base": 1e3, "rope.dimension_count": 4,
+    })),
+}  # fmt: skip
+
+
+def folder_of(folder: Path, arch: str, found: Tensors) -> Path:
+    config, names, embedding, _ = FOLDERS[arch]
     folder.mkdir()
-    own = {"model.embedding.weight": found["token_embd.weight"], "model.norm.weight": found["output_norm.weight"]}
+    outer = {"token_embd": f"model.{embedding}", "output_norm": "model.norm", "output": "lm_head"}
+    own = {}
     for name, tensor in found.items():
-        if name.startswith("blk."):
-            _, layer, part, _ = name.split(".")
-            own[f"model.layers.{layer}.{NAMES[part]}.weight"] = tensor
+        *_, layer, part, _ = ("", *name.split("."))
+        if part.endswith("_exps"):
+            which = part.removeprefix("ffn_").removesuffix("_exps")
+            own |= {f"model.layers.{layer}.mlp.experts.{e}.{which}_proj.weight": each.clone() for e, each in enumerate(tensor)}
+        else:
+            own[f"{outer[part]}.weight" if part in outer else f"model.layers.{layer}.{names[part]}.weight"] = tensor
     save_file(own, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SPARK))
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
 
 
-def test_a_folder_of_a_spark_is_read_and_made_into_its_file(tmp_path: Path) -> None:
-    case = CASES["spark2_5"]
+@pytest.mark.parametrize("arch", FOLDERS)
+def test_a_folder_is_read_and_made_into_its_file(arch: str, tmp_path: Path) -> None:
+    case = FOLDERS[arch][-1]
     found, tokens = random_tensors(case), prompts(4000)[2:5]
-    folder = spark_folder(tmp_path / "folder", found)
+    folder = folder_of(tmp_path / "folder", arch, found)
     wanted = torch.cat([expected(case, found, ids) for ids in tokens])
     assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), wanted) < 1e-4
     assert make_gguf(folder, tmp_path / "made.gguf") == []
-    theirs = write(tmp_path / "expected.gguf", "spark2_5", case, found)
+    theirs = write(tmp_path / "expected.gguf", arch, case, found)
     made, wanted_tensors = tensors(tmp_path / "made.gguf"), tensors(theirs)
     assert made.keys() == wanted_tensors.keys()
     assert [name for name in made if (made[name] != wanted_tensors[name]).any()] == []
     said = fields(tmp_path / "made.gguf")
     for key, value in fields(theirs).items():
-        assert not key.startswith("spark2_5.") or said[key] == pytest.approx(value), key
+        assert not key.startswith(f"{arch}.") or said[key] == pytest.approx(value), key
 
 
 @pytest.mark.parametrize(

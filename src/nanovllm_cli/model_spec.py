@@ -37,8 +37,9 @@ class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai,
     relu2_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, lone_relu, xielu: without a gate,
     down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
-    see `kernels.reference.sparse_gate`; None: all. normed: what down reads is normed (BitNet). down_bias: that alone
-    has a bias."""
+    see `kernels.reference.sparse_gate`; None: all. limit: act(gate) is that at the most, and up lies between it and its negative
+    (Step 3.5), of silu alone; None: they are as they are. gate_held: the gate is that at the most, not what act makes of it
+    (Maple). normed: what down reads is normed (BitNet). down_bias: that alone has a bias."""
 
     intermediate_size: int
     activation: Literal[
@@ -48,6 +49,8 @@ class MLPSpec:
     fused: bool = False
     curve: XieluSpec | None = None
     cutoff: float | None = None
+    limit: float | None = None
+    gate_held: bool = False
     normed: bool = False
     down_bias: bool = False
 

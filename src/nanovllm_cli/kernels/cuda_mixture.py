@@ -77,7 +77,7 @@ class CudaMixture(Mixture):
         self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared([expert.down for expert in experts])
         self._most_few: float = 0
         self._most_tokens: float = 0
-        if self._up is None or self._down is None or len(experts) > MAX_EXPERTS:
+        if self._up is None or self._down is None or len(experts) > MAX_EXPERTS or experts[0].limit is not None:
             return
         rows = [_addresses(expert.gate_up) + _addresses(expert.down) for expert in experts]
         self._matrices = torch.tensor(rows, dtype=torch.int64).to(launcher.device)

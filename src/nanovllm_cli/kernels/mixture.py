@@ -33,6 +33,10 @@ class Expert(Protocol):
     @property
     def activation(self) -> str: ...
 
+    @property
+    def limit(self) -> float | None:
+        """Of what lies between the matrices, where that is more than the activation: see `MLPSpec`."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 

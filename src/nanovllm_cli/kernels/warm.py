@@ -212,7 +212,7 @@ def _integer(dtype: torch.dtype) -> None:
 class _NormExpert:
     """Norms what it gets. recordable: whether it says that it can be recorded."""
 
-    activation = "silu"
+    activation, limit = "silu", None
 
     def __init__(self, recordable: bool) -> None:
         self.recordable = recordable

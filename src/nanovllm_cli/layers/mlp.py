@@ -19,10 +19,14 @@ class MLP:
     def __init__(self, spec: MLPSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
         self.activation, self.cutoff, self.num_gates = spec.activation, spec.cutoff, inner
+        self.limit, self._most_gate = spec.limit, spec.limit or math.inf
+        if spec.limit is not None and not spec.gate_held:
+            self._most_gate = _silu_inverse(spec.limit)
         self.curve = None if spec.curve is None else spec.curve.factors
         self.ops, self.norm = kit.ops, norm
         self.gains = kit.zeros(inner).fill_(1 - norm.offset) if spec.normed else None
         assert spec.cutoff is None or spec.gated, "no model has few of what is not gated"
+        assert spec.limit is None or (spec.activation == "silu" and spec.cutoff is None), "no model holds others"
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias or spec.down_bias)
@@ -46,12 +50,26 @@ class MLP:
             return self.ops.xielu(self.gate_up(x), *self.curve)
         if self.activation == "lone_relu":
             return self.ops.clip(self.gate_up(x), 0.0, math.inf)
-        if self.cutoff is None:
+        if self.cutoff is None and self.limit is None:
             return self.gate_up.gated(x, self.activation)
         both = self.gate_up(x)
         gate, up = both[:, : self.num_gates], both[:, self.num_gates :]
+        if self.limit is not None:  # SiLU grows wherever it is above 0, so its argument may be held in its place
+            self.ops.clip(gate, -math.inf, self._most_gate)
+            self.ops.clip(up, -self.limit, self.limit)
+            return self.ops.gated(gate, up, self.activation)
+        assert self.cutoff is not None
         return self.ops.gated(self.ops.sparse_gate(gate, self.cutoff), up, self.activation)
 
     def slots(self) -> Slots:
         slots = self.gate_up.slots() | self.down.slots()
         return slots if self.gains is None else slots | {"inner_norm.weight": table_slot(self.gains, self.norm.stored_offset)}
+
+
+def _silu_inverse(y: float) -> float:
+    """x above 0 with silu(x) = y, by halving: x - silu(x) is at most 0.2785."""
+    low, high = 0.0, y + 0.3
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle / (1 + math.exp(-middle)) < y else (low, middle)
+    return high

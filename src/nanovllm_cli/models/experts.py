@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
-from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.config_reader import BROKEN, MAX_NUMBER, ConfigReader
 
 MAX_EXPERTS = 1024
 BY_SOFTMAX, BY_SIGMOID = 1, 2
@@ -139,6 +139,30 @@ def with_shared(spec: ModelSpec, size: int) -> ModelSpec:
         return replace(mlp, shared=replace(mlp.expert, intermediate_size=size)) if isinstance(mlp, MoESpec) else mlp
 
     return spec.each_mlp(shared)
+
+
+def limits_of(read: ConfigReader, key: str, layers: int) -> list[float | None]:
+    """At what activations of each layer are held (`MLPSpec.limit`); 0 is none. Further ones are of layers that guess."""
+    listed = read.values.get(key)
+    if listed is None:
+        return [None] * layers
+    whole = isinstance(listed, list | tuple) and len(listed) >= layers
+    if not whole or not all(each is None or (type(each) in (int, float) and 0 <= each <= MAX_NUMBER) for each in listed):
+        raise CheckpointError(f"{read.where}: {key!r} must be a list of {layers} numbers", BROKEN)
+    return [float(each) if each else None for each in listed[:layers]]
+
+
+def held(spec: ModelSpec, limits: list[float | None], shared: list[float | None]) -> ModelSpec:
+    """The same with these of each layer's experts, and of what every token takes, which an MLP without experts is, too."""
+
+    def of_layer(mlp: MLPSpec | MoESpec | None, limit: float | None, of_all: float | None) -> MLPSpec | MoESpec | None:
+        if isinstance(mlp, MoESpec):
+            own = None if mlp.shared is None else replace(mlp.shared, limit=of_all)
+            return replace(mlp, expert=replace(mlp.expert, limit=limit), shared=own)
+        return None if mlp is None else replace(mlp, limit=of_all)
+
+    each = zip(spec.blocks, limits, shared, strict=True)
+    return replace(spec, blocks=tuple(replace(block, mlp=of_layer(block.mlp, *own)) for block, *own in each))
 
 
 def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_func") -> ModelSpec:

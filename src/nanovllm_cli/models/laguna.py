@@ -1,5 +1,6 @@
 """Poolside's Laguna: what heads find is multiplied by a softplus, some layers have windows, rotations of their own and another
-number of heads, experts are chosen by sigmoids and a bias. JetBrains' Mellum 2: a Qwen3 with experts and such windows."""
+number of heads, experts are chosen by sigmoids and a bias. JetBrains' Mellum 2: a Qwen3 with experts and such windows.
+Deepgrove's Maple: the same, whose other layers have no positions, and whose experts' activations are held."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.exaone import window_pattern
-from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts, with_shared
+from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
+from nanovllm_cli.models.experts import ExpertKeys, held, layers_without_experts, limits_of, with_shared
 from nanovllm_cli.models.families import FULL, QWEN3_MOE, SLIDING
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
-from nanovllm_cli.models.names import SHARED_NAMES
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all
+from nanovllm_cli.models.names import QWEN_NAMES, SHARED_NAMES
 
 _LAYER = "model.layers.{i}"
 
@@ -79,6 +80,39 @@ def _mellum_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return window_pattern(spec) | {"rope.freq_base_swa": bases.pop()}
 
 
+_HELD = 7.0
+"""In the code that Maple was published with, whatever its config says."""
+
+
+def _with_held_gates(spec: ModelSpec, limits: list[float | None]) -> ModelSpec:
+    def of_gates(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        return replace(mlp, expert=replace(mlp.expert, gate_held=True)) if isinstance(mlp, MoESpec) else mlp
+
+    return held(spec, limits, [None] * spec.num_layers).each_mlp(of_gates)
+
+
+def _maple_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    check_usual(read, "a Maple", norm_topk_prob=True, nope_on_global_attention=True)
+    if read.integer("num_shared_experts", 0, least=0):
+        raise UnsupportedError(f"{read.where}: a Maple with an expert that every token takes", ANOTHER)
+    layers = spec.num_layers
+    return _with_held_gates(turned_in_windows(spec), [_HELD] * layers)
+
+
+def _maple_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    layers, theta = spec.num_layers, key("rope.freq_base_swa")
+    spec = turned_in_windows(spec).each_rope(lambda rope: replace(rope, theta=read.number(theta, rope.theta)))
+    return _with_held_gates(spec, limits_of(read, key("swiglu_clamp_exp"), layers))
+
+
+def _maple_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    bases = [attention.rope.theta for attention in spec.attentions if attention.rope is not None]
+    has_all(spec.architecture, experts_in_all_layers=spec.dense_mlp is None, layers_with_a_window=bool(bases),
+            head_of_its_own=not spec.tied_head)  # fmt: skip
+    limits = [mlp.limit or 0.0 for mlp in spec.mlps]
+    return window_pattern(spec) | {"rope.freq_base_swa": bases[0], "swiglu_clamp_exp": limits}
+
+
 LAGUNA = Family(
     "laguna",
     qk_norm=True,
@@ -123,4 +157,19 @@ MELLUM = replace(
               "hidden_size": 2304, "intermediate_size": 7168, "num_attention_heads": 32},
     hf=_mellum_from_hf,
     gguf_keys=_mellum_keys,
+)  # fmt: skip
+MAPLE = replace(
+    QWEN3_MOE,
+    name="maple",
+    gguf_name="maple",
+    window_switch=None,
+    full_every=4,
+    config=lambda config: {"intermediate_size": config.get("moe_intermediate_size", 512), **config},
+    defaults={"head_dim": 128, "num_key_value_heads": 4, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+              "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True,
+              "sliding_window": 512},
+    hf_names={**QWEN_NAMES, "embedding.weight": "model.word_embeddings.weight"},
+    hf=_maple_from_hf,
+    gguf=_maple_from_gguf,
+    gguf_keys=_maple_keys,
 )  # fmt: skip

@@ -82,7 +82,7 @@ from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.jamba import JAMBA
 from nanovllm_cli.models.kimi import KIMI_LINEAR
 from nanovllm_cli.models.kolibri import KOLIBRI1
-from nanovllm_cli.models.laguna import LAGUNA, MELLUM
+from nanovllm_cli.models.laguna import LAGUNA, MAPLE, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
@@ -105,6 +105,7 @@ from nanovllm_cli.models.sparse import DEEPSEEK32, GLM_DSA
 from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
+from nanovllm_cli.models.step import STEP
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -233,6 +234,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MaincoderForCausalLM": MAINCODER,
     "MambaForCausalLM": MAMBA,
     "Mamba2ForCausalLM": MAMBA2,
+    "MapleForCausalLM": MAPLE,
     "MellumForCausalLM": MELLUM,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
@@ -283,6 +285,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Spark2_5ForCausalLM": SPARK,
     "StableLmForCausalLM": STABLELM,
     "Starcoder2ForCausalLM": STARCODER2,
+    "Step3p5ForCausalLM": STEP,
+    "Step3p7ForConditionalGeneration": STEP,
     "StepVLForConditionalGeneration": QWEN3,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "VaultGemmaForCausalLM": VAULT_GEMMA,

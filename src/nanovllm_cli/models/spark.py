@@ -26,12 +26,13 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    theta = read.number(key("rope.freq_base_swa"), read.number(key("rope.freq_base"), 10000.0))
     dim = read.integer(key("rope.dimension_count_swa"), spec.attention.head_dim)
 
     def local(layer: int, own: AttentionSpec) -> AttentionSpec:
         if own.window is None or own.rope is None:
             return own
-        return replace(own, rope=checked_rope(replace(own.rope, dim=dim), own.head_dim, read))
+        return replace(own, rope=checked_rope(replace(own.rope, dim=dim, theta=theta), own.head_dim, read))
 
     return spec.each_attention(local).with_mlps(activation="gelu")
 
@@ -51,7 +52,6 @@ SPARK = Family(
     fused_qkv=True,
     has_window=True,
     full_every=4,
-    local_theta=10000.0,
     defaults={
         "hidden_act": "gelu", "head_dim": 256, "num_key_value_heads": 2, "sliding_window": 512, "max_position_embeddings": 8192,
         "rope_parameters": {FULL: {"rope_theta": 5e6, "partial_rotary_factor": 0.25}, SLIDING: {"rope_theta": 1e4}},

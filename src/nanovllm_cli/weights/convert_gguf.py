@@ -88,6 +88,7 @@ _CARRIED = {
     "num_heads", "state_size", "time_step_rank", "mixer_rms_eps", "mamba_dt_rank", "attn_layer_period", "attn_layer_offset",
     "expert_layer_period", "expert_layer_offset",
     "router_scaling_factor", "moe_router_use_sigmoid", "gate_attn_act_mode", "headwise_attn_output_gate", "intermediate_size_mlp",
+    "nope_on_global_attention",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip

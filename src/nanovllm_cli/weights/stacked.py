@@ -37,6 +37,7 @@
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
                                                                 queries, its key and its value lie together; biases alike
     Ling 1      attention.query_key_value.weight [(H + 2 G) D, K]   attention.q_proj, k_proj and v_proj, one behind the other
+    Step        moe.gate_proj.weight [E, N, K]                  moe.gate_proj.5.weight [N, K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -310,6 +311,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
          _by_key_head),
         (re.compile(r"(model\.layers\.\d+\.attention)\.query_key_value\.weight"), 2, _parts_of_ling),
+        (re.compile(r"(model\.layers\.\d+\.moe\.(?:gate|up|down)_proj)\.(weight)"), 3, _gguf),
         (
             re.compile(r"((?:(?:language_model\.)?model|model\.language_model|mtp)\.layers\.\d+\.mlp\.experts)"
                        r"\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
