@@ -139,7 +139,11 @@ def test_what_does_not_fit_goes_by_itself(mixture: Path, monkeypatch: pytest.Mon
     worker = worker_on(mixture, EmulatedDevice(), notes)
     assert worker.placement.far == {Group("embedding"), Group("experts", 0)}
     assert worker.weight_bytes == on_the_gpu.weight_bytes
-    (note,) = notes.notes
+    where = (worker.spec, worker.model.backend, needed, lambda: {Group("embedding"): embedding, Group("experts", 0): 1000})
+    monkeypatch.setattr(CudaPlatform, "_beside_weights", lambda *_: share - needed)
+    places = [worker.platform.place(*where, organs=num_bytes).far for num_bytes in (0, 1)]
+    assert places == [frozenset(), {Group("embedding")}], "what sees has its room, too"
+    (note, _) = notes.notes
     assert note == "0.0 of 0.0 GiB of weights stay in the machine's memory, as the GPU has room for 0.0 (--n-cpu-moe 1)"
 
 

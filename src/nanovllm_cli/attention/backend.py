@@ -139,7 +139,8 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """q [T, H * (key_dim + rotary_dim)], kept [T, rank + rotary_dim] -> [T, H * value_dim], of spec.latent: norm and rotate
         what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`. index: of a
-        layer that chooses, where this backend does; those that do not and have an indexer go by the last one that did, in this step."""
+        layer that chooses, where this backend does; those that do not and have an indexer go by the last one that did, in this
+        step."""
 
     def convolve(
         self,

@@ -93,7 +93,9 @@ class CpuPlatform:
     def available_bytes(self) -> int:
         return available_bytes()
 
-    def place(self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]]) -> Placement:
+    def place(
+        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]], organs: int = 0
+    ) -> Placement:
         """All of them in the one memory that there is."""
         check_weights_fit(needed, self.available_bytes(), self.config.tensor_parallel_size)
         return NEAR

@@ -106,11 +106,13 @@ class CudaPlatform:
     def available_bytes(self) -> int:
         return self.device.memory().free
 
-    def place(self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]]) -> Placement:
+    def place(
+        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]], organs: int = 0
+    ) -> Placement:
         """All on the GPU where it has room beside the cache of a context, or as much as was asked for, or as fits."""
         config, memory, layers = self.config, self.device.memory(), spec.num_layers
         share = int(memory.total * config.gpu_memory_utilization) - (memory.total - memory.free)
-        room = share - self._beside_weights(spec, layout)
+        room = share - self._beside_weights(spec, layout) - organs
         far = asked_for(config, layers)
         by_group: Mapping[Group, int] = {}
         if far or (needed > room and config.n_gpu_layers is None):

@@ -88,11 +88,13 @@ class LoadedModel:
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
         self.own_spec = self.spec if group is None else own_spec(self.spec, group.rank, group.size)
+        self.sight = self._sight(checkpoint, config, progress) if sees else None
         kit = self._kit()
         if group is None or group.rank == 0:  # the others load meanwhile
             needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
             sizes = partial(sizes_of, self.spec, self._formats, self.dtype, platform.dense_bytes)
-            self.placement = platform.place(self.spec, kit.backend, needed, sizes)
+            organs = 0 if self.sight is None else self.sight.num_bytes
+            self.placement = platform.place(self.spec, kit.backend, needed, sizes, organs)
         self.model = Decoder(self.spec, kit)
         platform.compile(self.dtype)
         if config.activations != "auto" and set(self.formats) == {None}:
@@ -100,7 +102,6 @@ class LoadedModel:
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
         self._count()
-        self.sight = self._sight(checkpoint, config, progress) if sees else None
 
     def _sight(self, checkpoint: Checkpoint, config: EngineConfig, progress: LoadProgress) -> Sight | None:
         """A model whose images or sounds nothing here can read still reads texts. Where several processes compute together

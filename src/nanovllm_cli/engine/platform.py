@@ -74,9 +74,11 @@ class Platform(Protocol):
     def available_bytes(self) -> int:
         """Memory that weights may take now."""
 
-    def place(self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]]) -> Placement:
+    def place(
+        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]], organs: int = 0
+    ) -> Placement:
         """Where the weights of a model go, `needed` bytes in all, beside a cache of such a layout. sizes: what may be apart.
-        DoesNotFitError where there is no room."""
+        organs: bytes of what sees and hears, which is loaded when it is asked for. DoesNotFitError where there is no room."""
 
     def make_storage(
         self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype, *, far: bool = False
