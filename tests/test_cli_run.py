@@ -241,6 +241,10 @@ def test_the_last_run_is_continued(tmp_path: Path) -> None:
         "[<u>say one two<a>oneone two<a>one<u>say three<a>three<u>and?<a>]\n"
     )
     assert stat.S_IMODE((tmp_path / ".local/state/nanovllm/last-run.json").stat().st_mode) == 0o600
+    assert answer("thinker", "say <think>long", "-n", "10") == ""
+    silent = nanovllm(tmp_path, "run", "-q", "--continue")
+    assert (silent.code, silent.err.splitlines()[0]) == (2, "error: the last run has no answer to continue")
+    assert answer("--continue", "-p", "and?") == "[<u>say <think>long<a><u>and?<a>]\n"
 
 
 def test_without_a_model_the_last_runs_is_continued(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def continued(run: LastRun, text: str, *, chats: bool, system: str | None, image
             messages = with_system([message for message in messages if message.get("role") != "system"], system)
         if text or images:
             return Question([*messages, said(text, images)])
-        if not messages or messages[-1].get("role") != "assistant":
+        if not messages or messages[-1].get("role") != "assistant" or not messages[-1].get("content"):
             raise UsageError("the last run has no answer to continue", "say something to answer")
         return Question(messages)
     _refuse_images(images)

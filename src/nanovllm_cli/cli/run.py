@@ -233,16 +233,15 @@ def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None
 
 
 def _save(answerer: Answerer, question: Question, content: str) -> None:
-    """Keeps what was said for --continue."""
+    """Keeps what was said for --continue, an answer without a word too: the run before is not the last."""
     name, lora = answerer.name, answerer.adapters
     if question.messages is None:
         history.save(history.LastRun(name, text=question.text + content, lora=lora))
         return
     messages = list(question.messages)
     before = str(messages.pop().get("content") or "") if question.goes_on else ""
-    if before + content:
-        answer = {"role": "assistant", "content": before + content}
-        history.save(history.LastRun(name, messages=[*messages, answer], lora=lora))
+    answer = {"role": "assistant", "content": before + content}
+    history.save(history.LastRun(name, messages=[*messages, answer], lora=lora))
 
 
 def _answer(
@@ -258,11 +257,9 @@ def _answer(
     printer = _printer(options, screen, file.write if file is not None else screen.answer, answerer.name, answering)
     streams = screen.out.is_terminal or screen.out.is_pipe  # which may lead to the same screen
     status = _Status(screen, hidden=file is not None or options.json or options.extract or not streams)
-    has_stepped = False
     try:
         with contextlib.closing(answering):
             for pieces in answering:
-                has_stepped = True
                 signals.check()
                 status.show(answering)
                 printer.step(pieces)
@@ -270,7 +267,7 @@ def _answer(
         if not answering.finished:
             printer.cut(answering.flush())
             screen.end_answer()
-        if has_stepped and not options.no_save:
+        if answering.began and not options.no_save:
             _save(answerer, question, answering.answers.first.content)
     if not answering.finished:
         raise RequestError("the engine gave no answer", "run it again with --debug")
