@@ -102,9 +102,11 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
 
 NO_SPEC = {  # whose defaults alone are no model, or of no model that is published
     "DeepseekOcr2ForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "LightOnOcrForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration",
 }  # fmt: skip
-OF_ANOTHER_PART = {"Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings"}}  # the whole's has another default
+OF_ANOTHER_PART = {  # the whole's has another default
+    each: {"tie_word_embeddings"} for each in ("Qwen3VLMoeForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration")
+}
 
 
 @pytest.mark.parametrize("architecture", [each for each in KNOWN if "Conditional" in each and each not in NO_SPEC])
@@ -125,6 +127,8 @@ TOWER_TYPES = MODEL_TYPES | {
     "VoxtralForConditionalGeneration": "voxtral", "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "KimiK25ForConditionalGeneration": "kimi_k25", "KimiVLForConditionalGeneration": "kimi_k25",
     "StepVLForConditionalGeneration": "qwen3_vl",  # another that has a Qwen 3 in it
+    **dict.fromkeys(("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"), "qwen2_5_omni_thinker"),
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe_thinker",
 }  # fmt: skip
 FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do not go together
     "AyaVision": ("vision_config", {"num_attention_heads": 16, "image_size": 364}),

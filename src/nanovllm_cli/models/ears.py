@@ -8,7 +8,7 @@ read is bounded. Keys that a file leaves out have transformers' defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -32,8 +32,9 @@ _QWEN3_TOKENS = ImageTokens("<|audio_pad|>", "<|audio_pad|>")  # the template wr
 _QWEN2_TOKENS = ImageTokens("<|AUDIO|>", "<|AUDIO|>")
 _QWEN2_AROUND = "<|audio_bos|>", "<|audio_eos|>"
 _VOXTRAL_TOKENS = ImageTokens("[AUDIO]", "[AUDIO]")
-# The first two as they were trained; a Qwen2-Audio chats, and is asked.
+# Qwen3-ASR's and Voxtral's as they were trained; others chat, and are asked.
 _QWEN3_TRANSCRIPT = Transcript(own="subject", begins_in="language {name}<asr_text>")
+_OMNI_TRANSCRIPT = Transcript("Transcribe the audio into text.", "Transcribe the {name} audio into text.", "question")
 _VOXTRAL_TRANSCRIPT = Transcript(begins="[TRANSCRIBE]", begins_in="lang:{code}[TRANSCRIBE]")
 _QWEN2_TRANSCRIPT = Transcript(
     "Write down what is said, word for word.", "Write down what is said, word for word. It is {name}.", "question"
@@ -90,14 +91,30 @@ def _qwen2_audio(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
 
 
 def _qwen3_asr(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
+    least = sounds.integer("min_length", 8000, least=0)
+    if least > RATE:
+        raise CheckpointError(f"{sounds.where}: sounds of at least {least} samples are not believed", BROKEN)
+    return replace(_qwen3(config, sounds, (1024, 24, 16, 4096)), transcript=_QWEN3_TRANSCRIPT, least=least)
+
+
+def _qwen3_omni(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
+    """Whose feature extractor knows of no least length."""
+    return _qwen3(config, sounds, (1280, 32, 20, 5120))
+
+
+def _qwen3(config: ConfigReader, sounds: ConfigReader, shape: tuple[int, int, int, int]) -> HearingSpec:
+    """shape: width, layers, heads and rows of the MLPs of a config that says nothing. It is asked as one that chats."""
     audio = config.section("audio_config")
-    hidden = audio.integer("d_model", 1024)
+    hidden = audio.integer("d_model", shape[0])
     half, window = audio.integer("n_window", 50), audio.integer("n_window_infer", 800)
     chunk = 2 * half
     if window % chunk or not chunk <= window <= MAX_PIECE:
         raise CheckpointError(f"{audio.where}: windows of {window} frames don't divide into chunks of {chunk}", BROKEN)
     tower = EarSpec(
-        **_shape(audio, hidden, ("encoder_layers", 24), ("encoder_attention_heads", 16), audio.integer("encoder_ffn_dim", 4096)),
+        **_shape(
+            audio, hidden, ("encoder_layers", shape[1]), ("encoder_attention_heads", shape[2]),
+            audio.integer("encoder_ffn_dim", shape[3]),
+        ),
         front="plane",
         positions=0,
         chunk=chunk,
@@ -115,11 +132,7 @@ def _qwen3_asr(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     if (said := sounds.integer("n_window", half, least=0)) not in (0, half):
         raise CheckpointError(f"{sounds.where}: 'n_window' is {said}, and the tower's {half}", BROKEN)
     _check_settings(sounds, tower)
-    least = sounds.integer("min_length", 8000, least=0)
-    if least > RATE:
-        raise CheckpointError(f"{sounds.where}: sounds of at least {least} samples are not believed", BROKEN)
-    around = "<|audio_start|>", "<|audio_end|>"
-    return HearingSpec(tower, _QWEN3_TOKENS, window, around, _QWEN3_TRANSCRIPT, least=least)
+    return HearingSpec(tower, _QWEN3_TOKENS, window, ("<|audio_start|>", "<|audio_end|>"), _OMNI_TRANSCRIPT)
 
 
 def _whole(tower: EarSpec, sounds: ConfigReader, audio: ConfigReader, spec: HearingSpec) -> HearingSpec:
@@ -198,9 +211,12 @@ QWEN3_NAMES = weights_and_biases(_QWEN3 | _TWO)
 QWEN3_FIRST_NAMES = weights_and_biases(
     _QWEN3 | {"projector.up": "audio_tower.proj1", "projector.down": "audio_tower.proj2"}
 )
+_OMNI3 = EarFamily(_qwen3_omni, QWEN3_FIRST_NAMES)
 EARS: dict[str, EarFamily] = {
     "Gemma4ForConditionalGeneration": EarFamily(gemma4, GEMMA4_EAR_NAMES),
     "Qwen2AudioForConditionalGeneration": EarFamily(_qwen2_audio, QWEN2_NAMES),
     "Qwen3ASRForConditionalGeneration": EarFamily(_qwen3_asr, QWEN3_NAMES, QWEN3_FIRST_NAMES),
+    "Qwen3OmniMoeForConditionalGeneration": _OMNI3,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI3,
     "VoxtralForConditionalGeneration": EarFamily(_voxtral, VOXTRAL_NAMES),
 }

@@ -24,15 +24,16 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarProjector:
-    """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
-    it belongs to. audio: of what metadata and shapes say, the section of a config that is the family's own. names: of its
-    modules, beside those of layers, which are in `layer`."""
+    """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; seeing: of a file that one
+    sees by, too, if another. texts: of GGUF files that it belongs to. audio: of what metadata and shapes say, the section of a
+    config that is the family's own. names: of its modules, beside those of layers, which are in `layer`."""
 
     model: str
     texts: tuple[str, ...]
     audio: Callable[[ConfigReader, Shapes], Config]
     names: Mapping[str, str]
     layer: Mapping[str, tuple[str, ...]]
+    seeing: str = ""
 
 
 def hears(read: ConfigReader) -> bool:
@@ -59,6 +60,7 @@ def ear_projector_of(read: ConfigReader) -> EarProjector:
 def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
     """Raises CheckpointError for a file that is broken, UnsupportedError for what it asks and no tower here can be."""
     projector = ear_projector_of(read)
+    model = projector.model if hears(read) else projector.seeing or projector.model
     keys = {
         "d_model": "embedding_length", "encoder_layers": "block_count", "encoder_attention_heads": "attention.head_count",
         "encoder_ffn_dim": "feed_forward_length", "num_mel_bins": "num_mel_bins",
@@ -66,11 +68,11 @@ def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
     audio: Config = {ours: read.integer(f"clip.audio.{theirs}") for ours, theirs in keys.items()}
     out = read.integer("clip.audio.projection_dim")
     config = {
-        "architectures": [projector.model], "text_config": {"hidden_size": out},
+        "architectures": [model], "text_config": {"hidden_size": out},
         "audio_config": audio | projector.audio(read, shapes),
     }  # fmt: skip
     settings = {"feature_size": audio["num_mel_bins"]}
-    spec = EARS[projector.model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
+    spec = EARS[model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
     tower = spec.tower
     if isinstance(tower, ConformerSpec):  # of which llama.cpp's converter once wrote another epsilon than it has
         return spec
@@ -168,7 +170,8 @@ EAR_PROJECTORS = {
         "Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, _NAMES | {"projector.out": "mm.a.fc"}, _LAYER
     ),
     "qwen3a": EarProjector(
-        "Qwen3ASRForConditionalGeneration", ("qwen3vl",), _qwen3,
+        "Qwen3ASRForConditionalGeneration", ("qwen3vl", "qwen3vlmoe"), _qwen3,
         _TWO | {"front_out": "a.conv_out", **{f"front{i}": f"a.conv2d.{i + 1}" for i in range(3)}}, _LAYER,
+        "Qwen3OmniMoeForConditionalGeneration",
     ),
 }  # fmt: skip

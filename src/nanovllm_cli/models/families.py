@@ -88,6 +88,16 @@ QWEN3_VL = replace(QWEN3, has_window=False, hf=lambda spec, read: woven(spec, (2
 QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3vlmoe", hf_names=QWEN_NAMES,
                        experts=replace(QWEN_KEYS, norm_topk=True),
                        defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16})  # fmt: skip
+# What thinks in the Omnis, which see and hear.
+QWEN2_5_OMNI = replace(QWEN2_VL, defaults=_QWEN_DEFAULTS | {
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+})  # fmt: skip
+QWEN3_OMNI = replace(QWEN3_VL_MOE, defaults={
+    "vocab_size": 3584, "hidden_size": 2048, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 1e6, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+})  # fmt: skip
 # Of models that hear: all tokens of a sound have positions of their own, as those of a text.
 QWEN3_ASR = replace(QWEN3_VL, tied_by_default=True,
                     defaults={"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,

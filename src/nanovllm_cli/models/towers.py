@@ -49,10 +49,13 @@ from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
 from nanovllm_cli.models.towers_qwen import (
+    OMNI2_5_NAMES,
+    OMNI3_NAMES,
     QWEN2_5_NAMES,
     QWEN2_NAMES,
     QWEN3_NAMES,
     exaone4_5,
+    omni2_5,
     qwen2,
     qwen2_5,
     qwen3_5,
@@ -196,6 +199,7 @@ MISTRAL3_NAMES = weights_and_biases({
 })  # fmt: skip
 
 _QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, QWEN3_NAMES)
+_OMNI2_5, _OMNI3 = TowerFamily(omni2_5, OMNI2_5_NAMES), TowerFamily(qwen3_vl, OMNI3_NAMES)
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
 _GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
 _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
@@ -232,6 +236,11 @@ TOWERS: dict[str, TowerFamily] = {
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),
+    "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
+    "Qwen2_5OmniModel": _OMNI2_5,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI2_5,
+    "Qwen3OmniMoeForConditionalGeneration": _OMNI3,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI3,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,

@@ -1,5 +1,5 @@
-"""How Qwens see, and EXAONE 4.5, whose tower is Qwen2.5-VL's: their configs -> VisionSpec, and what their folders call a tower's
-tensors. See `towers.py`."""
+"""How Qwens see (Omnis do by the towers of others), and EXAONE 4.5, whose tower is Qwen2.5-VL's: their configs -> VisionSpec, and
+what their folders call a tower's tensors. See `towers.py`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from nanovllm_cli.models.tower_configs import (
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _TOKENS = ImageTokens("<|image_pad|>", "<|image_pad|>")  # the template writes what is around it
+_OMNI_TOKENS = ImageTokens("<|IMAGE|>", "<|IMAGE|>")
 
 
 def qwen2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -51,6 +52,10 @@ def qwen2_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         full=layers_of(vision, "fullatt_block_indexes", (7, 15, 23, 31), shape["num_layers"]),
     )
     return of_any_area(config, images, tower, _TOKENS, CLIP, (56 * 56, 16384 * 28 * 28))
+
+
+def omni2_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    return replace(qwen2_5(config, images), tokens=_OMNI_TOKENS)
 
 
 def exaone4_5(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -126,6 +131,9 @@ QWEN2_5_NAMES = weights_and_biases({
     "layers.{i}.up": ("visual.blocks.{i}.mlp.gate_proj", "visual.blocks.{i}.mlp.up_proj"),
     "layers.{i}.down": "visual.blocks.{i}.mlp.down_proj",
 })  # fmt: skip
+OMNI2_5_NAMES = QWEN2_5_NAMES | weights_and_biases(
+    {"layers.{i}.qkv": tuple(f"visual.blocks.{{i}}.attn.{part}" for part in "qkv")}
+)
 QWEN3_NAMES = weights_and_biases({
     **_QWEN_NAMES,
     "positions": "visual.pos_embed",
@@ -137,4 +145,10 @@ QWEN3_NAMES = weights_and_biases({
     "deep.{i}.norm": "visual.deepstack_merger_list.{i}.norm",
     "deep.{i}.up": "visual.deepstack_merger_list.{i}.linear_fc1",
     "deep.{i}.down": "visual.deepstack_merger_list.{i}.linear_fc2",
+})  # fmt: skip
+OMNI3_NAMES = QWEN3_NAMES | weights_and_biases({
+    **_QWEN2_MERGER,
+    "deep.{i}.norm": "visual.merger_list.{i}.ln_q",
+    "deep.{i}.up": "visual.merger_list.{i}.mlp.0",
+    "deep.{i}.down": "visual.merger_list.{i}.mlp.2",
 })  # fmt: skip

@@ -51,6 +51,12 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "qwen2": _sizes("Qwen/Qwen2-*-Instruct", "0.5B 1.5B 7B 72B"),
     "qwen3-vl": _sizes("Qwen/Qwen3-VL-*-Instruct", "2B 4B 8B 32B 30B-A3B"),
     "qwen3-asr": {"0.6b": "Qwen/Qwen3-ASR-0.6B", "1.7b": "Qwen/Qwen3-ASR-1.7B"},
+    "qwen3-omni": {
+        "30b-a3b": "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+        "thinking": "Qwen/Qwen3-Omni-30B-A3B-Thinking",
+        "captioner": "Qwen/Qwen3-Omni-30B-A3B-Captioner",
+    },
+    "qwen2.5-omni": _sizes("Qwen/Qwen2.5-Omni-*", "3B 7B"),
     "qwen2-audio": {"7b": "Qwen/Qwen2-Audio-7B-Instruct"},
     "qwen2.5vl": _sizes("Qwen/Qwen2.5-VL-*-Instruct", "3B 7B 32B 72B"),
     "qwq": {"32b": "Qwen/QwQ-32B"},

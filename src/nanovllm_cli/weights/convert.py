@@ -328,7 +328,7 @@ def _check_names(
 ) -> list[str]:
     """Raises CheckpointError where tensors are not those of the model; a line for each that is left out."""
     there = {name: source.info(name).shape for name in source.names()}
-    head = {"lm_head.weight", "output.weight"} if spec.tied_head else set()
+    head = {"lm_head.weight", "output.weight", names_of(source).get("head.weight", "")} if spec.tied_head else set()
     others = left_aside(source, there)
     check_tensors(source.path, spec, wanted, there, head | others, misshapen="misshapen")
     notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]

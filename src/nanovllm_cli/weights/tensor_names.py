@@ -32,9 +32,10 @@ _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.c
 _NUM_LAYERS = "num_hidden_layers", "block_count"
 _SEES = (
     "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator",
-    "vision_model.", "vit_large_projector.",
+    "vision_model.", "vit_large_projector.", "audio_tower.",
 )  # fmt: skip
-"""Where the part that writes has no prefix, in Qwen2-VL, PaddleOCR-VL, HunYuan-VL, DeepSeek-OCR 2 and Step3-VL."""
+"""Where the part that writes has no prefix: in Qwen2-VL, in what thinks in a Qwen's Omni, in PaddleOCR-VL, HunYuan-VL,
+DeepSeek-OCR 2 and Step3-VL."""
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

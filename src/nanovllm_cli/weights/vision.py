@@ -33,7 +33,9 @@ _ROOTS = (
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
-_ROOT = re.compile(rf"(?:model\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=(?:image_newline|view_seperator)$))")
+_ROOT = re.compile(
+    rf"(?:model\.|thinker\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=(?:image_newline|view_seperator)$))"
+)
 _UNREAD = re.compile(
     r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
     r"|vision_model\.connector\.fine\..*"
