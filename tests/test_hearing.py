@@ -68,6 +68,7 @@ def test_what_follows_sounds_is_what_transformers_has(family: str, tmp_path: Pat
     whole = TokenIds([*prompt, *answer.token_ids], prompt.images)
     with torch.inference_mode():
         logits = model(**heard_by_transformers(spec, whole)).logits[0, len(prompt) - 1 : -1]
+    assert len(answer.token_ids) == 12, "a step that fails leaves none"
     assert list(answer.token_ids) == logits.argmax(-1).tolist()
     expected = logits.log_softmax(-1).max(-1).values
     torch.testing.assert_close(torch.tensor(logprobs_of(output)), expected, rtol=1e-3, atol=1e-3)

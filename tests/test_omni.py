@@ -129,10 +129,11 @@ def test_what_follows_is_what_transformers_has(name: str, whole: str, tmp_path: 
     else:
         assert hearing is None
     prompt = prompt_with(senses, parts)
-    (output,) = run(
-        engine_for(worker), [(prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0))]
-    )
+    asked = prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0)
+    first, output = (run(engine_for(worker, token_work=work), [asked])[0] for work in (None, 10**12))
     answer = output.outputs[0]
+    assert answer == first.outputs[0], "when all are read in one step, too"
+    assert len(answer.token_ids) == 9
     assert answer.logprobs is not None
     rest = TokenIds([*prompt, *answer.token_ids], prompt.images)
     with torch.inference_mode():

@@ -381,6 +381,7 @@ def test_what_follows_images_is_what_transformers_has(name: str, tmp_path: Path)
     whole = TokenIds([*prompt, *answer.token_ids], prompt.images)
     with torch.inference_mode():
         logits = model(**seen_by_transformers(model, vision, whole, token)).logits[0, len(prompt) - 1 : -1]
+    assert len(answer.token_ids) == 12, "a step that fails leaves none"
     assert list(answer.token_ids) == logits.argmax(-1).tolist()
     expected = logits.log_softmax(-1).max(-1).values
     assert answer.logprobs is not None

@@ -109,6 +109,9 @@ class Sight:
             first += len(share.token_ids)
         if not places:
             return None
+        most = max(map(len, found))
+        for each in found:  # of what is heard nothing is added behind layers
+            each += [torch.zeros_like(each[0])] * (most - len(each))
         values, *deep = (torch.cat(each) for each in zip(*found, strict=True))
         behind = () if self.senses.vision is None or not deep else self.senses.vision.tower.deep_behind
         return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep), behind)
