@@ -23,6 +23,7 @@ from nanovllm_cli.kernels import blocks, norm
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.launcher import CudaLauncher, why_unavailable
+from nanovllm_cli.quant.cuda_far import FarMemory
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.storage import WeightStorage
@@ -158,6 +159,34 @@ def test_products_that_overlap_are_those_of_one_after_the_other(name: str | None
         for _ in range(3):
             graph.replay()
             assert torch.equal(recorded, expected), rows
+
+
+@pytest.mark.parametrize("name", [None, "int4", "fp8", "q4_k"])
+def test_weights_in_the_machines_memory_are_read_there_and_copied(name: str | None) -> None:
+    """Launched, with kernels that overlap, and recorded: to the bit as on the GPU."""
+    device, weight = CudaDevice(0, programmatic_launch=True), random(768, 768, scale=768**-0.5)
+    formats, form = CudaFormats(device.launcher, rounds=True, deterministic=False), None if name is None else parse_format(name)
+    near, there = (formats.make(form, *weight.shape, BF16, memory) for memory in (None, FarMemory(device)))
+    for storage in (near, there):
+        for first in (0, 256):
+            storage.load_rows(first, weight[first : first + 512 if first else 256].bfloat16())
+    assert there.task_tensors[0] is not None
+    assert torch.equal(there.task_tensors[0].cpu(), near.task_tensors[0].cpu())
+    for rows in (1, 8, 70):
+        start = random(rows, 768, dtype=BF16).cuda()
+        expected = chain(near, start)
+        assert torch.equal(chain(there, start), expected), rows
+        graph, recorded = device.capture(lambda start=start: chain(there, start))
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(recorded, expected), rows
+
+
+def test_a_model_that_is_in_the_machines_memory_has_the_same_tokens(folder: Path) -> None:
+    expected = answers(folder, greedy(40))
+    found, num_graphs = outputs(folder, greedy(40), n_gpu_layers=0)
+    assert [output.outputs[0].token_ids for output in found] == expected
+    assert num_graphs > 0
 
 
 def chain(storage: WeightStorage, start: torch.Tensor, between: Callable[[], None] = lambda: None) -> torch.Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import shutil
 import struct
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,8 +25,8 @@ import pytest
 import torch
 
 from emulation.emulator import cuda_headers
-from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import compiler, cuda_device, launcher, norm
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.kernels import compiler, launcher, norm
 from nanovllm_cli.kernels.compiler import Compiled, Resources
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.kernel import Kernel
@@ -306,11 +308,58 @@ def test_what_torch_keeps_for_all_graphs_is_not_made_in_inference_mode(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu.stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(cuda_device, "_Place", lambda output: output)
+    monkeypatch.setattr(torch, "as_tensor", as_the_host_sees)
+    made = torch.randn(2, 3).to(torch.bfloat16)
     with torch.inference_mode(infers):
-        _, output = CudaDevice().capture(lambda: torch.ones(1))
+        _, output = CudaDevice().capture(lambda: made)
     assert not seed[0].is_inference()
     assert output.is_inference() == infers
+    assert torch.equal(output, made), "of any type"
+    assert output.data_ptr() == made.data_ptr()
+
+
+def as_the_host_sees(memory: Any, device: torch.device) -> torch.Tensor:
+    """What torch makes of the device's interface, of memory that is the host's here."""
+    assert memory.__cuda_array_interface__ == memory.__array_interface__
+    assert device.type in ("cpu", "cuda")
+    return torch.from_numpy(np.asarray(memory))
+
+
+def test_host_pages_are_one_memory_for_both(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroed, of the device's own context, there as long as either tensor is, and refused as what does not fit."""
+
+    there: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Pinned:
+        def __init__(self, num_bytes: int) -> None:
+            if num_bytes > 100:
+                raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+            self._bytes = ctypes.create_string_buffer(b"x" * num_bytes, num_bytes)
+            self.ptr = ctypes.addressof(self._bytes)
+            there.add(self)
+
+    gpu.count = 2
+    cuda = sys.modules["cupy.cuda"]
+    monkeypatch.setattr(cuda, "PinnedMemory", Pinned, raising=False)
+    cuda.runtime.CUDARuntimeError = RuntimeError  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch, "as_tensor", as_the_host_sees)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    device = CudaDevice(1)
+    host, seen = device.host_pages(100)
+    assert gpu.made_current == [("cupy", 1)]
+    assert not host.any()
+    host.copy_(torch.arange(100, dtype=torch.uint8))
+    assert seen.tolist() == list(range(100))
+    part = seen[:4]
+    del host, seen
+    gc.collect()
+    assert len(there) == 1
+    del part
+    gc.collect()
+    assert len(there) == 0
+    with pytest.raises(DoesNotFitError, match=r"could not be locked for the GPU \(cudaErrorMemoryAllocation"):
+        device.host_pages(101)
 
 
 def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:

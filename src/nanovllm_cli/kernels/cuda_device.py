@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,12 +40,13 @@ class CudaDevice:
 
         runtime.setDevice(self.launcher.device.index)
         try:
-            pages = _Pages(PinnedMemory(num_bytes), num_bytes)
+            memory = PinnedMemory(num_bytes)
         except runtime.CUDARuntimeError as error:
             raise DoesNotFitError(
                 f"{num_bytes >> 20} MiB of the machine's memory could not be locked for the GPU ({error})",
                 "try a smaller model, or leave more of it on the GPU (--n-gpu-layers)",
             ) from error
+        pages = _Bytes(memory.ptr, num_bytes, memory)  # such memory has one address for host and GPU
         host = torch.from_numpy(np.asarray(pages))
         return HostPages(host.zero_(), torch.as_tensor(pages, device=self.launcher.device))
 
@@ -69,7 +69,9 @@ class CudaDevice:
                 output = step()
         finally:
             torch.cuda.set_stream(stream)  # where the capture fails at its end, torch stays on the one it captured on
-        return graph, torch.as_tensor(_Place(output), device=output.device)
+        assert output.is_contiguous()
+        place = torch.as_tensor(_Bytes(output.data_ptr(), output.nbytes), device=output.device)
+        return graph, place.view(output.dtype).view(output.shape)
 
     def memory(self) -> Memory:
         device = self.launcher.device
@@ -82,22 +84,11 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.launcher.device)
 
 
-class _Pages:
-    """Page-locked memory for numpy and for torch, which hold on to this. Such memory has one address for host and GPU."""
+class _Bytes:
+    """Memory as numpy and torch take it from other libraries, version 3 of both array interfaces. owner: what they hold on to
+    with it. Of a graph's output nobody: its memory is there as long as the graph, and what is recorded later may take it."""
 
-    def __init__(self, memory: Any, num_bytes: int) -> None:
-        self._memory = memory
-        interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (memory.ptr, False), "strides": None, "version": 3}
+    def __init__(self, address: int, num_bytes: int, owner: object = None) -> None:
+        self._owner = owner
+        interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
         self.__array_interface__ = self.__cuda_array_interface__ = interface
-
-
-class _Place:
-    """Where a tensor of float32 lies, without holding on to it: a graph's own memory is there as long as the graph, and what is
-    recorded later may take it. In the form that torch takes from other libraries, version 3 of the CUDA array interface."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.dtype == torch.float32
-        assert tensor.is_contiguous()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "strides": None, "version": 3,
-        }  # fmt: skip
