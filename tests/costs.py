@@ -1,6 +1,6 @@
 """What tests cost, as measured (costs.txt, which scripts/test_costs.py writes), and how much of them continuous integration runs.
 
-A test is named as in `test_x.py::test_y`, without its case. One that is not in the table costs less than 0.6 s, or is new: all
+A test is named as in `test_x.py::test_y`, without its case. One that is not in the table costs less than 0.3 s, or is new: all
 of it is run. conftest.py applies what is decided here; nothing here knows of pytest.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 FILE = Path(__file__).with_name("costs.txt")
 SECONDS = 0.2
 """What a run spends on a test, about: of its cases, as many as fit."""
-DEAR = 0.6
+DEAR = 0.5
 """A test of which one case takes longer takes turns: it is run in one of so many commits that its part of each is SECONDS."""
 RAREST = 24
 """But in one of so many, at the least."""

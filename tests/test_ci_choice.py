@@ -51,9 +51,9 @@ def test_what_is_dear_takes_turns_and_each_gets_one_soon() -> None:
 
 
 def test_the_table_keeps_ci_to_its_time() -> None:
-    """Of 8400 s of three processes on two cores. The start and quick tests take 900 s."""
+    """Of 10,200 s of three processes on two cores. The start and quick tests take 700 s."""
     table = costs.read()
-    assert max(costs.seconds_in_ci(table, turn) for turn in range(RAREST)) < 1000
+    assert max(costs.seconds_in_ci(table, turn) for turn in range(RAREST)) < 1100
     assert all((HERE / name.partition("::")[0]).is_file() for name in table)
 
 
