@@ -132,7 +132,8 @@ def test_products_in_every_format_are_those_of_its_numbers(name: str | None, det
         close(storage.gated_matmul(there, own_bias, "silu"), torch.nn.functional.silu(gate) * up, name, times=3)
     ids = torch.tensor([5, 0, outputs - 1, -1])
     taken = storage.rows(ids.cuda(), None).cpu()
-    assert torch.equal(taken[:3], numbers[ids[:3]].to(BF16))
+    twice = 2**-7 if name == "nf4" else 0.0  # whose quantiles are rounded to 16 bits before their scale is multiplied
+    torch.testing.assert_close(taken[:3].double(), numbers[ids[:3]].to(BF16).double(), rtol=twice, atol=0.0)
     assert not taken[3].any()
 
 
