@@ -92,7 +92,7 @@ class LoadedModel:
         kit = self._kit()
         if group is None or group.rank == 0:  # the others load meanwhile
             needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
-            sizes = partial(sizes_of, self.spec, self._formats, self.dtype, platform.dense_bytes)
+            sizes = partial(sizes_of, self.spec, self._matrix_bytes)
             organs = 0 if self.sight is None else self.sight.num_bytes
             self.placement = platform.place(self.spec, kit.backend, needed, sizes, organs)
         self.model = Decoder(self.spec, kit)
@@ -195,6 +195,10 @@ class LoadedModel:
         whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
         self.num_multiplied_whole += whole * width * sum(parts.values()) // sum(own.values())
         return weight
+
+    def _matrix_bytes(self, name: str, num_rows: int, width: int) -> float:
+        form = self._formats.of(name)
+        return self.platform.dense_bytes(num_rows, width, self.dtype) if form is None else num_rows * form.row_bytes(width)
 
     def _beside_bytes(self) -> int:
         """At most: as if each weight had two others behind it, with adapters of the same ranks."""

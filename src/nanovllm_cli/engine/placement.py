@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
-
-import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.outline import shapes_of
-from nanovllm_cli.quant.format import Format
-from nanovllm_cli.weights.loader import DenseBytes, WeightFormats
 
 ALWAYS_NEAR = ("k_b", "v_b", "kv_b", "router", "per_layer_projection")
 """Parts of layers that are small, or no weights by themselves on a GPU."""
@@ -58,15 +54,14 @@ def group_of(name: str, *, tied: bool) -> Group | None:
     return None
 
 
-def sizes_of(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> Counter[Group]:
-    """Bytes of each."""
+def sizes_of(spec: ModelSpec, num_bytes: Callable[[str, int, int], float]) -> dict[Group, int]:
+    """Bytes of each. num_bytes: of a matrix, by our name, rows and columns."""
     sizes: Counter[Group] = Counter()
     for name, shape in shapes_of(spec).items():
         group = group_of(name, tied=spec.tied_head)
         if group is not None and len(shape) == 2:
-            form: Format | None = formats.of(name)
-            sizes[group] += dense_bytes(*shape, dtype) if form is None else math.ceil(shape[0] * form.row_bytes(shape[1]))
-    return sizes
+            sizes[group] += math.ceil(num_bytes(name, *shape))
+    return dict(sizes)
 
 
 def asked_for(config: EngineConfig, num_layers: int) -> frozenset[Group]:
@@ -110,10 +105,10 @@ def num_far_mixtures(far: frozenset[Group], spec: ModelSpec) -> int:
 
 
 def in_words(far: frozenset[Group], spec: ModelSpec) -> str:
-    """The options that ask for as much."""
+    """The options that ask for as much. far: not empty."""
     layers, mixtures = num_near_layers(far, spec.num_layers), num_far_mixtures(far, spec)
     words = [f"--n-gpu-layers {layers}"] if layers <= spec.num_layers else []
-    return " ".join(words + ([f"--n-cpu-moe {mixtures}"] if mixtures > spec.num_layers + 1 - layers else []))
+    return " ".join(words + ([f"--n-cpu-moe {mixtures}"] if mixtures > spec.num_layers + 1 - layers else [])) or "the embedding"
 
 
 def _layers(layers: range) -> set[Group]:

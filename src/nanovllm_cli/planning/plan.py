@@ -7,7 +7,6 @@ with what happens.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from nanovllm_cli.attention.kv_cache import CacheLayout
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import context_of
-from nanovllm_cli.engine.placement import Group, bytes_of, group_of
+from nanovllm_cli.engine.placement import bytes_of, sizes_of
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.worker import select_platform
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
@@ -231,13 +230,8 @@ def _far_bytes(platform: Platform, spec: ModelSpec, layout: CacheLayout, num_byt
     machine has none either."""
     if not isinstance(platform, CudaPlatform):
         return 0
-    counts: Counter[Group] = Counter()
-    shapes = shapes_of(spec)
-    for name, shape in shapes.items():
-        if (group := group_of(name, tied=spec.tied_head)) is not None:
-            counts[group] += math.prod(shape)
-    each = num_bytes / sum(map(math.prod, shapes.values()))
-    sizes = {group: int(count * each) for group, count in counts.items()}
+    each = num_bytes / sum(map(math.prod, shapes_of(spec).values()))
+    sizes = sizes_of(spec, lambda _, num_rows, width: num_rows * width * each)
     try:
         return bytes_of(platform.place(spec, layout, num_bytes, lambda: sizes).far, sizes)
     except DoesNotFitError:
