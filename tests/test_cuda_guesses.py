@@ -16,11 +16,13 @@ from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
 from nanovllm_cli.engine import decode_work, device_sampler
 from nanovllm_cli.engine.assistant import AssistantDraft
+from nanovllm_cli.engine.eagle import EagleDraft
 from nanovllm_cli.engine.plan import Plan, Scheduled
 from nanovllm_cli.engine.strategy import MOST_ROWS, Drafted, Lookup, Pace
 from nanovllm_cli.sampling_params import SamplingParams
 from test_assistant import pair, sure_pair
 from test_cuda_engine import SHAPE, engine_on
+from test_eagle import pair as eagle_pair
 from test_lookup import ASKED, PROMPT, answers, broken_off_once, few
 from test_mtp import sure_model
 
@@ -139,28 +141,33 @@ def test_an_assistant_changes_nothing_but_the_steps(tmp_path: Path) -> None:
     assert len(device.graphs) > 3
 
 
-def test_an_assistant_reads_there_what_it_reads_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = pair("layers read others' keys", tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", [AssistantDraft, EagleDraft])
+def test_a_drafter_reads_there_what_it_reads_on_a_cpu(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rows = {"fc_norm": True, "norm_output": True}
+    saved: Any = eagle_pair(tmp_path, "gemma3, ropes of two bases", dtype=torch.bfloat16, **of_rows)
+    if kind is AssistantDraft:
+        saved = pair("layers read others' keys", tmp_path, dtype=torch.bfloat16)
     found: list[list[int]] = []
-    fill = AssistantDraft.fill
+    fill = kind.fill
 
-    def spying(draft: AssistantDraft, plan: Plan) -> Any:
+    def spying(draft: Any, plan: Plan) -> Any:
         filled, guesses = fill(draft, plan)
         found.extend(guesses.values())
         return filled, guesses
 
-    monkeypatch.setattr(AssistantDraft, "fill", spying)
+    monkeypatch.setattr(kind, "fill", spying)
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
     monkeypatch.setattr(Drafted, "begin_sequence", lambda _: Pace(2))
     params = greedy(24, allowed_token_ids=(2,))  # so that both read the same whatever near-ties they see
-    firsts = []
-    for device in (EmulatedDevice(), None):
+    firsts, devices = [], (EmulatedDevice(), None)
+    for device in devices:
         settings = SETTINGS | {"draft_model": str(saved.draft), "draft_min_p": 0.0}
         run(engine_on(saved.folder, device, **settings), [([i % 6 for i in range(29)], params)])
         firsts.append([guesses[0] for guesses in found])
         found.clear()
     assert len(firsts[0]) == len(firsts[1]) > 7
     assert sum(one == other for one, other in zip(*firsts, strict=True)) >= 0.8 * len(firsts[0])
+    assert devices[0].graphs
 
 
 def test_what_does_not_fit_a_recorded_step_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

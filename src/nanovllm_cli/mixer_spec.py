@@ -125,7 +125,7 @@ class AttentionSpec:
     projection of their own; gate_by_head: of one number a head then; gate_is: with what else of them (Laguna). found_norm: what
     all heads find is normed (BitNet). temperature: by which queries grow. latent: keys and values are made of what all heads
     share, so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of,
-    and rotates its first numbers.
+    and rotates its first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream.
     """
 
     num_heads: int
@@ -155,6 +155,7 @@ class AttentionSpec:
     temperature: TemperatureSpec | None = None
     found_norm: bool = False
     latent: LatentSpec | None = None
+    read_size: int = 0
 
     @property
     def score_scale(self) -> float:
@@ -203,7 +204,8 @@ class AttentionSpec:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
-        return hidden_size * (2 * queries + self.num_gates + keys) + biases + self.num_heads * self.sinks
+        read_size = self.read_size or hidden_size
+        return read_size * (queries + self.num_gates + keys) + hidden_size * queries + biases + self.num_heads * self.sinks
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,8 +276,8 @@ class EngineOptions(MemoryOptions):
     )
     draft_model: str | None = option(
         "--draft-model",
-        help="A smaller model of the same vocabulary, or a Gemma 4's assistant, which guesses what the large one then looks at "
-        "all at once. What is said stays the same.",
+        help="A smaller model of the same vocabulary, a Gemma 4's assistant or an EAGLE-3 drafter, which guesses what the large "
+        "one then looks at all at once. What is said stays the same.",
         panel=ENGINE, metavar="MODEL",
     )
     draft_quant: str | None = option(

@@ -328,8 +328,10 @@ EXPLAINED = {
     ("--disable-cuda-graph",): "here it is --eager",
     ("--profiler-config", "--enable-layerwise-nvtx-tracing", "--collect-detailed-traces", "--profile"):
         "nothing is profiled here; serve --otlp-endpoint sends a span a request",
-    ("--eagle3", "--dflash", "--target-model-dir", "--dspark"):
-        "drafters such as EAGLE and DFlash are not supported; --draft-model NAME and --mtp guess by other means",
+    ("--eagle3",): "a drafter is named: --draft-model NAME",
+    ("--dflash", "--dspark"):
+        "drafters of whole blocks are not supported; --draft-model NAME and --mtp guess by other means",
+    ("--target-model-dir",): "a drafter is told its model when both are run: leave it out",
     ("--no-mtp", "--no-nextn"): "a layer that guesses is converted with its model: leave it out",
     ("--fp8-as-q8",): "nanovllm convert MODEL --outtype q8_0 --allow-requantize makes Q8_0 of FP8",
     ("--delete-splits",): "nothing is deleted: rm the parts afterwards",

@@ -167,7 +167,7 @@ class CudaRunner:
     def _run(self, batch: Batch, owners: list[tuple[Scheduled, int]]) -> Hidden:
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         if any(share.keeps_rows for share, _ in owners):
-            self.hidden = kept_rows(self.model.normed(hidden), owners)
+            self.hidden = kept_rows(self.model.kept(hidden), owners)
         return hidden
 
     def _prepare_draws(self, draws: list[Draw], num_drawn: dict[int, int]) -> list[int]:

@@ -180,7 +180,7 @@ class DecodeStep:
         work = None if room is None or self._work is None else self._work.by_shape
         inputs = self._model.inputs(batch, self._backend.decode_step(batch, work))
         hidden = self._model.run(inputs, self._cache)
-        self.hidden = self._model.normed(hidden) if self._keeps_hidden else None
+        self.hidden = self._model.kept(hidden) if self._keeps_hidden else None
         logits = self._model.logits(hidden)
         if sampling is not None and sampler.knows_vocabulary:
             sampler.draw(logits, *sampling)

@@ -104,8 +104,9 @@ class Draft(Guesser):
         return super()._filled(share, guesses)
 
 
-def assists(path: str) -> bool:
-    """Whether what guesses is an assistant (`assistant.py`). Raises what opening it raises."""
+def assists(path: str) -> str:
+    """How what guesses reads of the model that it guesses for, if it does nothing by itself: see `Family`. Raises what opening it
+    raises."""
     with open_checkpoint(path) as checkpoint:
         return family_of(checkpoint).assists
 

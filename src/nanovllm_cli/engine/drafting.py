@@ -1,4 +1,4 @@
-"""What all that guess in a worker (`draft.py`, `mtp.py`, `assistant.py`) do alike."""
+"""What all that guess in a worker (`draft.py`, `mtp.py`, `eagle.py`, `assistant.py`) do alike."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class DecodeGraph:
         self._inputs = inputs
         with Program(pool) as self._program:
             hidden = model.run(inputs, cache)
-            rows = model.normed(hidden) if keeps_hidden else None
+            rows = model.kept(hidden) if keeps_hidden else None
             logits = model.head(hidden)
             # The memory itself goes back to the pool: every step of a batch that drains has its own graph.
             self._logits = pool.not_held(logits)

@@ -46,7 +46,7 @@ class _Unfed(NamedTuple):
         return self.start + len(self.tokens)
 
 
-class _Fed(NamedTuple):
+class Fed(NamedTuple):
     """A share of a step for the layer, and the rows that it reads beside the share's tokens."""
 
     share: Scheduled
@@ -78,7 +78,7 @@ class LoadedMTP(LoadedGuesser):
 class MTPDraft(Guesser):
     """cache: of as many blocks as the model's."""
 
-    def __init__(self, loaded: LoadedMTP, cache: KVCache, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedGuesser, cache: KVCache, config: EngineConfig) -> None:
         super().__init__(loaded, cache, config, keeps_rows=True)
         self._nothing = loaded.model.no_rows(1)
         self._unfed: dict[int, _Unfed] = {}
@@ -93,7 +93,7 @@ class MTPDraft(Guesser):
             return
         (kept, output), self._last = self._last, None
         num_drawn = {each.seq_id: len(each.token_ids) for each in output.drawn}
-        feeding: list[_Fed] = []
+        feeding: list[Fed] = []
         for share, rows in kept:
             num_known = len(share.known)
             num_valid = num_known + min(share.num_guesses, max(0, num_drawn.get(share.seq_id, 0) - 1))
@@ -106,7 +106,7 @@ class MTPDraft(Guesser):
             else:
                 unfed = _Unfed(share.start, tokens, torch.cat([self._nothing, rows]))
             if unfed.tokens and (num_known > 1 or len(share.draws) != 1 or self._is_due(unfed)):
-                feeding.append(_Fed(self._known(share, unfed.tokens, unfed.start), unfed.rows))
+                feeding.append(Fed(self._known(share, unfed.tokens, unfed.start), unfed.rows))
                 unfed = _Unfed(unfed.end, [], unfed.rows[-1:].clone())
             self._unfed.update(dict.fromkeys(share.draws or (share.seq_id,), unfed))
         if feeding:
@@ -125,7 +125,7 @@ class MTPDraft(Guesser):
             before = self._unfed.get(share.seq_id)
             if before is None or before.end != share.start:
                 before = _Unfed(share.start, [], self._nothing)
-            feeding.append(_Fed(self._drawing(share, [*before.tokens, *share.known], before.start, 0), before.rows))
+            feeding.append(Fed(self._drawing(share, [*before.tokens, *share.known], before.start, 0), before.rows))
             self._unfed[share.seq_id] = _Unfed(share.start + len(share.known), [], self._nothing)  # until `follow`
         return self._run(feeding, self._new(share.seq_id for share in wanted)) if wanted else []
 
@@ -133,10 +133,10 @@ class MTPDraft(Guesser):
         """Behind guesses, of which the layer's own rows tell."""
         rows = {share.seq_id: rows[-1:] for share, rows in self._runner.hidden}
         return self._run(
-            [_Fed(self._drawing(share, [tokens[i]], share.start + count, count), rows[i]) for i, share in going.items()]
+            [Fed(self._drawing(share, [tokens[i]], share.start + count, count), rows[i]) for i, share in going.items()]
         )
 
-    def _run(self, feeding: list[_Fed], new: Sequence[NewSequence] = ()) -> list[Drawn]:
+    def _run(self, feeding: list[Fed], new: Sequence[NewSequence] = ()) -> list[Drawn]:
         rows = torch.cat([each.rows[: len(each.share.token_ids)] for each in feeding])
         return self._runner.run(Plan([each.share for each in feeding], list(new), [], []), rows).drawn
 

@@ -83,7 +83,7 @@ class Runner:
         with self._let_in():
             found = self.model.run(inputs, self.cache)
         if keeps:
-            self.hidden = kept_rows(self.model.normed(found), owners)
+            self.hidden = kept_rows(self.model.kept(found), owners)
         output = beside_draws(self.model, self.sampler, found, owners)
         if not draws:
             return output

@@ -20,6 +20,7 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.draft import Draft, assists
 from nanovllm_cli.engine.drafting import Guesser, LoadedGuesser
+from nanovllm_cli.engine.eagle import EagleDraft, LoadedEagle
 from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
@@ -91,6 +92,8 @@ class Worker(LoadedModel):
             match guesser:
                 case LoadedMTP():
                     self._draft = MTPDraft(guesser, self._caches[1], config)
+                case LoadedEagle():
+                    self._draft = EagleDraft(guesser, self._caches[1], config)
                 case LoadedAssistant():
                     self._draft = AssistantDraft(guesser, self._caches[0], config)
                 case LoadedModel():
@@ -106,8 +109,11 @@ class Worker(LoadedModel):
             return None
         with open_checkpoint(config.draft_model) as draft:
             own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None, n_gpu_layers=None, n_cpu_moe=0)
-            if assists(config.draft_model):
-                return LoadedAssistant(draft, own, self, progress)
+            match assists(config.draft_model):
+                case "cache":
+                    return LoadedAssistant(draft, own, self, progress)
+                case "rows":
+                    return LoadedEagle(draft, own, self, progress)
             guesser = LoadedModel(draft, own, self.platform, progress, sees=False)
         if not guesser.spec.has_head:
             raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
@@ -346,7 +352,7 @@ def _started_ranks(checkpoint: Checkpoint, config: EngineConfig, platform: Platf
         )
     if config.draft_model is not None and assists(config.draft_model):
         raise UnsupportedError(
-            "what an assistant reads of a model is not divided among processes",
+            "what such a drafter reads of a model is not divided among processes",
             "leave --draft-model or --tensor-parallel-size out",
         )
     from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs

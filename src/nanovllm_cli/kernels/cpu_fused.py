@@ -128,6 +128,17 @@ def scale(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def put_columns(arguments, thread, team):
+    """wide [num_rows, width], whose rows lie row_stride numbers apart, = x [num_rows, width]."""
+    tag, x, wide, num_rows, width, row_stride = fields(arguments)
+    lines, targets = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(wide, tag), (num_rows, row_stride))
+    for r in share(num_rows, thread, team):
+        line, target = lines[r], targets[r]
+        for i in range(width):
+            target[i] = line[i]
+
+
+@kernel(fastmath=FAST)
 def activation(arguments, thread, team):
     """x [size] = act(x) of each number by itself. kind: SQUARED_RELU, GELU_TANH or GELU."""
     tag, x, size, kind = fields(arguments)

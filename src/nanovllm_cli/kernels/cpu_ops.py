@@ -76,6 +76,12 @@ class CpuOps:
     def clip(self, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
         return gates.clip(x, least, most)
 
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return cpu.new_tensor((num_rows, width), dtype)
+
+    def put_columns(self, x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
+        gates.put_columns(x, wide, first)
+
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return gates.temper(x, positions, length, scale, offset)
 

@@ -94,6 +94,12 @@ class CudaOps:
     def clip(self, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
         return clip.clip(self.launcher, x, least, most)
 
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=self.device)
+
+    def put_columns(self, x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
+        self.launcher.torch_op(lambda: wide[:, first : first + x.shape[1]].copy_(x))
+
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         return temper.temper(self.launcher, x, positions, length, scale, offset)
 

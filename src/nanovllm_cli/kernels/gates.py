@@ -1,4 +1,5 @@
-"""Gates on the CPU, activations, queries that grow, clips: tensors in, checks, addresses to compiled kernels (cpu_fused.py)."""
+"""Gates on the CPU, activations, queries that grow, clips, columns: tensors in, checks, addresses to compiled kernels
+(cpu_fused.py)."""
 
 from __future__ import annotations
 
@@ -31,6 +32,14 @@ def clip(x: torch.Tensor, least: float, most: float) -> torch.Tensor:
     address, stride = cpu.rows_of(x, x.dtype, tokens, width)
     cpu.launch(cpu_fused.clip, x.numel(), cpu.tags_of(x.dtype), (address, tokens, width, stride), (least, most))
     return x
+
+
+def put_columns(x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
+    """See `ops.Ops`."""
+    tokens, width = x.shape
+    target, stride = cpu.rows_of(wide[:, first : first + width], x.dtype, tokens, width)
+    ints = (cpu.address_of(x, x.dtype, tokens, width), target, tokens, width, stride)
+    cpu.launch(cpu_fused.put_columns, x.numel(), cpu.tags_of(x.dtype), ints)
 
 
 def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:

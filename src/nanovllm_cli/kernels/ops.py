@@ -112,6 +112,12 @@ class Ops(Protocol):
     def clip(self, x: torch.Tensor, least: float, most: float) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, held between least and most in place; NaN stays."""
 
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_rows, width] for ops of this step to fill."""
+
+    def put_columns(self, x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
+        """x [T, n] to where it belongs in wide [T, more], from column `first` on."""
+
     def temper(self, x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.temper` has it."""
 

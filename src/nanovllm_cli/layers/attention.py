@@ -44,11 +44,12 @@ class Attention(Projected):
             cut = Cut(sections, spec.num_kv_heads, "none")
             self._gather = kit.gathering(q, spec.num_kv_heads)
             self._own_heads = slice(own.start * spec.queries_a_key, own.stop * spec.queries_a_key)
+        read_size = spec.read_size or hidden_size
         self._gate_rows = 0 if spec.gate_by_head else self.spec.num_gates
-        self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias, cut)
+        self.qkv = Linear(read_size, parts, kit, spec.qkv_bias, cut)
         # So few rows in front of the others would leave those anywhere, and kernels load whole vectors.
         few = None if cut is None else Cut((spec.num_heads,), spec.num_kv_heads, "none")
-        self.gates = Linear(hidden_size, {"attention_gate": spec.num_heads}, kit, cut=few) if spec.gate_by_head else None
+        self.gates = Linear(read_size, {"attention_gate": spec.num_heads}, kit, cut=few) if spec.gate_by_head else None
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"

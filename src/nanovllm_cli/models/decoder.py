@@ -30,6 +30,7 @@ from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.scan import Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
+from nanovllm_cli.layers.taps import Taps
 from nanovllm_cli.mixer_spec import (
     AttentionSpec,
     ConvSpec,
@@ -224,9 +225,10 @@ def _addend(rows: torch.Tensor | None) -> Addend | None:
 
 class Decoder:
     """A decoder, or an encoder, made of what the kit has. shared: whose embedding and head it has, if not its own.
-    reads_hidden: whether a batch has to bring rows beside its tokens."""
+    reads_hidden: whether a batch has to bring rows beside its tokens. taps: what its layers read, for what guesses by that."""
 
     reads_hidden = False
+    taps: Taps | None = None
 
     def __init__(self, spec: ModelSpec, kit: Kit, shared: Decoder | None = None) -> None:
         self.spec = spec
@@ -313,8 +315,11 @@ class Decoder:
         all_asked = rows.shape[0] == batch.num_tokens
         deep = {} if batch.images is None else dict(zip(batch.images.behind, batch.images.deep, strict=True))
         deepest = max(deep, default=-1)
+        if self.taps is not None:
+            self.taps.begin(batch.num_tokens)
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             own = None if every is None else every[:, i * width : (i + 1) * width]
+            x = self._tapped(i, x, residual)
             if i != self.last_keeper or all_asked or i <= deepest:
                 x = block(x, residual, inputs, layer, own)
                 if batch.images is not None and i in deep:
@@ -323,7 +328,7 @@ class Decoder:
             x = block.mixed(x, residual, inputs, layer) if block.has_halves else block(x, residual, inputs, layer, own)
             if rows.shape[0] == 0:
                 break  # nothing is asked, and what is to be kept is
-            x, residual, all_asked = None if x is None else x.taken(rows), residual[..., rows, :], True
+            x, residual, all_asked = self._taken(rows, x), residual[..., rows, :], True
             every, own = None if every is None else every[rows], None if own is None else own[rows]
             lora = None if batch.lora is None else batch.lora[rows]
             inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows], lora=lora))
@@ -331,13 +336,29 @@ class Decoder:
             if block.has_halves:
                 x = block.fed(x, residual, inputs.batch.slots, own)
         if not all_asked:
-            x, residual = None if x is None else x.taken(rows), residual[..., rows, :]
+            x, residual = self._taken(rows, x), residual[..., rows, :]
+        x = self._tapped(len(self.blocks), x, residual)
         residual = residual if self.streams is None else self.streams.leave(residual)
         if self.norm is not None:
             return self.norm(x, residual)
         if x is not None:
             self.ops.join(x, residual)
         return residual
+
+    def _tapped(self, place: int, x: Addend | None, residual: torch.Tensor) -> Addend | None:
+        """What has still to join the residual stream behind a tap, which wants it whole."""
+        if self.taps is None or place not in self.taps.places:
+            return x
+        if x is not None:
+            self.ops.join(x, residual)
+        self.taps.take(place, residual)
+        return None
+
+    def _taken(self, rows: torch.Tensor, x: Addend | None) -> Addend | None:
+        """x of these rows, those of the taps being left alone as well."""
+        if self.taps is not None:
+            self.taps.keep(rows)
+        return None if x is None else x.taken(rows)
 
     def _choose(self, batch: Batch) -> None:
         """Weights with adapters that requests choose read rows like the batch's from now on."""
@@ -364,6 +385,10 @@ class Decoder:
     def normed(self, hidden: Hidden) -> torch.Tensor:
         """What `run` gave, as plain numbers also where the next matmul was to normalise it."""
         return plain(hidden, self.ops)
+
+    def kept(self, hidden: Hidden) -> torch.Tensor:
+        """Of what `run` gave, and right behind it: the rows that what guesses reads, of a model with taps theirs."""
+        return self.normed(hidden) if self.taps is None else self.taps.fused()
 
     def logits(self, hidden: Hidden) -> torch.Tensor:
         """hidden [R, hidden] -> logits [R, vocab] fp32."""

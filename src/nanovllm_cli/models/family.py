@@ -95,7 +95,9 @@ class Family:
     interleaved: bool = False  # rotary pairs lie side by side
     ungated: Mapping[str, str] = field(default_factory=dict)  # activations of MLPs, by their names in configs, that have no gate
     both_ways: bool = False  # tokens see those behind them
-    assists: bool = False  # it guesses for another model, and does nothing by itself (`assistant.py`)
+    # It guesses for another model, and does nothing by itself: by what that one keeps (`assistant.py`), or by rows of its layers
+    # (`eagle.py`).
+    assists: Literal["", "cache", "rows"] = ""
     convolutions: bool = False  # in place of attention, in some layers
     varied: bool = False  # layers have key-value heads and MLPs of their own numbers
     latent: bool = False  # attention is, so that GGUF files speak of what is kept where others do of keys and values

@@ -230,7 +230,7 @@ _ASSISTANT_GGUF_NAMES = {"join.weight": "blk.0.nextn.pre_projection.weight", "ba
 GEMMA4_ASSISTANT = replace(
     GEMMA4,
     name="gemma4-assistant",
-    assists=True,
+    assists="cache",
     # Which tokens to look at first, of those that are alike; all of them are, here and in llama.cpp.
     aside=("masked_embedding.", "masked_embd_"),
     config=lambda config: {**config, "num_kv_shared_layers": 0},

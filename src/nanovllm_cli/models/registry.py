@@ -29,6 +29,7 @@ from nanovllm_cli.models.deepseek import (
     YOUTU,
 )
 from nanovllm_cli.models.dots import DOTS1
+from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon import FALCON, family_of_falcon
@@ -380,6 +381,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     others = HF_BODIES | HF_CLASSIFIERS
     if names[0] == "FalconForCausalLM":
         return family_of_falcon(config)
+    if names[0] in OWN_ARCHITECTURES or is_eagle(config):
+        return EAGLE3
     if names[0] == "InternVLChatModel" and isinstance(inner, Mapping):
         return hf_family(inner)
     if names[0] in TEXTS_OF and kind is not None:

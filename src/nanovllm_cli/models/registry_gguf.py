@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE, family_of_cohere2moe
 from nanovllm_cli.models.deepseek import family_of_gguf
+from nanovllm_cli.models.eagle import EAGLE3
 from nanovllm_cli.models.falcon import FALCON, family_of_falcon_gguf
 from nanovllm_cli.models.families import MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
@@ -27,6 +28,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     # What folders are not of, or others, too.
     **{family.name: family for family in (BAICHUAN, CODESHELL, DBRX, JAIS, OPENELM, PLAMO, QWEN, REFACT)},
     "cohere2moe": COHERE2_MOE,
+    "eagle3": EAGLE3,
     "falcon": FALCON,
     "gemma3": GEMMA3,
     "gemma-embedding": GEMMA_EMBEDDING,

@@ -17,6 +17,8 @@ MAX_INDEX_BYTES = 100_000_000
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MMPROJ = "mmproj-….gguf"
+DRAFTERS = ("eagle3-", "mtp-", "dflash-", "dspark-")
+"""What names of files begin with that llama.cpp's converter makes of what guesses, beside the model."""
 _TOWER_QUANTS = ("BF16", "F16", "F32")  # llama.cpp's choice, of files that are usual
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")  # of a repository that has only GGUF files, when nobody says which
 
@@ -325,13 +327,15 @@ def mmproj_error(where: str) -> UnsupportedError:
 
 
 def _gguf_models(names: Iterable[str]) -> list[str]:
-    """The first part of each model, in order; what models see by and importance matrices are none."""
+    """The first part of each model, in order; what models see by and importance matrices are none, nor what guesses, unless there
+    is nothing else."""
     models: dict[str, str] = {}
     for name in sorted(names):
         base = PurePosixPath(name).name.lower()
         if base.endswith(".gguf") and not base.startswith("imatrix") and not is_mmproj(base):
             models.setdefault(split_parts(name)[0], name)
-    return list(models.values())
+    by_themselves = [name for name in models.values() if not PurePosixPath(name).name.lower().startswith(DRAFTERS)]
+    return by_themselves or list(models.values())
 
 
 def _picked(names: list[str], where: str, quant: str | None, file: str | None) -> Weights | None:

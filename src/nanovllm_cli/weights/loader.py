@@ -52,7 +52,7 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
             "name the model that it is made for, and this one by --draft-model",
         )
     spec = hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
-    _check_scale(spec, checkpoint, reader)
+    check_scale(spec, checkpoint, reader)
     tensor_shapes(replace(spec, blocks=tuple(dict.fromkeys(spec.blocks))), names_of(checkpoint))  # all of them have names
     return spec
 
@@ -64,7 +64,7 @@ def read_assistant(checkpoint: Checkpoint, reader: WeightReader, model: ModelSpe
         raise CheckpointError(f"{checkpoint.path}: tensor {join!r} is missing or no matrix", "the file is incomplete")
     own = spec_from_hf(checkpoint.config, family) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
     spec = assistant_spec(own, reader.shape(join)[1] // 2, model)
-    _check_scale(spec, checkpoint, reader)
+    check_scale(spec, checkpoint, reader)
     return spec
 
 
@@ -73,7 +73,7 @@ def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     family = family_of(checkpoint)
     spec = spec_from_hf(checkpoint.config, family)
     if family.tensors is not None and checkpoint.has_numbers:
-        spec = family.tensors(spec, partial(_values, checkpoint), str(checkpoint.path))
+        spec = family.tensors(spec, partial(small_values, checkpoint), str(checkpoint.path))
     if spec.tied_head and spec.has_head and _has_own_head(checkpoint):
         spec = replace(spec, tied_head=False)
     if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
@@ -111,11 +111,11 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         )
 
     vocab_size = checkpoint.info(embedding).shape[0]
-    spec = spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, partial(_values, checkpoint))
+    spec = spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, partial(small_values, checkpoint))
     return replace(spec, has_head=spec.has_head and not lacks_head(checkpoint))
 
 
-def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...] | None:
+def small_values(checkpoint: Checkpoint, name: str) -> tuple[float, ...] | None:
     """Of a small tensor; None where there is none of this name."""
     if name not in checkpoint.names():
         return None
@@ -124,7 +124,7 @@ def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...] | None:
     return tuple(checkpoint.tensor(name).flatten().tolist())
 
 
-def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:
+def check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:
     """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
     wanted = spec.vocab_size * spec.hidden_size + spec.num_by_token
     if spec.entry is not None:
@@ -218,7 +218,7 @@ def load_weights(
     names = {ours: checkpoint_name(ours, table) for ours in slots}
     ignored = {table["head.weight"]} if model.spec.tied_head else set()
     _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec, ignored)
-    _fill(slots, names, reader, progress)
+    fill(slots, names, reader, progress)
 
 
 def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: dict[str, str], progress: LoadProgress) -> None:
@@ -229,7 +229,7 @@ def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: di
     there = {name: reader.shape(name) for name in of_that_layer(table, reader.names()) | (wanted.keys() & reader.names())}
     shared = {name for name in there if MTP_SHARED.fullmatch(name)}
     check_tensors(checkpoint.path, model.spec, wanted, there, shared, misshapen=MISSHAPEN)
-    _fill(slots, names, reader, progress)
+    fill(slots, names, reader, progress)
     if not model.head_rows:
         return
     for rows, first in reader.slices(head_name(table, model.spec)):
@@ -243,7 +243,8 @@ def head_name(table: Mapping[str, str], spec: ModelSpec) -> str:
     return table["embedding.weight" if spec.tied_head else "head.weight"]
 
 
-def _fill(slots: Slots, names: Mapping[str, str], reader: WeightReader, progress: LoadProgress) -> None:
+def fill(slots: Slots, names: Mapping[str, str], reader: WeightReader, progress: LoadProgress) -> None:
+    """With the tensors of these names, whose shapes are as they should be."""
     progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
     try:
         for ours, slot in slots.items():
