@@ -173,3 +173,11 @@ def plain(hidden: Hidden, ops: Ops) -> torch.Tensor:
     if isinstance(hidden, Normed):
         return ops.rms_norm(hidden.rows, hidden.weight, hidden.eps, hidden.offset)
     return hidden
+
+
+def side_by_side(left: torch.Tensor, right: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """[T, m + n] of [T, m] and [T, n]."""
+    joined = ops.room(left.shape[0], left.shape[1] + right.shape[1], left.dtype)
+    ops.put_columns(left, joined, 0)
+    ops.put_columns(right, joined, left.shape[1])
+    return joined

@@ -15,14 +15,13 @@ import torch
 from nanovllm_cli.attention.backend import Angles
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.ops import Addend, Hidden
+from nanovllm_cli.kernels.ops import Addend, Hidden, side_by_side
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
-from nanovllm_cli.layers.slots import Slots, WeightSlot
+from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.quant.rows import QuantizedRows
 
 _OF_ITS_OWN = "an assistant guesses for the model that it was made with; name that one"
 
@@ -55,7 +54,7 @@ class Assistant(Decoder):
     """join([embedding of the token, hidden row of the token before]) through blocks and a norm; the head gives its logits, and
     back its hidden rows, which are like the model's, as its last norm leaves them.
 
-    spec: see `assistant_spec`. join's halves are two weights here, in the compute type: no format is cut along its rows.
+    spec: see `assistant_spec`.
     """
 
     reads_hidden = True
@@ -64,19 +63,16 @@ class Assistant(Decoder):
         super().__init__(spec, kit)
         self._model = model
         width = model.spec.hidden_size
-        self._of_embedding, self._of_hidden = (Linear(width, {name: spec.hidden_size}, kit) for name in ("join", "join"))
+        self._join = Linear(2 * width, {"join": spec.hidden_size}, kit)
         self._back = Linear(spec.hidden_size, {"back": width}, kit)
 
     def slots(self) -> Slots:
-        shape = self.spec.hidden_size, 2 * self._model.spec.hidden_size
-        return super().slots() | self._back.slots() | {"join.weight": WeightSlot(shape, self._load, plain=True)}
+        return super().slots() | self._back.slots() | self._join.slots()
 
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         assert batch.hidden is not None
         embedded, _ = self._model.enter(replace(batch, images=None))
-        residual = self._of_embedding(embedded)
-        added = self._of_hidden.onto(residual, batch.hidden)
-        return residual, None if added is None else Addend(added)
+        return self._join(side_by_side(embedded, batch.hidden, self.ops)), None
 
     def angles(self, batch: Batch) -> dict[RopeSpec | None, Angles]:
         """Of the places behind the batch's, which are those of the last tokens that are kept."""
@@ -87,8 +83,3 @@ class Assistant(Decoder):
 
     def normed(self, hidden: Hidden) -> torch.Tensor:
         return self._back(super().normed(hidden))
-
-    def _load(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
-        assert isinstance(rows, torch.Tensor), "a plain slot"
-        for part, half in zip((self._of_embedding, self._of_hidden), rows.chunk(2, dim=1), strict=True):
-            part.weight.load_rows(first, half.contiguous())

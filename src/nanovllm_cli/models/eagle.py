@@ -17,7 +17,7 @@ import torch
 from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.kernels.ops import Addend, Hidden
+from nanovllm_cli.kernels.ops import Addend, Hidden, side_by_side
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import RMSNorm
@@ -148,12 +148,9 @@ class Eagle(Decoder):
         assert block.mixer is not None
         assert block.attention_norm is not None
         assert self.norm is not None
-        width = self.spec.hidden_size
-        joined = self.ops.room(batch.num_tokens, 2 * width, self.dtype)
-        embedded = self.embedding(batch.token_ids, batch.token_table)
-        self.ops.put_columns(self._embedded_norm.alone(embedded), joined, 0)
+        embedded = self._embedded_norm.alone(self.embedding(batch.token_ids, batch.token_table))
         residual = block.attention_norm.alone(batch.hidden)
-        self.ops.put_columns(residual, joined, width)
+        joined = side_by_side(embedded, residual, self.ops)
         if not self.eagle.stream_normed:
             self.ops.put_columns(batch.hidden, residual, 0)
         added = block.mixer.onto(residual, joined, inputs, cache.layers[0])

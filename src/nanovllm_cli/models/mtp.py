@@ -10,16 +10,15 @@ from dataclasses import replace
 import torch
 
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels.ops import Addend
+from nanovllm_cli.kernels.ops import Addend, side_by_side
 from nanovllm_cli.layers.embedding import Head
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.slots import Slots, WeightSlot
+from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.quant.rows import QuantizedRows
 
 LEAST_GUESSED = 1 << 15
 SHARE_GUESSED = 3 / 8
@@ -46,8 +45,7 @@ class MTP(Decoder):
     head are the model's, or a copy of the head's first rows. Hidden rows, those it reads and those it gives, are as the model's
     last norm leaves them.
 
-    spec: see `mtp_spec`. head_rows: of the copy; 0: there is none. join's halves are two weights here, in the compute type
-    whatever they come in: no format is cut along its rows.
+    spec: see `mtp_spec`. head_rows: of the copy; 0: there is none.
     """
 
     reads_hidden = True
@@ -59,21 +57,14 @@ class MTP(Decoder):
         if self.head_rows:
             self.head = Head(self.head_rows, width, kit, spec.tied_head)
         self._norms = {name: RMSNorm(spec.norm, width, kit) for name in ("embedding_norm", "hidden_norm")}
-        self._of_embedding, self._of_hidden = (Linear(width, {name: width}, kit) for name in ("join", "join"))
+        self._join = Linear(2 * width, {"join": width}, kit)
 
     def slots(self) -> Slots:
         slots = {name: slot for name, slot in super().slots().items() if not name.startswith(("embedding.", "head."))}
         slots |= {f"{name}.weight": norm.slots()["weight"] for name, norm in self._norms.items()}
-        return slots | {"join.weight": WeightSlot((self.spec.hidden_size, 2 * self.spec.hidden_size), self._load, plain=True)}
+        return slots | self._join.slots()
 
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         assert batch.hidden is not None
         embedded = self._norms["embedding_norm"].alone(self.embedding(batch.token_ids, batch.token_table))
-        residual = self._of_embedding(embedded)
-        added = self._of_hidden.onto(residual, self._norms["hidden_norm"].alone(batch.hidden))
-        return residual, None if added is None else Addend(added)
-
-    def _load(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
-        assert isinstance(rows, torch.Tensor), "a plain slot"
-        for part, half in zip((self._of_embedding, self._of_hidden), rows.chunk(2, dim=1), strict=True):
-            part.weight.load_rows(first, half.contiguous())
+        return self._join(side_by_side(embedded, self._norms["hidden_norm"].alone(batch.hidden), self.ops)), None

@@ -170,7 +170,6 @@ class WeightFormats:
         self._checkpoint = checkpoint
         self._reader = reader
         self._names = names_of(checkpoint) if table is None else table
-        self._taken_apart = self._names.get("join.weight")
         plain = [re.escape(self._names.get(name, "")) for name in PLAIN]
         self._plain = re.compile(re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(plain)))
         self._wanted = wanted
@@ -182,8 +181,6 @@ class WeightFormats:
         return self._of(checkpoint_name(ours, self._names))
 
     def _of(self, name: str) -> Format | None:
-        if name == self._taken_apart:
-            return None
         stored = self._reader.format(name) if name in self._reader.names() else None
         if stored is not None and self._wanted is not None:
             raise UsageError(
