@@ -48,7 +48,7 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
     if family_of(checkpoint).assists:
         raise UnsupportedError(
-            f"{checkpoint.path}: a {family_of(checkpoint).name} model guesses for another, and does nothing by itself",
+            f"{checkpoint.path}: a model ({family_of(checkpoint).name}) that guesses for another, and does nothing by itself",
             "name the model that it is made for, and this one by --draft-model",
         )
     spec = hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
