@@ -5,7 +5,8 @@
     python benchmarks/draft.py --model random:qwen3.5-4b --quant int4 --mtp
 
 With --mtp a layer of the model's own guesses, made up as the rest; with --assistant four small layers that read the cache of a
-Gemma 4 (`--model random:gemma-4-e2b`): rows of 256, MLPs of 2,048.
+Gemma 4 (`--model random:gemma-4-e2b`): rows of 256, MLPs of 2,048; with --eagle a layer of the model's width that reads what
+three of its layers do, and guesses among 32,000 tokens, as published drafters have it.
 
 The weights are random: after each forward one logit is raised, of the large model that of the next token of a made-up answer, of
 what guesses the same token as often as `--right` says, and else another. So how often a guess holds is given, while every step of
@@ -32,6 +33,7 @@ from common import save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.draft import Draft
+from nanovllm_cli.engine.eagle import EagleDraft
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.plan import Plan
@@ -43,9 +45,10 @@ from speculation import ANSWER, decode, follow
 
 PROMPT_LEN = 400
 BATCHES = (1, 4)
+EAGLES_TOKENS = 32_000
 
 
-def draft_follows(draft: Draft | MTPDraft | AssistantDraft, answer: list[int], right: float) -> None:
+def draft_follows(draft: Draft | MTPDraft | EagleDraft | AssistantDraft, answer: list[int], right: float) -> None:
     """From now on the draft model's likeliest token is the answer's next one, so often."""
     runner, rng = draft._runner, random.Random(1)
     kind = type(runner)
@@ -104,6 +107,32 @@ def assistant_for(model: str) -> str:
     return str(folder)
 
 
+def eagle_for(model: str) -> str:
+    """The same, of which the first tokens are guessed."""
+    target = shape_config(model.removeprefix("random:"))
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    width, inner, heads, keys = (target[name] for name in sizes)
+    dim = target.get("head_dim", width // heads)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 1,
+        "num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": dim, "vocab_size": target["vocab_size"],
+        "draft_vocab_size": EAGLES_TOKENS,
+    }  # fmt: skip
+    at, projected = "midlayer.", {"q": heads * dim, "k": keys * dim, "v": keys * dim}
+    shapes = {
+        "fc": (width, 3 * width), "norm": (width,), "lm_head": (EAGLES_TOKENS, width),
+        **{f"{at}self_attn.{part}_proj": (count, 2 * width) for part, count in projected.items()},
+        **{f"{at}{name}": (width,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        **{f"{at}mlp.{part}_proj": (inner, width) for part in ("gate", "up")},
+        f"{at}self_attn.o_proj": (width, heads * dim), f"{at}mlp.down_proj": (width, inner),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": torch.randn(shape).mul_(0.02).bfloat16() for name, shape in shapes.items()}
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors | {"d2t": torch.zeros(EAGLES_TOKENS, dtype=torch.int64)}, folder / "model.safetensors")
+    return str(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random:qwen3-4b")
@@ -117,6 +146,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--mtp", action="store_true", help="instead of a draft model")
     parser.add_argument("--assistant", action="store_true", help="the same")
+    parser.add_argument("--eagle", action="store_true", help="the same")
     options = parser.parse_args()
     drafted: dict[str, Any] = {"draft_model": options.draft, "draft_quant": options.draft_quant or None}
     model = options.model
@@ -124,21 +154,24 @@ def main() -> None:
         model, drafted = with_mtp(model), {"mtp": True}
     if options.assistant:
         drafted = {"draft_model": assistant_for(model), "draft_quant": options.draft_quant or None}
+    if options.eagle:
+        drafted = {"draft_model": eagle_for(model), "draft_quant": options.draft_quant or None}
     config = EngineConfig(
         device="cpu", quant=options.quant or None, draft_min_p=0.0, threads=options.threads, max_model_len=1024, max_num_seqs=8,
         **drafted,
     )  # fmt: skip
     llm = LLM(model, config=config)
     rng = random.Random(0)
-    tokens = num_guessed(llm.spec.vocab_size) if options.mtp else llm.spec.vocab_size
+    tokens = num_guessed(llm.spec.vocab_size) if options.mtp else EAGLES_TOKENS if options.eagle else llm.spec.vocab_size
     prompt, answer = ([rng.randrange(tokens) for _ in range(count)] for count in (PROMPT_LEN, ANSWER))
     follow(llm, dict.fromkeys(range(16), answer))
     draft = llm._worker._draft
     assert draft is not None
+    taps = llm._worker.model.taps
 
     def measured(batch: int, guesses: int) -> tuple[float, float]:
         """Tokens a second, and the share of guesses that held."""
-        llm._worker._draft = draft if guesses else None
+        llm._worker._draft, llm._worker.model.taps = (draft, taps) if guesses else (None, None)
         strategy = Drafted(guesses) if guesses else Standard()
         sizes = {"vocab_size": llm.spec.vocab_size, "max_model_len": llm.max_model_len, "num_blocks": llm._worker.num_blocks}
         engine = Engine(llm._worker, config, strategy=strategy, **sizes)
@@ -160,7 +193,7 @@ def main() -> None:
                 for i, count in enumerate(options.guesses)
             }  # fmt: skip
             print(f"right {right}, {batch}", json.dumps(found[f"right {right}, {batch}"]), flush=True)
-    kind = "mtp" if options.mtp else "assistant" if options.assistant else "draft"
+    kind = next((name for name in ("mtp", "assistant", "eagle") if getattr(options, name)), "draft")
     names = ("model", "quant", kind) if options.mtp else ("model", "quant", kind, "draft_quant")
     save(options.output, {name: getattr(options, name) for name in names} | {"decoding": found})
 
