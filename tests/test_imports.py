@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +72,11 @@ def test_imports_look_down() -> None:
 
 def test_a_file_is_read_in_a_sitting() -> None:
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 450] == []
+
+
+def test_what_a_weekend_is_for_is_there_and_no_longer() -> None:
+    """docs/reading.md promises 13,000 lines."""
+    named = re.findall(r"`([\w/]+\.(?:py|cu))`", (PACKAGE.parents[1] / "docs" / "reading.md").read_text())
+    assert len(named) == len(set(named)) > 50
+    num_lines = sum(len((PACKAGE / name).read_text().splitlines()) for name in named)
+    assert 12_500 < num_lines < 13_500
