@@ -364,6 +364,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "reads rows of 64 of the layers 2, 2, 2; the model has 5 layers and rows of 48": {"target_hidden_size": 64},
     "the layers 2, 3, 6; the model": {PLACES: [2, 3, 6]},
     "reads one layer of the model alone": {"eagle_config": {"use_aux_hidden_state": False}},
+    "guesses several tokens at once": {"is_causal": False},
     "normed twice": {"norm_before_fc": True, "fc_norm": True},
     "must be a list of numbers of layers": {PLACES: [2, "3", 4]},
     "'transformer_layer_config' and 'eagle_config' must be objects": {"eagle_config": [1]},

@@ -84,6 +84,8 @@ def eagle_spec(own: ModelSpec, read: ConfigReader, model: ModelSpec, *, own_embe
     UnsupportedError where it was made for another model, or is made of more."""
     if own.num_layers != 1:
         raise UnsupportedError(f"EAGLE-3 of {own.num_layers} layers is not supported", "take a drafter of one")
+    if own.attention.both_ways:
+        raise UnsupportedError("EAGLE-3 that guesses several tokens at once is not supported", "take another drafter")
     if not read.flag("use_aux_hidden_state", True):
         raise UnsupportedError("EAGLE-3 that reads one layer of the model alone is not supported", "take another drafter")
     if model.streams is not None:
