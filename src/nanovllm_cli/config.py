@@ -36,6 +36,7 @@ MTP_TOKENS = 4
 MAX_SCALE = 1e6
 MAX_LORA_MODULES = 64
 MAX_LORA_NAME = 200
+RopeKind = Literal["none", "linear", "dynamic", "yarn"]
 
 
 class Lora(NamedTuple):
@@ -55,12 +56,26 @@ class LoraModule(NamedTuple):
     path: str
 
 
+class RopeChange(NamedTuple):
+    """Other rotary positions than a model's files say; None: as they have it. scaling: how positions behind those of its training
+    are turned. scale: to how many times that length. base: of the angles. original_len: of what YaRN stretches, in tokens."""
+
+    scaling: RopeKind | None = None
+    scale: float | None = None
+    base: float | None = None
+    original_len: int | None = None
+
+
+AS_TRAINED = RopeChange()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine. Lengths are in tokens, memory in bytes.
 
     device: cpu, cuda, cuda:N, or auto, which is a GPU where one can be used.
     max_model_len: longest prompt plus answer; None takes the model's own limit.
+    rope: rotary positions for longer contexts than a model was trained for, where its publisher says that it takes them.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step, decodes and prefill chunks together.
     num_blocks: size of the KV cache in blocks; None sizes it from kv_cache_bytes, or from free memory.
@@ -103,6 +118,7 @@ class EngineConfig:
     lora_modules: tuple[LoraModule, ...] = ()
     activations: Activations = "auto"
     max_model_len: int | None = None
+    rope: RopeChange = AS_TRAINED
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -135,10 +151,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("lora", "lora_modules"):
+            if field.name not in ("lora", "lora_modules", "rope"):
                 self._check_type(field.name, str(field.type))
         object.__setattr__(self, "lora", tuple(_lora(each) for each in _listed(self.lora)))
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
+        object.__setattr__(self, "rope", _rope(self.rope))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "image_max_tokens"):
@@ -196,6 +213,18 @@ class EngineConfig:
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:
         """What K and V are to be kept as."""
         return self.cache_type_k or self.kv_cache_dtype, self.cache_type_v or self.kv_cache_dtype
+
+
+def _rope(given: object) -> RopeChange:
+    if not isinstance(given, RopeChange):
+        raise UsageError(f"rope must be a RopeChange, not {given!r}")
+    if given.scaling is not None and given.scaling not in get_args(RopeKind):
+        raise UsageError(f"unknown scaling of rotary positions {given.scaling!r}", f"known: {', '.join(get_args(RopeKind))}")
+    bounds = {"scale": 1e-3, "base": 1.001, "original length": 2}
+    for (name, least), value in zip(bounds.items(), given[1:], strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1e12):
+            raise UsageError(f"the {name} of rotary positions must be a number from {least:g} to 1e12, not {value!r}")
+    return given
 
 
 def _modules(given: object) -> tuple[LoraModule, ...]:

@@ -13,7 +13,19 @@ from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
-from nanovllm_cli.cli.shared_options import ImageMaxTokens, LoraNames, LoraScaled, Mmproj, MmprojAuto, adapters
+from nanovllm_cli.cli.shared_options import (
+    ImageMaxTokens,
+    LoraNames,
+    LoraScaled,
+    Mmproj,
+    MmprojAuto,
+    RopeFreqBase,
+    RopeScale,
+    RopeScaling,
+    YarnOrigCtx,
+    adapters,
+    rope_change,
+)
 from nanovllm_cli.config import (
     DRAFTED_TOKENS,
     MTP_TOKENS,
@@ -188,6 +200,10 @@ class MemoryOptions:
         help="Longest prompt plus answer in tokens, such as 25.6k or 32K. [what the model was made for]",
         panel=ENGINE, metavar="SIZE", parser=parsers.count,
     )
+    rope_scaling: RopeScaling = None
+    rope_scale: RopeScale = None
+    rope_freq_base: RopeFreqBase = None
+    yarn_orig_ctx: YarnOrigCtx = None
     batch_size: int | None = option(
         "-b", "--batch-size",
         help=f"Most tokens in one step of the engine. [{_default(EngineConfig, 'max_num_batched_tokens')}]",
@@ -244,6 +260,7 @@ class MemoryOptions:
             "lora": model.adapters,
             "lora_modules": model.modules,
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
+            "rope": rope_change(self.rope_scaling, self.rope_scale, self.rope_freq_base, self.yarn_orig_ctx),
             "max_num_batched_tokens": self.batch_size,
             "kv_cache_bytes": self.kv_cache,
             "n_gpu_layers": None if self.n_gpu_layers == -1 else self.n_gpu_layers,

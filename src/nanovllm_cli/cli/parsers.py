@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, get_args
 
-from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType, LoraModule
+from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType, LoraModule, RopeChange, RopeKind
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -23,6 +23,7 @@ _NEAR_CACHE_TYPES = {
     "q8_0": "for llama.cpp's q8_0 int8 comes nearest, with one scale a token and head",
     "fp8_e5m2": "fp8 is e4m3",
 }
+_ROPE_KEYS = {"factor": "scale", "rope_theta": "base", "original_max_position_embeddings": "original_len"}
 _NEAR_DEVICES = {"none": "cpu"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
@@ -90,6 +91,24 @@ def cache_type(text: str) -> str:
         return name
     near = f"; {_NEAR_CACHE_TYPES[lowered]}" if lowered in _NEAR_CACHE_TYPES else ""
     raise ValueError(f"{text!r} is not a KV cache type: {', '.join((*_CACHE_TYPES, *_CACHE_NAMES))}{near}")
+
+
+def rope_scaling(text: str) -> RopeChange:
+    """A kind, or an object with what transformers says of one: {"rope_type": "yarn", "factor": 4.0}."""
+    if not text.lstrip().startswith("{"):
+        if text.lower() not in get_args(RopeKind):
+            raise ValueError(f"{text!r} is not a scaling of rotary positions: {', '.join(get_args(RopeKind))}")
+        return RopeChange(text.lower())  # type: ignore[arg-type]
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no JSON: {error}") from error
+    kinds = [said.pop(name) for name in ("rope_type", "type") if name in said]
+    known: dict[str, Any] = {name: said.pop(key, None) for key, name in _ROPE_KEYS.items()}
+    if said or len(kinds) > 1:
+        other = next(iter(said), "type")
+        raise ValueError(f"{text!r}: {other!r} is not known here: rope_type, {', '.join(_ROPE_KEYS)}")
+    return RopeChange(kinds[0] if kinds else None, **known)
 
 
 def layers(text: str) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MODEL, PROMPT, typer_option
-from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.config import AS_TRAINED, EngineConfig, Lora, RopeChange
 
 Choice = Literal["on", "off"]
 
@@ -71,8 +71,38 @@ LoraModules = Annotated[
     ),
 ]  # fmt: skip
 
+RopeScaling = Annotated[
+    Any,
+    typer_option(
+        "--rope-scaling",
+        help="How positions behind those of the training are turned: none, linear, dynamic or yarn; or JSON, as config.json "
+        "has it. [the model's own]",
+        panel=ENGINE, metavar="KIND", parser=parsers.rope_scaling,
+    ),
+]  # fmt: skip
+RopeScale = Annotated[
+    float | None,
+    typer_option("--rope-scale", help="How many times as far as it was trained to; linear where no kind is named.", panel=ENGINE),
+]
+RopeFreqBase = Annotated[
+    float | None, typer_option("--rope-freq-base", help="Base of rotary angles. [the model's own]", panel=ENGINE)
+]
+YarnOrigCtx = Annotated[
+    int | None,
+    typer_option(
+        "--yarn-orig-ctx", help="What yarn stretches, in tokens. [what it was trained for]",
+        panel=ENGINE, metavar="SIZE", parser=parsers.count,
+    ),
+]  # fmt: skip
+
 
 def adapters(names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | None) -> tuple[Lora, ...]:
     """Those of --lora and of --lora-scaled, each of which may name several."""
     plain = [Lora(name) for text in names or () for name in parsers.listed(text)]
     return (*plain, *(Lora(*each) for several in scaled or () for each in several))
+
+
+def rope_change(told: RopeChange | None, scale: float | None, base: float | None, original_len: int | None) -> RopeChange:
+    """told: what --rope-scaling said; flags for its fields count for more."""
+    told = told or AS_TRAINED
+    return RopeChange(told.scaling, scale or told.scale, base or told.base, original_len or told.original_len)

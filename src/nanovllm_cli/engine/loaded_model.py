@@ -25,6 +25,7 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.models.rotary import rescaled
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
@@ -78,7 +79,7 @@ class LoadedModel:
         self._group = group
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
-        self.spec: ModelSpec = read_spec(checkpoint, reader).reaching(config.max_model_len)
+        self.spec: ModelSpec = rescaled(read_spec(checkpoint, reader), config.rope).reaching(config.max_model_len)
         if config.lora or config.lora_modules:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)

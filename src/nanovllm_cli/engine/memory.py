@@ -46,7 +46,7 @@ def context_of(config: EngineConfig, max_position: int) -> int:
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise DoesNotFitError(
             f"a context of {config.max_model_len} tokens was asked for; the model holds {max_position}",
-            f"use --ctx-size {max_position} or less",
+            f"use --ctx-size {max_position} or less; models that their publishers say it of reach further by --rope-scaling yarn",
         )
     return config.max_model_len or max_position
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm_cli.attention.kv_cache import BlockMover, KVCache, parts_of
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import AS_TRAINED, EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
 from nanovllm_cli.engine.assistant import AssistantDraft, LoadedAssistant
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
@@ -108,7 +108,8 @@ class Worker(LoadedModel):
         if config.draft_model is None:
             return None
         with open_checkpoint(config.draft_model) as draft:
-            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None, n_gpu_layers=None, n_cpu_moe=0)
+            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None, n_gpu_layers=None, n_cpu_moe=0,
+                          rope=AS_TRAINED)  # fmt: skip
             match assists(config.draft_model):
                 case "cache":
                     return LoadedAssistant(draft, own, self, progress)
@@ -241,6 +242,7 @@ class Worker(LoadedModel):
             "draft_model": ["mtp"] if config.mtp else self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
             "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.own_spec.mixers],
+            "rope": list(config.rope),
             "processes": config.tensor_parallel_size,
             "block": [config.block_size, self.block_bytes],
         }

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.config import AS_TRAINED, RopeChange, RopeKind
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.mixer_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, ReadValues
 
 MAX_HEAD_DIM = 1 << 16
+_AS_IT_IS = "leave --rope-scaling, --rope-scale, --rope-freq-base and --yarn-orig-ctx out"
 STANDS_STILL = 1e30
 """What divides a frequency that is to be 0, as GGUF files have it."""
 WOVEN = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
@@ -147,6 +149,47 @@ def rope_from_gguf(
         beta_slow=read.number(key("rope.scaling.yarn_beta_slow"), spec.beta_slow),
         attention_factor=read.number(stretch) if read.has(stretch) else None,
     )
+
+
+def rescaled(spec: ModelSpec, change: RopeChange) -> ModelSpec:
+    """`spec` with what is asked for, in layers that see as far as a sequence goes; others turn as they were trained to. Raises
+    UsageError for what has no meaning for such a model, UnsupportedError for what can't be changed."""
+    if change == AS_TRAINED:
+        return spec
+    ropes = {attention.rope for attention in spec.attentions if attention.rope is not None and attention.window is None}
+    if len(ropes) != 1 or spec.attention.latent is not None:
+        raise UnsupportedError(f"the rotary positions of {spec.architecture} models are not changed", _AS_IT_IS)
+    (old,) = ropes
+    trained = {"none": spec.max_position, "yarn": old.original_len}.get(old.scaling, int(spec.max_position / old.factor))
+    new = _rescaled(old, change, trained)
+    reaches = {"none": trained, "yarn": max(trained, int(new.original_len * new.factor))}
+    reach = reaches.get(new.scaling, int(trained * new.factor))
+    spec = spec.each_attention(lambda layer, a: replace(a, rope=new) if a.rope == old and a.window is None else a)
+    return spec if new.scaling == old.scaling and change.scale is None else replace(spec, max_position=max(1, reach))
+
+
+def _rescaled(old: RopeSpec, change: RopeChange, trained: int) -> RopeSpec:
+    """trained: tokens of its longest sequences then."""
+    same = replace(old, theta=old.theta if change.base is None else change.base)
+    if change == RopeChange(base=change.base):
+        return same
+    if old.scaling not in get_args(RopeKind):
+        raise UnsupportedError(f"its rotary positions are scaled already, by {old.scaling}", _AS_IT_IS)
+    kind = change.scaling or ("linear" if old.scaling == "none" else old.scaling)
+    if change.original_len is not None and kind != "yarn":
+        raise UsageError("--yarn-orig-ctx has no meaning without --rope-scaling yarn")
+    plain = RopeSpec(same.dim, same.theta, same.interleaved, original_len=trained, sections=old.sections, woven=old.woven,
+                     backwards=old.backwards)  # fmt: skip
+    if kind == "none":
+        if change.scale is not None:
+            raise UsageError("--rope-scale has no meaning with --rope-scaling none", "leave one of them out")
+        return plain
+    factor = change.scale or (old.factor if kind == old.scaling else None)
+    if factor is None:
+        raise UsageError(f"--rope-scaling {kind} needs to know how far", f"--rope-scale 4, for {4 * trained:,} tokens")
+    if kind == old.scaling:
+        return replace(same, factor=factor, original_len=change.original_len or old.original_len)
+    return replace(plain, scaling=kind, factor=factor, original_len=change.original_len or trained)
 
 
 def tempered(spec: ModelSpec, scale: float, length: int | None = None) -> ModelSpec:

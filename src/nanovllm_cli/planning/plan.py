@@ -23,6 +23,7 @@ from nanovllm_cli.engine.worker import select_platform
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import shapes_of
+from nanovllm_cli.models.rotary import rescaled
 from nanovllm_cli.planning import estimate
 from nanovllm_cli.planning.estimate import BATCHES, Speed
 from nanovllm_cli.planning.facts import Facts, facts_of, reader_of
@@ -133,7 +134,7 @@ def make_plan(
     """
     platform = select_platform(config, progress)
     facts = facts_of(checkpoint, headers_only=headers_only)
-    facts = replace(facts, spec=facts.spec.reaching(config.max_model_len))
+    facts = replace(facts, spec=rescaled(facts.spec, config.rope).reaching(config.max_model_len))
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
