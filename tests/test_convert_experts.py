@@ -101,6 +101,7 @@ WRITTEN = {
     "mixtral, 2 of 4, window": "llama",
     "afmoe, 2 of 5 and shared": "afmoe",
     "mellum, of one base": "mellum",
+    "mimo v2, 2 of 5": "mimo2",
     "granite swa, positions in some layers": "granite_swa",
     "hunyuan moe, 3 of 5 and shared, another base": "hunyuan-moe",
     "sarvam moe, 3 of 8 in two of four groups": "bailingmoe2",

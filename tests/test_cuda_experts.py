@@ -18,6 +18,7 @@ from transformers import (
     LagunaConfig,
     Lfm2MoeConfig,
     Llama4TextConfig,
+    MiMoV2FlashConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
@@ -77,6 +78,10 @@ FAMILIES: dict[str, Any] = {
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=48,
         moe_routed_scaling_factor=1.5,
         num_attention_heads_per_layer=[4, 6], layer_types=["full_attention", "sliding_attention"], sliding_window=10,
+    ),
+    "mimo": MiMoV2FlashConfig(
+        **SHAPE | {"head_dim": 96}, v_head_dim=40, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        sliding_window=10, layer_types=["full_attention", "sliding_attention"],
     ),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }

@@ -113,7 +113,7 @@ def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
     for rows, width in ((3, 17), (5, 4099)):
         x = randn(rows, width, dtype=dtype) * 4
         expected = reference.scale(x, 0.22, cap)
-        assert cpu.scale(x, 0.22, cap) is x
+        assert gates.scale(x, 0.22, cap) is x
         assert error(x, expected) < TOLERANCE[dtype]
 
 
@@ -252,12 +252,12 @@ def test_the_clamped_activation_is_what_its_formula_says() -> None:
 class Paged:
     """A paged cache with `lens` tokens of history per sequence, its blocks in random order, stale memory poisoned."""
 
-    def __init__(self, lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-        self.lens, self.kv_heads, self.dim, self.dtype = lens, kv_heads, dim, dtype
+    def __init__(self, lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int | None = None) -> None:
+        self.lens, self.kv_heads, self.dim, self.dtype, self.value_dim = lens, kv_heads, dim, dtype, value_dim or dim
         width = max(-(-n // 16) for n in lens)
         blocks = torch.randperm(width * len(lens) + 3, generator=GENERATOR).to(torch.int32)
         self.tables = blocks[: width * len(lens)].reshape(len(lens), width).contiguous()
-        k_shape, v_shape = cpu.cache_shapes(len(blocks), kv_heads, dim, dtype)
+        k_shape, v_shape = cpu.cache_shapes(len(blocks), kv_heads, dim, dtype, value_dim=value_dim)
         self.k = torch.full(k_shape, float("nan"), dtype=dtype)
         self.v = torch.full(v_shape, float("nan"), dtype=dtype)
 
@@ -276,13 +276,14 @@ class Paged:
         q = cpu.rope_and_cache(
             qkv, heads, self.kv_heads, self.dim, *norms, 1e-6, float(options.get("norm_offset", 0)),  # type: ignore[arg-type]
             angles.cos(), angles.sin(), bool(options.get("interleaved", False)), slots, run, self.k, self.v,
-            bool(options.get("reads", False)), bool(options.get("norm_last", False)),
+            bool(options.get("reads", False)), bool(options.get("norm_last", False)), self.value_dim,
         )  # fmt: skip
         tiles = cpu.attention_tiles(starts, torch.tensor(kv_lens, dtype=torch.int32), heads // self.kv_heads)
         out = cpu.paged_attention(
             q, self.k, self.v, tiles, self.tables, self.dim**-0.5, int(options.get("window", 0)),  # type: ignore[call-overload]
             float(options.get("softcap", 0.0)), options.get("sinks"),  # type: ignore[arg-type]
             both_ways=bool(options.get("both_ways", False)), distances=options.get("distances"),  # type: ignore[arg-type]
+            value_dim=self.value_dim,
         )  # fmt: skip
         return q, out
 
@@ -291,7 +292,7 @@ class Paged:
         blocks = self.tables[seq].long()
         k = self.k[blocks].permute(0, 3, 1, 2, 4).reshape(-1, self.kv_heads, self.dim)
         v = self.v[blocks].permute(0, 2, 4, 1, 3).reshape(-1, self.kv_heads, self.v.shape[3])
-        return k[:length], v[:length, :, : self.dim]
+        return k[:length], v[:length, :, : self.value_dim]
 
 
 CASES = [
@@ -304,6 +305,7 @@ CASES = [
     (3, 1, 32, [65, 3], {"sinks": True, "window": 64}),
     (8, 2, 512, [19, 70], {"v_norm": True}),
     (4, 1, 24, [33], {"v_norm": True, "half": 6, "window": 10}),
+    (6, 2, 48, [70, 1030], {"v_norm": True, "values": 18, "sinks": True}),
     (4, 2, 24, [33, 2], {"norm_last": True, "v_norm": True, "half": 10}),
     (4, 4, 32, [70, 1, 129, 600], {"both_ways": True}),
     (6, 2, 24, [17, 300, 64], {"both_ways": True, "window": 33, "sinks": True}),
@@ -324,21 +326,22 @@ def test_rope_cache_and_attention_equal_reference(
     if options.get("distances"):
         options["distances"] = 3 * randn(heads, 2 * max(lens) + 64)
     options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype), "norm_offset": 0.5}
+    value_dim, before = int(options.get("values", dim)), (heads + kv_heads) * dim  # type: ignore[call-overload]
     if options.get("v_norm"):
-        options["v_norm"] = randn(dim, dtype=dtype)
-    paged = Paged(lens, kv_heads, dim, dtype)
-    qkv = randn(sum(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        options["v_norm"] = randn(value_dim, dtype=dtype)
+    paged = Paged(lens, kv_heads, dim, dtype, value_dim)
+    qkv = randn(sum(lens), before + kv_heads * value_dim, dtype=dtype)
     q, out = paged.step(qkv, lens, lens, heads, **options)
     row = 0
     for seq, length in enumerate(lens):
         rows = slice(row, row + length)
-        split = qkv[rows].reshape(length, -1, dim)
+        split, values = qkv[rows, :before].reshape(length, -1, dim), qkv[rows, before:].reshape(length, -1, value_dim)
         half = int(options.get("half", dim // 2))  # type: ignore[call-overload]
         angles = torch.arange(length)[:, None].float() / 100 ** (torch.arange(half) / half)
 
         def normed(part: torch.Tensor, norm: str) -> torch.Tensor:
             gains = options[norm].float()  # type: ignore[attr-defined]
-            return reference.add_rms_norm(part.reshape(-1, dim).float(), None, gains, 1e-6, 0.5).reshape(part.shape)
+            return reference.add_rms_norm(part.reshape(-1, part.shape[-1]).float(), None, gains, 1e-6, 0.5).reshape(part.shape)
 
         def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
             interleaved = bool(options.get("interleaved"))
@@ -348,8 +351,7 @@ def test_rope_cache_and_attention_equal_reference(
 
         k, v = paged.history(seq, length)
         assert error(q[rows], turned(split[:, :heads], "q_norm")) < TOLERANCE[dtype]
-        assert error(k, turned(split[:, heads : heads + kv_heads], "k_norm")) < TOLERANCE[dtype]
-        values = split[:, heads + kv_heads :]
+        assert error(k, turned(split[:, heads:], "k_norm")) < TOLERANCE[dtype]
         if options.get("v_norm") is None:
             assert torch.equal(v, values)
         else:
@@ -358,7 +360,7 @@ def test_rope_cache_and_attention_equal_reference(
             q[rows].float(), k, v, 0, dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0)),  # type: ignore[call-overload, arg-type]
             options.get("sinks"), bool(options.get("both_ways")), options.get("distances"),  # type: ignore[arg-type]
         )  # fmt: skip
-        assert error(out[rows].reshape(length, heads, dim), expected) < TOLERANCE[dtype]
+        assert error(out[rows].reshape(length, heads, value_dim), expected) < TOLERANCE[dtype]
         row += length
     kept = paged.k.clone(), paged.v.clone()
     alone = paged.step(qkv[:, : heads * dim], lens, lens, heads, **options, reads=True)

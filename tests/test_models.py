@@ -90,6 +90,7 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
@@ -213,6 +214,10 @@ FALCON_H1 = SMALL | {
     "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.6],
     "ssm_multipliers": [0.7, 0.8, 1.1, 1.4, 0.6],
 }
+MIMO: dict[str, Any] = {
+    "v_head_dim": 10, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "sliding_window": 20,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 LAGUNA = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "moe_routed_scaling_factor": 1.7,
@@ -384,6 +389,7 @@ CASES: dict[str, Any] = {
         **SMALL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False
     ),
     "mellum, as its config has it": MellumConfig(**SMALL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24),
+    "mimo v2, 2 of 5": MiMoV2FlashConfig(**SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 3}, **MIMO),
     "lfm3": Lfm3Config(
         **SMALL | {"num_hidden_layers": 5}, sliding_window=20,
         layer_types=["conv", "conv", "full_attention", "sliding_attention", "conv"],

@@ -18,6 +18,7 @@ from transformers import (
     GraniteConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     StableLmConfig,
@@ -96,6 +97,12 @@ def ling(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 def plm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """up(x) times ReLU of the same is its square."""
     return {name: tensor for name, tensor in tensors.items() if "gate_proj" not in name}
+
+
+def guessing(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """With what MiMo guesses by, beside the layers."""
+    further = {name.replace("layers.0.", "mtp_layers.0."): each.clone() for name, each in tensors.items() if "layers.0." in name}
+    return tensors | further | {"model.mtp_layers.0.input_proj.weight": torch.ones(48, 96)}
 
 
 def inside(tensors: Tensors, config: dict[str, Any]) -> Tensors:
@@ -180,6 +187,10 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, An
         {"model_type": "kimi_k25"}, inside, "deepseek2",
     ),
     "step3-vl": (Qwen3Config(**SMALL), "StepVLForConditionalGeneration", {"model_type": "step3_vl"}, beside, "qwen3"),
+    "mimo": (
+        Qwen2Config(**SMALL | {"head_dim": 8}), "MiMoForCausalLM", {"model_type": "mimo", "num_nextn_predict_layers": 1}, guessing,
+        "qwen2",
+    ),
     "minicpm": (GraniteConfig(**SMALL, **GRANITE), "MiniCPMForCausalLM", {"model_type": "minicpm"} | SCALES, same, "minicpm"),
 }  # fmt: skip
 

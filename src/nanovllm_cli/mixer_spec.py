@@ -123,9 +123,10 @@ class AttentionSpec:
     between -clip and clip before they rotate, behind norms of all heads (OLMo). gated: what a head finds is multiplied
     with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which have a
     projection of their own; gate_by_head: of one number a head then; gate_is: with what else of them (Laguna). found_norm: what
-    all heads find is normed (BitNet). temperature: by which queries grow. latent: keys and values are made of what all heads
-    share, so that num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of,
-    and rotates its first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream.
+    all heads find is normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than
+    its key; value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
+    num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its
+    first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream.
     """
 
     num_heads: int
@@ -154,8 +155,15 @@ class AttentionSpec:
     gate_is: Literal["sigmoid", "softplus"] = "sigmoid"
     temperature: TemperatureSpec | None = None
     found_norm: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
     latent: LatentSpec | None = None
     read_size: int = 0
+
+    @property
+    def found_dim(self) -> int:
+        """Numbers of a head's value, and of what it finds."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def score_scale(self) -> float:
@@ -201,11 +209,12 @@ class AttentionSpec:
             if (indexer := latent.own_indexer) is not None and latent.query_rank is not None:
                 of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)
             return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2
+        queries, found = self.num_heads * self.head_dim, self.num_heads * self.found_dim
+        kept = self.head_dim if self.keys_are_values else self.head_dim + self.found_dim
+        keys = 0 if self.reads is not None else self.num_kv_heads * kept
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
         read_size = self.read_size or hidden_size
-        return read_size * (queries + self.num_gates + keys) + hidden_size * queries + biases + self.num_heads * self.sinks
+        return read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,9 @@ class AttentionBackend(CacheLayout, Protocol):
         step: Any,
         distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """qkv [T, (H + 2K) * D] -> [T, H * D]: norm and rotate q and k, write k and v to the cache, attend over each
-        token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's k and v already.
+        """qkv [T, (H + K) * D + K * V] -> [T, H * V], V being spec.found_dim: norm and rotate q and k, write k and v to the
+        cache, attend over each token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's
+        k and v already.
         distances: of its heads, see `layers/distances.py`."""
 
     def attend_latent(

@@ -106,7 +106,7 @@ class CpuAttention:
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
-        shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
+        shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes, mixer.found_dim)
         parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
         if mixer.latent is None:
             return parts
@@ -154,7 +154,7 @@ class CpuAttention:
         k, v = cache
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
-            spec.reads is not None, spec.qk_norm_of == "turned head",
+            spec.reads is not None, spec.qk_norm_of == "turned head", spec.found_dim,
         )  # fmt: skip
 
         def found(q: torch.Tensor, step: CpuStep, *, both_ways: bool) -> torch.Tensor:
@@ -163,7 +163,7 @@ class CpuAttention:
             tiles = where.tiles[spec.queries_a_key]
             return cpu.paged_attention(
                 q, k, v, tiles, where.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks,
-                both_ways=both_ways, distances=distances,
+                both_ways=both_ways, distances=distances, value_dim=spec.found_dim,
             )  # fmt: skip
 
         out = found(q, step, both_ways=spec.both_ways)

@@ -4,7 +4,8 @@ A step of decodes takes decode_attention: norm, rotation, cache and attention in
 device. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A deterministic GPU takes
 the second for both: a token's K and V must have the same bits whether it was decoded or, after a preemption, computed again in a
 chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`). Latent attention has
-kernels of its own, and one tensor a layer (cuda_latent.py).
+kernels of its own, and one tensor a layer (cuda_latent.py). Values that are narrower than keys have zeros behind them here
+(narrow_values.py).
 
 An encoder's texts are computed whole, and their tokens see those behind them, too: prefill_attention's, but for texts of a single
 token, which see themselves alone, as a decoded token would.
@@ -37,6 +38,7 @@ from nanovllm_cli.attention.backend import (
 )
 from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
+from nanovllm_cli.attention.narrow_values import values_narrowed, values_widened
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
@@ -244,6 +246,22 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
         distances: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if spec.found_dim == spec.head_dim:
+            return self._attend(spec, qkv, norm, angles, sinks, cache, step, distances)
+        wide = values_widened(self.launcher, qkv, spec)
+        return values_narrowed(self.launcher, self._attend(spec, wide, norm, angles, sinks, cache, step, distances), spec)
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        norm: HeadNorms,
+        angles: Angles,
+        sinks: torch.Tensor | None,
+        cache: LayerCache,
+        step: CudaStep,
+        distances: torch.Tensor | None,
     ) -> torch.Tensor:
         shape = self._shape(spec)
         heads, kv_heads, dim, window, both_ways, chunk = shape

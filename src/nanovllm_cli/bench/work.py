@@ -59,7 +59,8 @@ class ModelWork(NamedTuple):
                 state_bytes += 8 * state.key_dim * state.values
         for attention in spec.attentions:
             kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
-            kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kept)
+            dims = attention.head_dim, attention.found_dim
+            kv_bytes += attention.num_kv_heads * sum(dim * kind.itemsize for dim, kind in zip(dims, kept, strict=False))
         head = 2.0 * spec.num_drawn * spec.hidden_size
         linear, looks, prompts = multiplied(spec), _looks(spec), spec.for_prompts
         shares = multiplied(prompts) / linear, _looks(prompts) / looks if looks else 1.0
@@ -101,7 +102,7 @@ class ModelWork(NamedTuple):
 
 def _looks(spec: ModelSpec) -> float:
     """Multiply-adds of a token with each that it looks at."""
-    return sum(2.0 * attention.num_heads * attention.head_dim for attention in spec.attentions)
+    return sum(1.0 * attention.num_heads * (attention.head_dim + attention.found_dim) for attention in spec.attentions)
 
 
 def _sum_to(count: int, most: int | None = None) -> int:

@@ -302,26 +302,16 @@ def matmul(
     return out
 
 
-# ---- rows ----
-
-
-def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
-    """See `reference.scale`; x [T, width] is changed in place."""
-    ints = (address_of(x, x.dtype, *x.shape), x.numel())
-    launch(cpu_fused.scale, 16 * x.numel() if cap else x.numel(), tags_of(x.dtype), ints, (factor, cap))
-    return x
-
-
 # ---- the paged cache ----
 
 
 def cache_shapes(
-    num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype, kept: CacheDTypes | None = None
+    num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype, kept: CacheDTypes | None = None, value_dim: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of one layer's K and V (layout: cpu_attention). kept: what they are kept as, where that is not the compute type
-    dtype; a quantized side is bytes by block and head, codes and then scales."""
+    dtype; a quantized side is bytes by block and head, codes and then scales. value_dim: of values, None: as of keys."""
     pair = _PAIRS[dtype]
-    shapes = (dim // pair, BLOCK, pair), (BLOCK // pair, _padded(dim), pair)
+    shapes = (dim // pair, BLOCK, pair), (BLOCK // pair, _padded(value_dim or dim), pair)
     k, v = (
         (num_blocks, kv_heads, *shape) if side == dtype else (num_blocks, kv_heads, math.prod(shape) + cpu_cache.SCALE_BYTES)
         for shape, side in zip(shapes, kept or (dtype, dtype), strict=True)
@@ -334,12 +324,12 @@ def _padded(dim: int) -> int:
 
 
 def _check_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor | None, kv_heads: int, dim: int, dtype: torch.dtype
+    k_cache: torch.Tensor, v_cache: torch.Tensor | None, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int
 ) -> tuple[tuple[int, ...], CacheDTypes]:
     """(addresses of K and V, bytes of one head's part of a block of K and V), and what they are kept as. Without V it is K."""
     caches = k_cache, k_cache if v_cache is None else v_cache
     kept = caches[0].dtype, caches[1].dtype
-    k_shape, v_shape = cache_shapes(len(k_cache), kv_heads, dim, dtype, kept)
+    k_shape, v_shape = cache_shapes(len(k_cache), kv_heads, dim, dtype, kept, value_dim)
     sides = zip(caches, (k_shape, k_shape if v_cache is None else v_shape), strict=True)
     addresses = (address_of(cache, cache.dtype, *shape) for cache, shape in sides)
     return (*addresses, *(cache.stride(1) * cache.itemsize for cache in caches)), kept
@@ -364,17 +354,21 @@ def rope_and_cache(
     v_cache: torch.Tensor | None,
     reads: bool = False,
     norm_last: bool = False,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Norm and rotate q and k, with norm_last the other way round; write k and v to the cache, return q [T, heads, dim]. Without
-    v_cache qkv has no v, and K is V as well; reads: it has q alone. See `cpu_fused.rope_and_cache`."""
+    v_cache qkv has no v, and K is V as well; reads: it has q alone. value_dim: of a head of v, None: dim. See
+    `cpu_fused.rope_and_cache`."""
     tokens, dtype, half = qkv.shape[0], qkv.dtype, cos.shape[1]
-    cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, dtype)
+    values = value_dim or dim
+    cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, dtype, values)
     keys = 0 if reads else 1 if v_cache is None else 2
     out = new_tensor((tokens, heads, dim), dtype)
-    norms = (0 if norm is None else address_of(norm, dtype, dim) for norm in (q_norm, k_norm, v_norm))
-    columns = (heads + keys * kv_heads) * dim
+    sizes = (q_norm, dim), (k_norm, dim), (v_norm, values)
+    norms = (0 if norm is None else address_of(norm, dtype, size) for norm, size in sizes)
+    columns = (heads + min(keys, 1) * kv_heads) * dim + keys // 2 * kv_heads * values
     ints = (
-        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, _padded(dim), keys, *norms,
+        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, values, _padded(values), keys, *norms,
         address_of(cos, torch.float32, tokens, half), address_of(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
         *cache, out.data_ptr(), int(norm_last),
@@ -418,32 +412,34 @@ def paged_attention(
     both_ways: bool = False,
     distances: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
-    """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. Without v_cache keys are values, of
-    whose first `unread` dims nobody asks: they may come out as zeros. both_ways: tokens see those behind them, too. distances
-    [heads, 2 * reach + 64]: see `layers/distances.py`. See `cpu_attention.paged_attention`."""
+    """q [T, heads, dim] over the cache: [T, heads * value_dim], None being dim. window, softcap: 0 for none. Without v_cache keys
+    are values, of whose first `unread` dims nobody asks: they may come out as zeros. both_ways: tokens see those behind them,
+    too. distances [heads, 2 * reach + 64]: see `layers/distances.py`. See `cpu_attention.paged_attention`."""
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
-    cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, q.dtype)
-    out = new_tensor((tokens, heads * dim), q.dtype) if out is None else out
+    values = value_dim or dim
+    cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, q.dtype, values)
+    out = new_tensor((tokens, heads * values), q.dtype) if out is None else out
     sink_address = 0 if sinks is None else address_of(sinks, torch.float32, heads)
     splits = _num_splits(tiles.shape[0] * kv_heads, block_tables.shape[1]) if tiles.shape[0] == tokens else 1
-    partials = new_tensor((tokens * heads * splits if splits > 1 else 0, _padded(dim) + 2), torch.float32)
+    partials = new_tensor((tokens * heads * splits if splits > 1 else 0, _padded(values) + 2), torch.float32)
     assert distances is None or not softcap, "no model has both"
     columns = 0 if distances is None else distances.shape[1]
     table = 0 if distances is None else address_of(distances, torch.float32, heads, columns)
     ints = (
-        _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
-        address_of(tiles, torch.int64, tiles.shape[0], 5), tiles.shape[0],
+        _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, values, _padded(values),
+        *cache, address_of(tiles, torch.int64, tiles.shape[0], 5), tiles.shape[0],
         address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        window, int(both_ways), sink_address, table, columns, address_of(out, q.dtype, tokens, heads * dim), splits,
+        window, int(both_ways), sink_address, table, columns, address_of(out, q.dtype, tokens, heads * values), splits,
         partials.data_ptr(), unread // LANES * LANES if v_cache is None else -1,
     )  # fmt: skip
     work = 2 * BLOCK * q.numel() * block_tables.shape[1]
     launch(cpu_attention.paged_attention, work, tags_of(q.dtype, *kept), ints, (scale, softcap))
     if splits > 1:
         ints = (
-            heads, kv_heads, dim, _padded(dim), tiles.data_ptr(), tokens, window, int(both_ways), sink_address, out.data_ptr(),
-            splits, partials.data_ptr(),
+            heads, kv_heads, values, _padded(values), tiles.data_ptr(), tokens, window, int(both_ways), sink_address,
+            out.data_ptr(), splits, partials.data_ptr(),
         )  # fmt: skip
         launch(cpu_attention.join_parts, splits * q.numel(), tags_of(q.dtype), ints)
     return out

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache on the CPU: one kernel for decode, prefill chunks and verification alike.
 
-Cache of one layer, S = 16 tokens a block, e = 2 in bf16 and 1 in fp32, D padded to whole vectors of 16:
+Cache of one layer, S = 16 tokens a block, e = 2 in bf16 and 1 in fp32, D, which of V may be another, padded to vectors of 16:
 
     K [N, kv_heads, D / e, S, e]     sixteen keys side by side: a score tile is q times a "weight" of 16 columns
     V [N, kv_heads, S / e, D16, e]   sixteen dims side by side: the output is p times a "weight" of D columns
@@ -138,8 +138,8 @@ def _fetch(blocks, count, size):
 
 @kernel()
 def paged_attention(arguments, thread, team):
-    """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence: over the keys up to its own, or with
-    both_ways over all of them.
+    """out [T, heads, num_values] = attention of q [T, heads, dim] over each token's own sequence: over the keys up to its own, or
+    with both_ways over all of them.
 
     k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block. unread: -1, or
     K is V as well, and so many of its first dims, a multiple of 16, are not asked for: out has zeros there.
@@ -151,13 +151,13 @@ def paged_attention(arguments, thread, team):
     in partials [num_tiles, kv_heads, splits, group, padded + 2] fp32, sums and state, for `join_parts`, and nothing in out.
     """
     (
-        tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record, tiles,
-        num_tiles, block_tables, table_width, window, both_ways, sinks, distances, columns, out, splits, partials, unread, scale,
-        softcap,
+        tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, num_values, padded, k_cache, v_cache, k_record, v_record,
+        tiles, num_tiles, block_tables, table_width, window, both_ways, sinks, distances, columns, out, splits, partials, unread,
+        scale, softcap,
     ) = fields(arguments)  # fmt: skip
     size = 4 // pair
     queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
-    result = carray(typed_pointer(out, tag), (num_tokens, heads, dim))
+    result = carray(typed_pointer(out, tag), (num_tokens, heads, num_values))
     tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 5))
     tables = carray(typed_pointer(block_tables, np.int32(0)), (1 << 40, table_width))
     left = carray(typed_pointer(partials, np.float32(0)), (1 << 40, padded + 2))

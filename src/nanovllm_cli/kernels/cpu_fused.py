@@ -317,34 +317,35 @@ def rope_and_cache(arguments, thread, team):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and norm(v) go to their slots of the cache (layout: cpu_attention;
     kinds: cpu_cache).
 
-    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. With keys 1 it has no v: K is V as well, and
-    there is no v_cache. With keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm: addresses of [dim], or 0;
-    with norm_last q and k are normed behind their rotation.
+    qkv [T, (heads + kv_heads) * dim + kv_heads * num_values], whose rows lie row_stride numbers apart. With keys 1 it has no v: K
+    is V as well, and there is no v_cache. With keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm:
+    addresses of [dim], the last of [num_values], or 0; with norm_last q and k are normed behind their rotation.
     cos, sin: [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one
     to the end of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention
     multiplies a masked value by 0, and stale memory may hold a NaN.
     """
     (
-        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, keys, q_norm, k_norm, v_norm,
-        cos, sin, rotary, interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, norm_last, eps, norm_offset,
+        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, num_values, padded, keys, q_norm, k_norm,
+        v_norm, cos, sin, rotary, interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, norm_last, eps,
+        norm_offset,
     ) = fields(arguments)  # fmt: skip
     rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
     q_weight = carray(typed_pointer(q_norm, tag), (dim,))
     k_weight = carray(typed_pointer(k_norm, tag), (dim,))
-    v_weight = carray(typed_pointer(v_norm, tag), (dim,))
+    v_weight = carray(typed_pointer(v_norm, tag), (num_values,))
     angle_cos = carray(typed_pointer(cos, np.float32(0)), (num_tokens, rotary // 2))
     angle_sin = carray(typed_pointer(sin, np.float32(0)), (num_tokens, rotary // 2))
     slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
     run_of = carray(typed_pointer(run, np.int32(0)), (num_tokens,))
     group, last = heads // kv_heads, norm_last != 0
     memory = scratch(12 * dim)
-    buffer = floats_at(memory.ctypes.data, (dim,))
+    buffer, value = floats_at(memory.ctypes.data, (dim,)), floats_at(memory.ctypes.data, (num_values,))
     k_codes = carray(typed_pointer(memory.ctypes.data + 4 * dim, k_kind), (dim,))
-    v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (dim,))
+    v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (num_values,))
     for task in share(num_tokens * kv_heads, thread, team):
         t, h = task // kv_heads, task % kv_heads
-        parts = heads + keys * kv_heads
+        parts = heads + min(keys, 1) * kv_heads
         source = rows[t, : parts * dim].reshape((parts, dim))
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
@@ -375,12 +376,13 @@ def rope_and_cache(arguments, thread, team):
             continue
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
-        row, column = source[heads + kv_heads + h], values[offset // pair, :, offset % pair]
-        _norm_and_rotate(tag, row, buffer, v_weight, v_norm != 0, eps, norm_offset, False, c, s, 0, interleaved)
-        put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))
-        for d in range(dim):
+        first, column = parts * dim + h * num_values, values[offset // pair, :, offset % pair]
+        row = rows[t, first : first + num_values]
+        _norm_and_rotate(tag, row, value, v_weight, v_norm != 0, eps, norm_offset, False, c, s, 0, interleaved)
+        put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, value, v_codes))
+        for d in range(num_values):
             column[d] = v_codes[d]
-        for d in range(dim, padded):
+        for d in range(num_values, padded):
             column[d] = v_kind
         if offset == 0:
             for o in range(run_of[t], BLOCK):

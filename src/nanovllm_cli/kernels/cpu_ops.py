@@ -89,7 +89,7 @@ class CpuOps:
         return gates.xielu(x, positive, negative, slope, edge)
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
-        return cpu.scale(x, factor, cap)
+        return gates.scale(x, factor, cap)
 
     def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, count), value=-math.inf)

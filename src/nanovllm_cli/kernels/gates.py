@@ -1,4 +1,4 @@
-"""Gates on the CPU, activations, queries that grow, clips, columns: tensors in, checks, addresses to compiled kernels
+"""Gates on the CPU, activations, queries that grow, factors, clips, columns: tensors in, checks, addresses to compiled kernels
 (cpu_fused.py)."""
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False)
     address, stride = cpu.rows_of(gate, gate.dtype, tokens, columns)
     ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, width // columns, int(softplus))
     cpu.launch(cpu_fused.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
+    return x
+
+
+def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
+    """See `reference.scale`; x [T, width] is changed in place."""
+    ints = (cpu.address_of(x, x.dtype, *x.shape), x.numel())
+    cpu.launch(cpu_fused.scale, 16 * x.numel() if cap else x.numel(), cpu.tags_of(x.dtype), ints, (factor, cap))
     return x
 
 

@@ -149,7 +149,7 @@ def _norms(dtype: torch.dtype, *_: torch.dtype) -> None:
     def step() -> None:
         normed = norms.add_rms_norm(x, None, x[0], 1e-6, 0.0)
         both = norms.join_and_norm(Normed(normed, x[0], 1e-6, 0.0), x, 1.0, x[0], 1e-6, 0.0)
-        cpu.scale(gates.gated_activation(add_onto(both, both), "silu"), 1.0)
+        gates.scale(gates.gated_activation(add_onto(both, both), "silu"), 1.0)
 
     _twice(step)
 
@@ -160,7 +160,7 @@ def _matmuls(dtype: torch.dtype, *_: torch.dtype) -> None:
 
     def step() -> None:
         weight.matmul(weight.rows(ids), None, dtype)
-        cpu.scale(weight.matmul(weight.rows(ids), None, torch.float32), 1.0)
+        gates.scale(weight.matmul(weight.rows(ids), None, torch.float32), 1.0)
 
     _twice(step)
 

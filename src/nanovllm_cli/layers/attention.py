@@ -30,19 +30,22 @@ class Attention(Projected):
         self.backend = kit.backend
         self.ops = kit.ops
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        of_values, found = spec.num_kv_heads * spec.found_dim, spec.num_heads * spec.found_dim
+        narrow_too = spec.keys_are_values or spec.value_norm or spec.found_norm or spec.reads is not None
+        assert spec.found_dim == spec.head_dim or not (narrow_too or spec.gated), "no model has narrow values there"
         assert spec.gate_by_head or not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
         assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
-        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
+        parts = {"qkv": q + kv + of_values} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
         assert spec.gate_apart or not spec.gate_by_head, "no model has these in its q"
         parts = {"attention_gate": q} | parts if spec.gate_apart and not spec.gate_by_head else parts
         if spec.reads is None and not spec.fused_qkv:
-            parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
+            parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": of_values}
         cut, self._gather = None, None
         self._own_heads = slice(0, spec.num_heads)
         if (own := kit.own_units(spec)) is not None:
-            sections = (q,) * (1 + (spec.gated and not spec.gate_by_head)) + (kv,) * (0 if spec.reads is not None else 2)
+            sections = (q,) * (1 + (spec.gated and not spec.gate_by_head)) + (() if spec.reads is not None else (kv, of_values))
             cut = Cut(sections, spec.num_kv_heads, "none")
-            self._gather = kit.gathering(q, spec.num_kv_heads)
+            self._gather = kit.gathering(found, spec.num_kv_heads)
             self._own_heads = slice(own.start * spec.queries_a_key, own.stop * spec.queries_a_key)
         read_size = spec.read_size or hidden_size
         self._gate_rows = 0 if spec.gate_by_head else self.spec.num_gates
@@ -50,7 +53,7 @@ class Attention(Projected):
         # So few rows in front of the others would leave those anywhere, and kernels load whole vectors.
         few = None if cut is None else Cut((spec.num_heads,), spec.num_kv_heads, "none")
         self.gates = Linear(read_size, {"attention_gate": spec.num_heads}, kit, cut=few) if spec.gate_by_head else None
-        self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
+        self.out = Linear(found, {"o": hidden_size}, kit, spec.out_bias)
         q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
         assert spec.temperature is None or not spec.qk_norm, "a norm would undo it"
@@ -81,6 +84,8 @@ class Attention(Projected):
         sinks = None if self.sinks is None else self.sinks[self._own_heads]
         distances = None if inputs.distances is None else inputs.distances[self._own_heads]
         found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step, distances)
+        if self.spec.value_scale != 1.0:
+            self.ops.scale(found, self.spec.value_scale)
         gates = projected[:, :width] if width else None if self.gates is None else self.gates(x)
         found = found if gates is None else self.ops.sigmoid_gate(found, gates, softplus=self.spec.gate_is == "softplus")
         found = found if self._gather is None else self._gather(found)

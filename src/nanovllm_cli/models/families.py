@@ -278,7 +278,7 @@ def spec_from_gguf(
     further = 0 if family.assists else read.integer(key("nextn_predict_layers"), 0, least=0)  # behind the model's own
     layers = _layers(read.integer(key("block_count"), least=further + 1) - further, read)
     _check_heads(heads, kv_heads, head_dim, read)
-    if not family.latent and read.integer(key("attention.value_length"), head_dim) != head_dim:
+    if not (family.latent or family.narrow_values) and read.integer(key("attention.value_length"), head_dim) != head_dim:
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
     rope = rope_from_gguf(read, key, head_dim, max_position, family.interleaved_gguf, values)

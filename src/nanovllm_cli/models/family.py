@@ -100,6 +100,7 @@ class Family:
     assists: Literal["", "cache", "rows"] = ""
     convolutions: bool = False  # in place of attention, in some layers
     varied: bool = False  # layers have key-value heads and MLPs of their own numbers
+    narrow_values: bool = False  # heads' values may be of fewer numbers than their keys
     latent: bool = False  # attention is, so that GGUF files speak of what is kept where others do of keys and values
 
     # Which layers have a window, and positions.

@@ -90,6 +90,7 @@ from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
 from nanovllm_cli.models.llamas import MAINCODER, ORION, PANGU, XVERSE
+from nanovllm_cli.models.mimo import MIMO2
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, LLAVA_MISTRAL, MINISTRAL3, MISTRAL3, MISTRAL4
@@ -244,6 +245,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Mamba2ForCausalLM": MAMBA2,
     "MapleForCausalLM": MAPLE,
     "MellumForCausalLM": MELLUM,
+    "MiMoForCausalLM": QWEN2,
+    "MiMoV2FlashForCausalLM": MIMO2,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
     "MiniCPMOcrForConditionalGeneration": QWEN3_5,

@@ -204,5 +204,6 @@ def multiplied(spec: ModelSpec) -> int:
 def _attention(spec: ModelSpec, keys: float) -> float:
     """Operations of a token that sees so many keys: scores and weighted values."""
     seen = min(keys, spec.most_seen or keys)
-    looks = sum(4.0 * each.num_heads * each.head_dim * min(seen, each.window or seen) for each in spec.attentions)
+    both = ((each, 2.0 * each.num_heads * (each.head_dim + each.found_dim)) for each in spec.attentions)
+    looks = sum(work * min(seen, each.window or seen) for each, work in both)
     return looks + (sum(2.0 * each.index_products for each in spec.attentions) * keys if keys > seen else 0.0)
