@@ -18,6 +18,7 @@ from transformers import (
     GraniteConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -28,7 +29,7 @@ from transformers import (
 from engines import SMALL, random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
 from test_convert_families import fields, make_gguf, with_tokenizer
-from test_models import prompts
+from test_models import NEMOTRON, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Tensors = dict[str, torch.Tensor]
@@ -103,6 +104,16 @@ def guessing(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """With what MiMo guesses by, beside the layers."""
     further = {name.replace("layers.0.", "mtp_layers.0."): each.clone() for name, each in tensors.items() if "layers.0." in name}
     return tensors | further | {"model.mtp_layers.0.input_proj.weight": torch.ones(48, 96)}
+
+
+def kormo(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    names = {"input_layernorm": "pre_attention_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+    return {".".join(names.get(part, part) for part in name.split(".")): each for name, each in tensors.items()}
+
+
+def seen(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    further = "vision_tower.blocks.0.mlp.fc1.weight", "siglip2.vision_model.post_layernorm.weight", "merger.ln_q.weight"
+    return tensors | {name: torch.ones(3, 4) for name in further}
 
 
 def inside(tensors: Tensors, config: dict[str, Any]) -> Tensors:
@@ -188,8 +199,25 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, An
     ),
     "step3-vl": (Qwen3Config(**SMALL), "StepVLForConditionalGeneration", {"model_type": "step3_vl"}, beside, "qwen3"),
     "mimo": (
-        Qwen2Config(**SMALL | {"head_dim": 8}), "MiMoForCausalLM", {"model_type": "mimo", "num_nextn_predict_layers": 1}, guessing,
+        Qwen2Config(**SMALL | {"head_dim": 8}), "MiMoForCausalLM", {"model_type": "mimo", "num_nextn_predict_layers": 1},
+        guessing, "qwen2",
+    ),
+    "kormo": (LlamaConfig(**SMALL), "KORMoForCausalLM", {"model_type": "kormo"}, kormo, "qwen2"),
+    "dots.ocr": (
+        Qwen2Config(**SMALL | {"head_dim": 8}), "DotsOCRForCausalLM", {"model_type": "dots_ocr", "vision_config": {}}, seen,
         "qwen2",
+    ),
+    "youtu-vl": (YoutuConfig(**LATENT), "YoutuVLForConditionalGeneration", {"model_type": "youtu_vl"}, seen, "deepseek2"),
+    "janus": (LlamaConfig(**SMALL), "JanusForConditionalGeneration", {"model_type": "janus"}, inside, "llama"),
+    "got-ocr 2": (
+        Qwen2Config(**SMALL | {"head_dim": 8}), "GotOcr2ForConditionalGeneration", {"model_type": "got_ocr2"}, inside, "qwen2",
+    ),
+    "granite speech": (
+        GraniteConfig(**SMALL, **GRANITE), "GraniteSpeechForConditionalGeneration", {"model_type": "granite_speech"}, inside,
+        "granite",
+    ),
+    "nemotron vl": (
+        NemotronHConfig(**NEMOTRON), "NemotronH_Nano_VL_V2", {"model_type": "NemotronH_Nano_VL_V2"}, inside, "nemotron_h",
     ),
     "minicpm": (GraniteConfig(**SMALL, **GRANITE), "MiniCPMForCausalLM", {"model_type": "minicpm"} | SCALES, same, "minicpm"),
 }  # fmt: skip
@@ -209,12 +237,13 @@ def folder_of(case: str, path: Path, **changes: Any) -> tuple[Any, Path]:
     for layer in reference.model.layers:
         if case == "plm":
             layer.mlp.gate_proj.weight.data = layer.mlp.up_proj.weight.data.clone()
-        elif hasattr(layer.mlp, "shared_expert_gate"):
+        elif hasattr(getattr(layer, "mlp", None), "shared_expert_gate"):
             layer.mlp.shared_expert_gate.weight.data.zero_()
     folder = save(reference, path)
-    own = {key: value for key, value in reference.config.to_dict().items() if key not in GRANITE}
+    of_factors = GRANITE if case == "minicpm" else ()
+    own = {key: value for key, value in reference.config.to_dict().items() if key not in of_factors}
     own |= {"architectures": [name], **values, **changes}
-    if name.endswith("ForConditionalGeneration"):
+    if name.endswith("ForConditionalGeneration") or form is inside:
         own |= {"model_type": reference.config.model_type}
         own = {"architectures": [name], **values, "vision_config": {}, "text_config": own}
     (folder / "config.json").write_text(json.dumps(own))

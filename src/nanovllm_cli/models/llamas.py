@@ -103,6 +103,9 @@ MAINCODER = Family(
 )
 PANGU = Family("pangu_embedded", gguf_name="pangu-embedded", config=_pangu_keys, gguf_keys=_pangu_gguf_keys,
                defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 32768})  # fmt: skip
+KORMO = Family("kormo", gguf_name="qwen2", hf_names={
+    f"blocks.{{i}}.{part}_norm.weight": f"model.layers.{{i}}.pre_{part}_layernorm.weight" for part in ("attention", "mlp")
+})  # fmt: skip
 XVERSE = Family("xverse", interleaved_gguf=True, gguf_keys=_head_apart)
 ORION = Family(
     "orion", layer_norm=True, shifted=True, config=_orion_keys, gguf_keys=_head_apart, defaults={"layer_norm_eps": 1e-5},

@@ -89,7 +89,7 @@ from nanovllm_cli.models.laguna import LAGUNA, MAPLE, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
-from nanovllm_cli.models.llamas import MAINCODER, ORION, PANGU, XVERSE
+from nanovllm_cli.models.llamas import KORMO, MAINCODER, ORION, PANGU, XVERSE
 from nanovllm_cli.models.mimo import MIMO2
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
@@ -164,6 +164,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ernie4_5_ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "Dots1ForCausalLM": DOTS1,
+    "DotsOCRForCausalLM": QWEN2,
     "CwmForCausalLM": CWM,
     "ExaoneForCausalLM": EXAONE,
     "Exaone4ForCausalLM": EXAONE4,
@@ -223,6 +224,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "KimiLinearForCausalLM": KIMI_LINEAR,
     "KimiVLForConditionalGeneration": DEEPSEEK3,
     "Kimi_K25ForConditionalGeneration": DEEPSEEK3,
+    "KORMoForCausalLM": KORMO,
     "Kolibri1ForCausalLM": KOLIBRI1,
     "LagunaForCausalLM": LAGUNA,
     "LaraMiniForCausalLM": LARA_MINI,
@@ -303,6 +305,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "VaultGemmaForCausalLM": VAULT_GEMMA,
     "XverseForCausalLM": XVERSE,
     "YoutuForCausalLM": YOUTU,
+    "YoutuVLForConditionalGeneration": YOUTU,
 }
 HF_BODIES: dict[str, Family] = {
     "BertModel": BERT,
@@ -342,18 +345,29 @@ HF_CLASSIFIERS: dict[str, Family] = {
 }
 """Models with a head for labels in place of tokens, as rerankers are published."""
 TIED_UNLESS_TOLD = {
-    "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "Gemma3ForConditionalGeneration",
+    "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "DeepseekVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration", "FastVlmForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-    "GraniteDoclingForConditionalGeneration", "HunYuanVLForConditionalGeneration", "InternVLForConditionalGeneration",
-    "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
-    "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",
-    "LightOnOcrForConditionalGeneration", "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration", "GraniteDoclingForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration", "HunYuanVLForConditionalGeneration",
+    "InternVLForConditionalGeneration", "JanusForConditionalGeneration", "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration", "Lfm2VlForConditionalGeneration",
+    "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration", "LightOnOcrForConditionalGeneration",
+    "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
 }  # fmt: skip
 """Models of several parts that in transformers have no head beside the embedding where the config does not say it outside of its
 parts, whatever it says in the part for texts."""
 TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
+_USUAL_TEXTS = {"granite": GRANITE, "llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2_AUDIO, "qwen3": QWEN3}
+"""With what transformers takes for granted, which folders of models of several parts may leave out."""
+_HAVE_USUAL_TEXTS = (
+    "AudioFlamingo3", "DeepseekVL", "DeepseekVLHybrid", "FastVlm", "GlmAsr", "GotOcr2", "GraniteSpeech", "GraniteSpeechPlus",
+    "Idefics2", "Janus", "LlavaNextVideo", "MusicFlamingo", "Ovis2", "PerceptionLM", "QianfanOCR", "VibeVoiceAsr", "VideoLlama3",
+    "VideoLlava", "VipLlava",
+)  # fmt: skip
+"""Beside what sees, hears or draws, which is left aside."""
 _MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}
 TEXTS_OF: dict[str, dict[str, Family]] = {
     "AyaVisionForConditionalGeneration": {"cohere": COHERE, "cohere2": COHERE2},
@@ -365,6 +379,9 @@ TEXTS_OF: dict[str, dict[str, Family]] = {
     "LlavaNextForConditionalGeneration": {"llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2},
     "LlavaOnevisionForConditionalGeneration": {"qwen2": QWEN2},
     "PaliGemmaForConditionalGeneration": {"gemma": PALI_GEMMA, "gemma2": PALI_GEMMA2},
+    "NemotronH_Nano_VL_V2": {"nemotron_h": NEMOTRON_H},
+    "NemotronH_Omni_Reasoning_V3": {"nemotron_h": NEMOTRON_H},
+    **{f"{each}ForConditionalGeneration": _USUAL_TEXTS for each in _HAVE_USUAL_TEXTS},
     **{f"MiniCPM{each}ForConditionalGeneration": _MINICPM_V for each in ("Ocr", "V4_6", "V4_7")},
 }  # fmt: skip
 """Inside of those that see, whose texts are of several families, or of one that must be it."""

@@ -20,7 +20,9 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.further import gguf_dense_tensors
 from nanovllm_cli.weights.heads import head_tensors
 
-_OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.", "model.text_model.", "thinker.model.")
+_OUTER, _INNER = "model.", (
+    "language_model.model.", "language_model.backbone.", "model.language_model.", "model.text_model.", "thinker.model.",
+)  # fmt: skip
 _HEADS = "language_model.", "thinker."
 _BACKBONE = "backbone."  # with _OUTER in front of all, in Codestral Mamba
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
@@ -32,10 +34,10 @@ _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.c
 _NUM_LAYERS = "num_hidden_layers", "block_count"
 _SEES = (
     "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator",
-    "vision_model.", "vit_large_projector.", "audio_tower.",
+    "vision_model.", "vision_tower.", "vit_large_projector.", "audio_tower.", "siglip2.", "merger.",
 )  # fmt: skip
 """Where the part that writes has no prefix: in Qwen2-VL, in what thinks in a Qwen's Omni, in PaddleOCR-VL, HunYuan-VL,
-DeepSeek-OCR 2 and Step3-VL."""
+DeepSeek-OCR 2, Step3-VL, dots.ocr and Youtu-VL."""
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -51,7 +53,8 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
         return {ours: _OUTER + theirs for ours, theirs in table.items()}
     if prefix is None:
         return bare_names(table, family_of(checkpoint)) if is_bare(checkpoint) else table
-    renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
+    outer = _BACKBONE if table["embedding.weight"].startswith(_BACKBONE) else _OUTER
+    renamed = {ours: prefix + theirs.removeprefix(outer) for ours, theirs in table.items() if theirs.startswith(outer)}
     heads = {before + table["head.weight"] for before in _HEADS}.intersection(checkpoint.names())
     return table | renamed | dict.fromkeys(["head.weight"] if heads else [], min(heads, default=""))
 
