@@ -89,7 +89,7 @@ from nanovllm_cli.models.laguna import LAGUNA, MAPLE, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
-from nanovllm_cli.models.llamas import KORMO, MAINCODER, ORION, PANGU, XVERSE
+from nanovllm_cli.models.llamas import KORMO, MAINCODER, MLLAMA, ORION, PANGU, XVERSE
 from nanovllm_cli.models.mimo import MIMO2
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
@@ -255,6 +255,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MiniCPMV4_6ForConditionalGeneration": QWEN3_5,
     "MiniCPMV4_7ForConditionalGeneration": QWEN3_5,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "MllamaForConditionalGeneration": MLLAMA,
     "MinistralForCausalLM": MINISTRAL,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
