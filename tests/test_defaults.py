@@ -105,7 +105,7 @@ NO_SPEC = {  # whose defaults alone are no model, or of no model that is publish
     "Mistral3ForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration",
 }  # fmt: skip
 OF_ANOTHER_PART = {  # the whole's has another default
-    each: {"tie_word_embeddings"} for each in ("Qwen3VLMoeForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration")
+    f"{each}ForConditionalGeneration": {"tie_word_embeddings"} for each in ("CohereCompass", "Qwen3VLMoe", "Qwen2_5OmniThinker")
 }
 
 

@@ -15,7 +15,7 @@ from nanovllm_cli.models.bailing import BAILING_MOE, BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
-from nanovllm_cli.models.cohere import COHERE, COHERE2
+from nanovllm_cli.models.cohere import COHERE, COHERE2, COHERE_COMPASS, COHERE_COMPASS_VISION
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
 from nanovllm_cli.models.deci import DECI
 from nanovllm_cli.models.deepseek import (
@@ -141,6 +141,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
     "Cohere2MoeForCausalLM": COHERE2_MOE,
+    "CohereCompassForCausalLM": COHERE_COMPASS,
+    "CohereCompassForConditionalGeneration": COHERE_COMPASS_VISION,
     "Cohere2VisionForConditionalGeneration": COHERE2,
     "DeciLMForCausalLM": DECI,
     "DeepseekOCR2ForCausalLM": DEEPSEEK_OCR,
