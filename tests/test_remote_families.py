@@ -29,7 +29,7 @@ from transformers import (
 from engines import SMALL, random_model, save, worker_for
 from nanovllm_cli.errors import UnsupportedError
 from test_convert_families import fields, make_gguf, with_tokenizer
-from test_models import NEMOTRON, prompts
+from test_models import NEMOTRON, NEMOTRON_EXPERTS, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Tensors = dict[str, torch.Tensor]
@@ -106,6 +106,11 @@ def guessing(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return tensors | further | {"model.mtp_layers.0.input_proj.weight": torch.ones(48, 96)}
 
 
+def puzzle(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Its layers are in no backbone, and what it guesses by lies beside."""
+    return {name.replace("backbone.", "model."): each for name, each in tensors.items()} | {"mtp.norm.weight": torch.ones(48)}
+
+
 def kormo(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     names = {"input_layernorm": "pre_attention_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
     return {".".join(names.get(part, part) for part in name.split(".")): each for name, each in tensors.items()}
@@ -141,6 +146,7 @@ EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_si
            "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}  # fmt: skip
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0,
         "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+SMALLER = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, Any]], Tensors], str]] = {
     "internlm2": (
         LlamaConfig(**SMALL | {"head_dim": 8}), "InternLM2ForCausalLM", {"model_type": "internlm2", "bias": False}, internlm2,
@@ -219,6 +225,13 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, An
     "nemotron vl": (
         NemotronHConfig(**NEMOTRON), "NemotronH_Nano_VL_V2", {"model_type": "NemotronH_Nano_VL_V2"}, inside, "nemotron_h",
     ),
+    "nemotron puzzle": (
+        NemotronHConfig(**NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "ME*E", "moe_latent_size": 28}),
+        "NemotronHPuzzleForCausalLM",
+        {"model_type": "nemotron_h_puzzle", "layers_block_type": None, "moe_intermediate_size": None, "num_experts_per_tok": None,
+         "block_configs": [{"block_type": "mamba"}, {"block_type": "moe", "moe_intermediate_size": 33, "num_experts_per_tok": 3},
+                           {"block_type": "attention"}, {"block_type": "moe", **SMALLER}]}, puzzle, "nemotron_h_moe",
+    ),
     "minicpm": (GraniteConfig(**SMALL, **GRANITE), "MiniCPMForCausalLM", {"model_type": "minicpm"} | SCALES, same, "minicpm"),
 }  # fmt: skip
 
@@ -234,6 +247,9 @@ def folder_of(case: str, path: Path, **changes: Any) -> tuple[Any, Path]:
     """transformers' model, and the folder of the other."""
     config, name, values, form, _ = CASES[case]
     reference = random_model(with_tokenizer(config))
+    if case == "nemotron puzzle":
+        other = random_model(with_tokenizer(type(config)(**config.to_dict() | SMALLER)), seed=1)
+        reference.model.layers[-1] = other.model.layers[-1]
     for layer in reference.model.layers:
         if case == "plm":
             layer.mlp.gate_proj.weight.data = layer.mlp.up_proj.weight.data.clone()

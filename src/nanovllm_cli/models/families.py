@@ -270,7 +270,9 @@ def spec_from_gguf(
         return f"{arch}.{name}"
 
     if family.varied:
-        read = read.with_firsts(key("attention.head_count"), key("attention.head_count_kv"), key("feed_forward_length"))
+        may_differ = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "expert_feed_forward_length",
+                      "expert_used_count")  # fmt: skip
+        read = read.with_firsts(*map(key, may_differ))
     heads = read.integer(key("attention.head_count"))
     kv_heads = _kv_heads(read, key("attention.head_count_kv"), heads, family)
     hidden = read.integer(key("embedding_length"))

@@ -1,9 +1,9 @@
-"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super: a layer is one of Mamba-2's state spaces, attention without positions,
-an MLP without a gate or a mixture of such, and a norm before it. A pattern says which, by letters."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano, Super and Puzzle: a layer is one of Mamba-2's state spaces, attention without
+positions, an MLP without a gate or a mixture of such, and a norm before it. A pattern says which, by letters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,40 @@ def _usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": config.get("head_dim") or config.get("attention_head_dim") or 128,
         "hidden_act": config.get("mlp_hidden_act", "relu2"), "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
     }  # fmt: skip
+
+
+_SIZES = {"moe_intermediate_size": "expert_feed_forward_length", "num_experts_per_tok": "expert_used_count"}
+"""What of experts may differ in layers that a search has made (Puzzle): in config.json, and in files."""
+
+
+def _puzzle_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What it says by layer as others do of all: something that holds until the layers are read."""
+    layers = config.get("block_configs")
+    if not isinstance(layers, list) or not all(isinstance(layer, Mapping) for layer in layers):
+        raise CheckpointError("config.json: 'block_configs' must be a list of objects", BROKEN)
+    firsts = {key: next(filter(None, (layer.get(key) for layer in layers)), None) for key in _SIZES}
+    kinds = [layer.get("block_type") for layer in layers]
+    return _usual_keys({**config, **firsts, "num_hidden_layers": len(layers), "layers_block_type": kinds})
+
+
+def _puzzle_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    layers, spec = read.values["block_configs"], _from_hf(spec, read)
+    sizes = {key: [layer.get(key) or 0 for layer in layers] for key in _SIZES}
+    return _with_sizes(spec, sizes, read.where)
+
+
+def _with_sizes(spec: ModelSpec, sizes: Mapping[str, Sequence[Any]], where: str) -> ModelSpec:
+    """The same with these of each layer's experts."""
+    blocks = []
+    for i, block in enumerate(spec.blocks):
+        if isinstance(mixture := block.mlp, MoESpec):
+            own = ConfigReader({key: listed[i] for key, listed in sizes.items()}, f"{where}: layer {i}")
+            size, taken = (own.integer(key) for key in _SIZES)
+            if taken > mixture.num_experts:
+                raise CheckpointError(f"{own.where}: a token can't take {taken} of {mixture.num_experts} experts", BROKEN)
+            mixture = replace(mixture, experts_per_token=taken, expert=replace(mixture.expert, intermediate_size=size))
+        blocks.append(replace(block, mlp=mixture))
+    return replace(spec, blocks=tuple(blocks))
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -114,7 +148,10 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     mixture, latent = spec.mixture, read.integer(key("moe_latent_size"), 0, least=0)
     if mixture is not None and latent:
         mixture = replace(mixture, latent_size=latent)
-    return _built(spec, letters, mamba_from_gguf(read, key), dense, mixture, read)
+    spec = _built(spec, letters, mamba_from_gguf(read, key), dense, mixture, read)
+    if not isinstance(read.values.get(key("expert_used_count")), list | tuple):
+        return spec
+    return _with_sizes(spec, {ours: _of_layers(read, key(theirs), spec) for ours, theirs in _SIZES.items()}, read.where)
 
 
 def _of_layers(read: ConfigReader, name: str, spec: ModelSpec) -> list[int]:
@@ -140,6 +177,10 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
         keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared.intermediate_size}
         keys |= weight_keys(spec)
         keys |= {} if mixture.latent_size is None else {"moe_latent_size": mixture.latent_size}
+    mixtures = [block.mlp if isinstance(block.mlp, MoESpec) else None for block in spec.blocks]
+    if len({(each.experts_per_token, each.expert.intermediate_size) for each in mixtures if each is not None}) > 1:
+        keys["expert_used_count"] = [0 if each is None else each.experts_per_token for each in mixtures]
+        keys["expert_feed_forward_length"] = [0 if each is None else each.expert.intermediate_size for each in mixtures]
     return keys
 
 
@@ -168,6 +209,7 @@ NEMOTRON_H = Family(
 )  # fmt: skip
 NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf_name="nemotron_h_moe", gguf_like=None)
 """Files of those that have experts."""
+NEMOTRON_PUZZLE = replace(NEMOTRON_H, config=_puzzle_keys, hf=_puzzle_from_hf)
 
 
 def _classic(spec: ModelSpec, stored_offset: float) -> ModelSpec:

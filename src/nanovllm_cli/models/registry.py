@@ -97,7 +97,7 @@ from nanovllm_cli.models.mistral import LLAVA, LLAVA_MISTRAL, MINISTRAL3, MISTRA
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanochat import NANOCHAT
-from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H
+from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_PUZZLE
 from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
@@ -268,6 +268,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
+    "NemotronHPuzzleForCausalLM": NEMOTRON_PUZZLE,
     "OPTForCausalLM": OPT,
     "OlmoForCausalLM": OLMO,
     "Olmo2ForCausalLM": OLMO2,

@@ -331,7 +331,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
                     r"(?:conv\.conv|(?:linear_attn|mamba|self_attn)\.(?:[qkv]_)?conv1d)\.weight"), 3,
          _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
-        (re.compile(r"(?:(?:language_)?model\.)?backbone\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
+        (re.compile(r"(?:(?:(?:language_)?model\.)?backbone|model)\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj\.weight"), 2, _delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),

@@ -24,7 +24,7 @@ _OUTER, _INNER = "model.", (
     "language_model.model.", "language_model.backbone.", "model.language_model.", "model.text_model.", "thinker.model.",
 )  # fmt: skip
 _HEADS = "language_model.", "thinker."
-_BACKBONE = "backbone."  # with _OUTER in front of all, in Codestral Mamba
+_BACKBONE = "backbone."  # with _OUTER in front of all, in Codestral Mamba; or _OUTER in its place, in Nemotron Puzzle
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"(?:model\.(?:language_model\.)?)?layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
@@ -49,8 +49,11 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     """Of its slots, {i} for the layer -> those in the file."""
     table = family_of(checkpoint).names(checkpoint.format)
     prefix = _prefix(checkpoint)
-    if table["embedding.weight"].startswith(_BACKBONE) and _OUTER + table["embedding.weight"] in checkpoint.names():
-        return {ours: _OUTER + theirs for ours, theirs in table.items()}
+    if (embedding := table["embedding.weight"]).startswith(_BACKBONE):
+        if _OUTER + embedding in checkpoint.names():
+            return {ours: _OUTER + theirs for ours, theirs in table.items()}
+        if embedding.replace(_BACKBONE, _OUTER) in checkpoint.names():
+            return {ours: theirs.replace(_BACKBONE, _OUTER) for ours, theirs in table.items()}
     if prefix is None:
         return bare_names(table, family_of(checkpoint)) if is_bare(checkpoint) else table
     outer = _BACKBONE if table["embedding.weight"].startswith(_BACKBONE) else _OUTER
