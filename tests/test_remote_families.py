@@ -4,6 +4,7 @@ form that those folders have, give its logits, as folders and as the GGUF files 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     HunYuanDenseV1Config,
     LlamaConfig,
     NemotronHConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -109,6 +111,18 @@ def guessing(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 def puzzle(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """Its layers are in no backbone, and what it guesses by lies beside."""
     return {name.replace("backbone.", "model."): each for name, each in tensors.items()} | {"mtp.norm.weight": torch.ones(48)}
+
+
+def extended(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    return tensors | {"model.embed_tokens_extend.image_embed.glb_GN": torch.ones(1, 1, 4)}
+
+
+def adapted(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """With what is for images and for sounds, whose adapters have its matrices inside."""
+    found = {re.sub(r"(layers.*_proj)\.weight", r"\1.base_layer.weight", name): each for name, each in tensors.items()}
+    inside = [name for name in found if "base_layer" in name]
+    adapters = [name.replace("base_layer", part) for name in inside for part in ("lora_A.vision", "lora_B.speech")]
+    return extended(found | {name: torch.ones(2, 3) for name in adapters}, config)
 
 
 def kormo(tensors: Tensors, config: dict[str, Any]) -> Tensors:
@@ -231,6 +245,13 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, An
         {"model_type": "nemotron_h_puzzle", "layers_block_type": None, "moe_intermediate_size": None, "num_experts_per_tok": None,
          "block_configs": [{"block_type": "mamba"}, {"block_type": "moe", "moe_intermediate_size": 33, "num_experts_per_tok": 3},
                            {"block_type": "attention"}, {"block_type": "moe", **SMALLER}]}, puzzle, "nemotron_h_moe",
+    ),
+    "phi-4 multimodal": (
+        Phi3Config(**SMALL | {"pad_token_id": 0}), "Phi4MMForCausalLM", {"model_type": "phi4mm"}, adapted, "phi3",
+    ),
+    "phi-4 multimodal, by transformers": (
+        Phi3Config(**SMALL | {"pad_token_id": 0}), "Phi4MultimodalForCausalLM", {"model_type": "phi4_multimodal"}, extended,
+        "phi3",
     ),
     "minicpm": (GraniteConfig(**SMALL, **GRANITE), "MiniCPMForCausalLM", {"model_type": "minicpm"} | SCALES, same, "minicpm"),
 }  # fmt: skip

@@ -104,6 +104,9 @@ _OF_NO_USE = (
     ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
 )  # fmt: skip
 
+ADAPTERS_OF_SENSES = tuple(f".lora_{side}.{sense}.weight" for side in "AB" for sense in ("vision", "speech"))
+"""Which a text alone does not go through (Phi-4-multimodal)."""
+
 XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 """Numbers of Apertus' activations, which a folder has as tensors."""
 HF_IGNORED = (*_OF_NO_USE, *(f".mlp.act_fn.{part}" for part in XIELU_PARTS))

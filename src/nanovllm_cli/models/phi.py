@@ -34,6 +34,19 @@ PHI3 = Family(
 )
 
 
+PHI4_MULTIMODAL = replace(
+    PHI3, name="phi4_multimodal", gguf_name="phi3", aside=("model.embed_tokens_extend.",),
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+              "original_max_position_embeddings": 4096},
+)  # fmt: skip
+"""The part that writes, a Phi-4-mini. Adapters of its layers are for images and sounds alone (`names.ADAPTERS_OF_SENSES`)."""
+_ADAPTED = {"qkv": "self_attn.qkv_proj", "o": "self_attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+PHI4_MM = replace(PHI4_MULTIMODAL, hf_names={
+    f"blocks.{{i}}.{ours}.weight": f"model.layers.{{i}}.{theirs}.base_layer.weight" for ours, theirs in _ADAPTED.items()
+})  # fmt: skip
+"""As it is published, with code of its own."""
+
+
 def _biased(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "attention_bias": True, "mlp_bias": True}
 

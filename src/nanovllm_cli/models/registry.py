@@ -102,7 +102,7 @@ from nanovllm_cli.models.nomic import NOMIC_BERT
 from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.opt import OPT
-from nanovllm_cli.models.phi import PHI, PHI3, PHIMOE
+from nanovllm_cli.models.phi import PHI, PHI3, PHI4_MM, PHI4_MULTIMODAL, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.spark import SPARK
 from nanovllm_cli.models.sparse import DEEPSEEK32, GLM_DSA
@@ -282,6 +282,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "PanguEmbeddedForCausalLM": PANGU,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
+    "Phi4MMForCausalLM": PHI4_MM,
+    "Phi4MultimodalForCausalLM": PHI4_MULTIMODAL,
     "PLMForCausalLM": PLM,
     "PhiMoEForCausalLM": PHIMOE,
     "PhimoeForCausalLM": PHIMOE,
@@ -354,22 +356,26 @@ TIED_UNLESS_TOLD = {
     "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
     "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration", "GraniteDoclingForConditionalGeneration",
     "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration", "HunYuanVLForConditionalGeneration",
-    "InternVLForConditionalGeneration", "JanusForConditionalGeneration", "KimiK25ForConditionalGeneration",
-    "KimiVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration", "Lfm2VlForConditionalGeneration",
-    "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration", "LightOnOcrForConditionalGeneration",
-    "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration",
-    "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration", "InternVLForConditionalGeneration", "JanusForConditionalGeneration",
+    "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "MiniCPMOcrForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "Ovis2ForConditionalGeneration", "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
 }  # fmt: skip
 """Models of several parts that in transformers have no head beside the embedding where the config does not say it outside of its
 parts, whatever it says in the part for texts."""
 TEXT_MODELS = {"ministral3": MINISTRAL3, "mistral4": MISTRAL4}
 """Inside of models of several architectures, by "model_type"."""
-_USUAL_TEXTS = {"granite": GRANITE, "llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2_AUDIO, "qwen3": QWEN3}
+_USUAL_TEXTS = {
+    "granite": GRANITE, "hyperclovax": HYPERCLOVAX, "llama": LLAVA, "mistral": LLAVA_MISTRAL, "qwen2": QWEN2_AUDIO,
+    "qwen3": QWEN3,
+}  # fmt: skip
 """With what transformers takes for granted, which folders of models of several parts may leave out."""
 _HAVE_USUAL_TEXTS = (
     "AudioFlamingo3", "DeepseekVL", "DeepseekVLHybrid", "FastVlm", "GlmAsr", "GotOcr2", "GraniteSpeech", "GraniteSpeechPlus",
-    "Idefics2", "Janus", "LlavaNextVideo", "MusicFlamingo", "Ovis2", "PerceptionLM", "QianfanOCR", "VibeVoiceAsr", "VideoLlama3",
-    "VideoLlava", "VipLlava",
+    "HyperCLOVAXVisionV2", "Idefics2", "Janus", "LlavaNextVideo", "MusicFlamingo", "Ovis2", "PerceptionLM", "QianfanOCR",
+    "VibeVoiceAsr", "VideoLlama3", "VideoLlava", "VipLlava",
 )  # fmt: skip
 """Beside what sees, hears or draws, which is left aside."""
 _MINICPM_V = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5_MOE}

@@ -156,6 +156,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "olmoe": {"7b-a1b": "allenai/OLMoE-1B-7B-0125-Instruct"},
     "flex-olmo": {"7x7b": "allenai/FlexOlmo-7x7B-1T"},
     "llama3.2-vision": {"11b": "meta-llama/Llama-3.2-11B-Vision-Instruct", "90b": "meta-llama/Llama-3.2-90B-Vision-Instruct"},
+    "phi4-multimodal": {"5.6b": "microsoft/Phi-4-multimodal-instruct"},
     "mimo": {"7b": "XiaomiMiMo/MiMo-7B-RL"},
     "mimo-v2": {"flash": "XiaomiMiMo/MiMo-V2-Flash"},
     "minimax-m2": {"230b-a10b": "MiniMaxAI/MiniMax-M2"},

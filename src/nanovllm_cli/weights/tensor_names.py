@@ -13,7 +13,7 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER, Family
-from nanovllm_cli.models.names import HF_IGNORED, MTP_GGUF_NAMES
+from nanovllm_cli.models.names import ADAPTERS_OF_SENSES, HF_IGNORED, MTP_GGUF_NAMES
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -137,6 +137,7 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     names = set(names)
     family = family_of(checkpoint)
     aside = {name for name in names if name.startswith(family.aside or ("\0",))}
+    aside |= {name for name in names if name.endswith(ADAPTERS_OF_SENSES)}
     aside |= {name for name in names if checkpoint.format == "gguf" and name.endswith(family.gguf_told_by)}
     behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint)) & names
     return aside | behind | _other_parts(checkpoint, names) | _unread(checkpoint, names)
