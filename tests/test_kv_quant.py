@@ -258,3 +258,28 @@ def test_memory_that_cannot_be_had_is_told() -> None:
     layout = CpuAttention({1}, BF16, (BF16, BF16))
     with pytest.raises(DoesNotFitError, match=r"a KV cache of 4294967296\.0 GiB can't be had"):
         layout.empty_cache(1 << 62)
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_narrower_than_keys_are_as_with_zeros_behind_them(dtype: torch.dtype, kept: torch.dtype) -> None:
+    heads, kv_heads, dim, narrow, tokens = 6, 2, 48, 18, 70
+    before, positions = (heads + kv_heads) * dim, torch.arange(tokens)
+    qkv = torch.randn(tokens, before + kv_heads * narrow, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = torch.zeros(tokens, before + kv_heads * dim, dtype=dtype)
+    wide[:, :before] = qkv[:, :before]
+    wide[:, before:].view(tokens, kv_heads, dim)[..., :narrow] = qkv[:, before:].view(tokens, kv_heads, narrow)
+    angles = positions[:, None].float() / 100 ** (torch.arange(dim // 2) / (dim // 2))
+    tables, run = torch.arange(8, dtype=torch.int32)[None], torch.arange(tokens, 0, -1, dtype=torch.int32)
+    ends = torch.tensor([0, tokens], dtype=torch.int32)
+    found = []
+    for rows, width in ((qkv, narrow), (wide, dim)):
+        k, v = (torch.zeros(shape, dtype=kept) for shape in cpu.cache_shapes(8, kv_heads, dim, dtype, (kept, kept), width))
+        q = cpu.rope_and_cache(
+            rows, heads, kv_heads, dim, None, None, None, 1e-6, 0.0, angles.cos(), angles.sin(), False, positions, run, k, v,
+            value_dim=width,
+        )  # fmt: skip
+        tiles = cpu.attention_tiles(ends, ends[1:], heads // kv_heads)
+        out = cpu.paged_attention(q, k, v, tiles, tables, dim**-0.5, 0, 0.0, None, value_dim=width)
+        found.append(out.view(tokens, heads, width)[..., :narrow])
+    assert torch.equal(*found)

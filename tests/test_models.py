@@ -982,6 +982,7 @@ COUNTED = [
     "bloom", "mpt, clipped", "gpt-neo", "gpt-j", "opt", "opt, gelu, no biases, norms without weights", "falcon, two norms",
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
+    "mimo v2, 2 of 5",
 ]  # fmt: skip
 
 
