@@ -162,6 +162,17 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4
         "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 SMALLER = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[Any, str, dict[str, Any], Callable[[Tensors, dict[str, Any]], Tensors], str]] = {
+    "internlm": (
+        LlamaConfig(**SMALL | {"attention_bias": True}), "InternLMForCausalLM",
+        {"model_type": "internlm", "bias": True, "attention_bias": None}, same, "llama",
+    ),
+    "aquila": (LlamaConfig(**SMALL), "AquilaForCausalLM", {"model_type": "aquila"}, same, "llama"),
+    "stablelm epoch": (
+        StableLmConfig(**SMALL | {"head_dim": 8}, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "StableLMEpochForCausalLM",
+        {"model_type": "stablelm_epoch", "norm_eps": 1e-5, "layer_norm_eps": None, "rope_parameters": None, "rope_theta": 1e4,
+         "partial_rotary_factor": None, "rope_pct": 0.5}, same, "stablelm",
+    ),
     "internlm2": (
         LlamaConfig(**SMALL | {"head_dim": 8}), "InternLM2ForCausalLM", {"model_type": "internlm2", "bias": False}, internlm2,
         "internlm2",

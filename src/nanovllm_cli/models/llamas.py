@@ -133,6 +133,7 @@ PANGU = Family("pangu_embedded", gguf_name="pangu-embedded", config=_pangu_keys,
 KORMO = Family("kormo", gguf_name="qwen2", hf_names={
     f"blocks.{{i}}.{part}_norm.weight": f"model.layers.{{i}}.pre_{part}_layernorm.weight" for part in ("attention", "mlp")
 })  # fmt: skip
+INTERNLM = replace(LLAMA, name="internlm", gguf_name="llama", config=_pangu_keys)
 XVERSE = Family("xverse", interleaved_gguf=True, gguf_keys=_head_apart)
 ORION = Family(
     "orion", layer_norm=True, shifted=True, config=_orion_keys, gguf_keys=_head_apart, defaults={"layer_norm_eps": 1e-5},

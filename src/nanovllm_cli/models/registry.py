@@ -89,7 +89,7 @@ from nanovllm_cli.models.laguna import LAGUNA, MAPLE, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
-from nanovllm_cli.models.llamas import KORMO, MAINCODER, MLLAMA, ORION, PANGU, XVERSE
+from nanovllm_cli.models.llamas import INTERNLM, KORMO, MAINCODER, MLLAMA, ORION, PANGU, XVERSE
 from nanovllm_cli.models.mimo import MIMO2
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
@@ -117,6 +117,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,
     "LlamaForCausalLM": LLAMA,
+    **dict.fromkeys(("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM"), LLAMA),
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "MistralForCausalLM": MISTRAL,
@@ -218,6 +219,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HunYuanVLForConditionalGeneration": HUNYUAN_VL,
     "HYV3ForCausalLM": HY_V3,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
+    "InternLMForCausalLM": INTERNLM,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
     "InternVLChatModel": QWEN2,
@@ -302,7 +304,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "RobertaForMaskedLM": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
     "Spark2_5ForCausalLM": SPARK,
-    "StableLmForCausalLM": STABLELM,
+    **dict.fromkeys(("StableLmForCausalLM", "StableLMEpochForCausalLM"), STABLELM),
     "Starcoder2ForCausalLM": STARCODER2,
     "Step3p5ForCausalLM": STEP,
     "Step3p7ForConditionalGeneration": STEP,

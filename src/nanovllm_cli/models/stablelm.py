@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
 
 
 def _stablelm(spec: ModelSpec, read: ConfigReader, has_norms: bool) -> ModelSpec:
@@ -32,8 +32,11 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {"use_parallel_residual": spec.blocks[0].order == "parallel"}
 
 
+_KEYS = {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}
+"""Of StableLM Epoch, the first ones' name."""
 STABLELM = Family(
     "stablelm",
+    config=lambda config: {**config, **usual_keys(config, _KEYS)},
     layer_norm=True,
     shifted=True,
     qkv_bias=False,
