@@ -36,6 +36,7 @@ from transformers import (
     DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
+    Ernie4_5_VLMoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     ExaoneConfig,
@@ -1059,6 +1060,14 @@ SEEING: dict[str, Any] = {
     "cohere compass": CohereCompassConfig(
         text_config=CASES["cohere compass"].to_dict(), vision_config=QWEN3_VISION, **QWEN_IDS,
     ),
+    "ernie 4.5 vl": Ernie4_5_VLMoeConfig(
+        text_config={key: value for key, value in SMALL.items() if key not in ("head_dim", "pad_token_id")} | {
+            "num_attention_heads": 3, "num_key_value_heads": 1, "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1,
+            "moe_intermediate_size": [36, 20], "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        },
+        vision_config=QWEN_VISION | {"hidden_size": 16, "intermediate_size": 16}, image_token_id=512, video_token_id=511,
+    ),
     "mllama": MllamaConfig(
         text_config={key: value for key, value in SMALL.items() if key != "head_dim"} | {
             "num_hidden_layers": 5, "cross_attention_layers": [3], "pad_token_id": 0,
@@ -1115,6 +1124,21 @@ def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_p
     assert any("vis" in name for name in names)
     save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     check_what_it_writes(reference.language_model if case == "llama4" else reference, folder)  # whose whole fails on texts alone
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_of_an_ernie_that_sees_the_part_that_writes(is_flat: bool, tmp_path: Path) -> None:
+    """As transformers saves it, and as it was published: a config in one piece, with what is of texts and of images in lists."""
+    reference = random_model(SEEING["ernie 4.5 vl"], auto=AutoModelForImageTextToText)
+    folder = save(reference, tmp_path)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert tensors["model.layers.1.mlp.experts.9.up_proj.weight"].shape == (20, 48)
+    if is_flat:
+        text = config.pop("text_config")
+        del text["mlp_layer_types"], text["rope_parameters"]
+        own = {"moe_num_experts": [5, 5], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [4, 3], "rope_theta": 1e4}
+        (folder / "config.json").write_text(json.dumps(text | config | own | {"model_type": "ernie4_5_moe_vl"}))
+    check_what_it_writes(reference, folder)
 
 
 def test_of_an_lfm2_that_sees_the_part_that_writes(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""ERNIE 4.5: Llama with its rotary pairs side by side; with experts, shared ones, and a bias by which they are chosen alone."""
+"""ERNIE 4.5: Llama with its rotary pairs side by side; with experts, shared ones, and a bias by which they are chosen alone. What
+sees has experts for images beside those for texts, which are left aside, and routers turned over (`weights/stacked.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.experts import ExpertKeys
+from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import SHARED_NAMES
@@ -72,4 +75,35 @@ ERNIE4_5_MOE = replace(
     | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.moe_statics.e_score_correction_bias.0"},
     hf=_with_experts_from_hf,
     gguf_keys=_keys,
+)  # fmt: skip
+
+
+_OF_BOTH = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+"""Of experts for texts, and of those for images, in a list."""
+
+
+def _of_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same of texts alone. A last layer with experts behind the last layer is that."""
+    said = {"moe_intermediate_size": 1536, "moe_layer_start_index": 1, **config}
+    found = {**said, **{key: said[key][0] for key in _OF_BOTH if isinstance(said.get(key), list) and said[key]}}
+    end, layers = found.get("moe_layer_end_index"), found.get("num_hidden_layers")
+    if type(end) is type(layers) is int and end >= layers:
+        found["moe_layer_end_index"] = None
+    if found.get("mlp_layer_types") is not None:
+        found |= {"mlp_only_layers": layers_without_experts(found, 1), "moe_layer_start_index": 0}
+    return found
+
+
+def _that_sees(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return _with_experts_from_hf(spec, read).each_rope(lambda rope: replace(rope, sections=()))
+
+
+ERNIE4_5_VL = replace(
+    ERNIE4_5_MOE,
+    config=_of_texts,
+    aside=("model.vision_model.", "model.resampler_model.", "vision_model."),
+    defaults={key: value for key, value in ERNIE4_5_MOE.defaults.items() if key not in _OF_BOTH[1:3]} | {
+        "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20,
+    },
+    hf=_that_sees,
 )  # fmt: skip

@@ -30,7 +30,7 @@ from nanovllm_cli.models.deepseek import (
 )
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
-from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, PADDLEOCR
+from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, ERNIE4_5_VL, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon import FALCON, family_of_falcon
 from nanovllm_cli.models.falcon_h1 import FALCON_H1
@@ -166,6 +166,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ernie4_5ForCausalLM": ERNIE4_5,
     "Ernie4_5_ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
+    "Ernie4_5_VLMoeForConditionalGeneration": ERNIE4_5_VL,
     "Dots1ForCausalLM": DOTS1,
     "DotsOCRForCausalLM": QWEN2,
     "CwmForCausalLM": CWM,
@@ -354,10 +355,11 @@ HF_CLASSIFIERS: dict[str, Family] = {
 """Models with a head for labels in place of tokens, as rerankers are published."""
 TIED_UNLESS_TOLD = {
     "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "DeepseekVLForConditionalGeneration",
-    "DeepseekVLHybridForConditionalGeneration", "FastVlmForConditionalGeneration", "Gemma3ForConditionalGeneration",
-    "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-    "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration", "GraniteDoclingForConditionalGeneration",
-    "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration", "HunYuanVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration", "Ernie4_5_VLMoeForConditionalGeneration", "FastVlmForConditionalGeneration",
+    "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration", "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration", "HunYuanVLForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration", "InternVLForConditionalGeneration", "JanusForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration", "LightOnOCRForConditionalGeneration",

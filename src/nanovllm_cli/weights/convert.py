@@ -334,7 +334,8 @@ def _check_names(
     notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
     others -= frozenset() if tower is None else tower.names
     guess = that_guess(source, others) - wanted.keys()
-    rest = "for other tasks" if family_of(source).aside else "of what sees or hears"
+    of_senses = source.config.get("vision_config") is not None or not family_of(source).aside
+    rest = "of what sees or hears" if of_senses else "for other tasks"
     apart = {rest: others - guess - wanted.keys() - head_tensors(source), "that guess further tokens": guess}
     return notes + [f"{len(own)} tensors {what}: {some(sorted(own))}" for what, own in apart.items() if own]
 

@@ -38,7 +38,7 @@
                                                                 queries, its key and its value lie together; biases alike
     Ling 1      attention.query_key_value.weight [(H + 2 G) D, K]   attention.q_proj, k_proj and v_proj, one behind the other
     Step        moe.gate_proj.weight [E, N, K]                  moe.gate_proj.5.weight [N, K]
-    ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
+    ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
 
@@ -70,6 +70,7 @@ MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
 _ALL = slice(None)
 _HALF = "{part}_proj.weight"
 _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
+_TURNED = "gpt2", "ernie4_5_vl_moe", "ernie4_5_moe_vl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def _granite_shared(found: re.Match[str], stack: str, shape: tuple[int, ...], co
 
 
 def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    if shape[0] == 1:
+    if shape[0] == (2 if config.get("model_type") in _TURNED else 1):  # the second is of images
         yield f"{stack}.0", _Part(stack, 0, _ALL)
 
 
@@ -196,7 +197,7 @@ def _a_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Co
 
 
 def _turned_over(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    if config.get("model_type", "gpt2") == "gpt2":  # others have its names, and matrices as usual
+    if str(config.get("model_type", "gpt2")) in _TURNED:  # others have its names, and matrices as usual
         yield stack, _Part(stack, None, _ALL, turned=True)
 
 
@@ -305,9 +306,9 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     ],
     "hf": [
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
+        (re.compile(r"model\.layers\.\d+\.mlp\.gate\.weight"), 2, _turned_over),
         (re.compile(r"(?:(?:gpt_neox\.)?layers\.\d+\.attention|(?:transformer\.)?h\.\d+\.self_attention)"
-                    r"\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1},
-         _qkv_by_head),
+                    r"\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1}, _qkv_by_head),
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
          _by_key_head),
         (re.compile(r"(model\.layers\.\d+\.attention)\.query_key_value\.weight"), 2, _parts_of_ling),
@@ -328,8 +329,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\."
-                    r"(?:conv\.conv|(?:linear_attn|mamba|self_attn)\.(?:[qkv]_)?conv1d)\.weight"), 3,
-         _of_one_column),
+                    r"(?:conv\.conv|(?:linear_attn|mamba|self_attn)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"(?:(?:(?:language_)?model\.)?backbone|model)\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
