@@ -295,7 +295,20 @@ def test_compiler_that_cupy_does_not_find_is_loaded_first(monkeypatch: pytest.Mo
     loaded: list[str] = []
     monkeypatch.setattr("ctypes.CDLL", loaded.append)
     assert compiler._version_of(SimpleNamespace(getVersion=version)) == nvrtc.getVersion()
-    assert all("libnvrtc.so" in name for name in loaded)
+    assert all("libnvrtc" in name for name in loaded)
+
+
+def test_what_the_compiler_opens_by_name_is_loaded_from_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel of NVRTC 13.0.88 has no run path: `failed to open libnvrtc-builtins.so.13.0`, at the first kernel."""
+    from cupy.cuda import nvrtc
+
+    compiler.toolchain()  # loads it
+    major, minor = nvrtc.getVersion()
+    loaded: list[str] = []
+    monkeypatch.setattr("ctypes.CDLL", loaded.append)
+    assert compiler._version_of(nvrtc) == (major, minor)
+    assert [Path(name).name for name in loaded] == [f"libnvrtc-builtins.so.{major}.{minor}"]
+    assert list(Path(loaded[0]).parent.glob(f"libnvrtc.so.{major}*"))
 
 
 def test_headers_are_found_where_a_toolkit_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

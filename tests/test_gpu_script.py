@@ -31,11 +31,12 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
 from gpu import breakdown, cases, checks, engine_runs, experts, far, latent, peers, quantized, report, sections, sweeps
-from gpu.engines import decode, load, overlaps, release, serve
+from gpu.engines import CountingDevice, decode, load, overlaps, release, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
 from gpu.timing import copies_for
 from gpu.workload import PROMPT, Request, nano_vllm, prompt
+from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.kernel import Kernel
 from nanovllm_cli.kernels.launcher import why_unavailable
 from nanovllm_cli.quant.format_names import parse_format
@@ -300,6 +301,11 @@ def test_a_wheel_that_does_not_fit_keeps_no_other_away(tmp_path: Path, monkeypat
     assert installed == ["a", "c", "a", "c"]
     with pytest.raises(SystemExit, match="no wheels"):
         command_line.install(tmp_path / "nothing", "site")
+
+
+def test_the_device_that_counts_does_all_that_a_device_does() -> None:
+    """A step that failed asks it whether the GPU is lost: else that is what is said of the step."""
+    assert not {name for name in vars(Device) if not name.startswith("_")} - set(dir(CountingDevice))
 
 
 def test_every_section_has_its_function() -> None:

@@ -53,6 +53,9 @@ class CountingDevice:
     def enter(self) -> None:
         self._inner.enter()
 
+    def check(self) -> None:
+        self._inner.check()
+
     def host_pages(self, num_bytes: int) -> HostPages:
         return self._inner.host_pages(num_bytes)
 

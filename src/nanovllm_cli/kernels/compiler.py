@@ -158,7 +158,18 @@ def _version_of(nvrtc: Any) -> tuple[int, int]:
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(library))
         version = nvrtc.getVersion()
+    _load_builtins()
     return version
+
+
+def _load_builtins() -> None:
+    """What NVRTC opens by its name alone as it compiles. It lies beside NVRTC, but the wheel of CUDA 13.0 does not say so, and it
+    is found there only once it is loaded."""
+    with contextlib.suppress(OSError):  # where there is no such list, as on Windows, folders are searched for it
+        loaded = Path("/proc/self/maps").read_text()
+        for folder in dict.fromkeys(re.findall(r"(/.*)/libnvrtc\.so\.[^/\n]*$", loaded, re.MULTILINE)):
+            for library in sorted(Path(folder).glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(library))
 
 
 def _header_folders(major: int) -> Iterator[Path]:
