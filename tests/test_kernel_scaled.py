@@ -113,6 +113,21 @@ def test_scales_for_128_columns(rows: int, outputs: int, width: int) -> None:
     assert not has_e4m3(100, groups)
 
 
+def test_half_numbers_with_scales_for_128_columns_are_rounded_behind_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch tests cuBLASLt's products of blocks to bfloat16 and float32."""
+    asked: list[torch.dtype] = []
+    on_host = scaled_matmul._on_host
+    monkeypatch.setattr(scaled_matmul, "_on_host", lambda *args: (asked.append(args[-1].dtype), on_host(*args)))
+    x, weight = scaled(5, 384, FP8, 3), scaled(48, 384, FP8, 3)
+    bias, product = random(48, dtype=FP16), values(x) @ values(weight).t()
+    close_to_rounding(matmul(Emulator(), x, weight, bias, dtype=FP16), product + bias.double())
+    residual = random(5, 48, dtype=FP16)
+    expected = residual.double() + product
+    assert matmul(Emulator(), x, weight, None, dtype=FP16, residual=residual) is residual
+    close_to_rounding(residual, expected)
+    assert asked == [torch.float32] * 2
+
+
 @pytest.mark.parametrize(
     ("rows", "outputs", "expected"),
     [(127, 3072, False), (32, 4096, False), (512, 4096, False), (513, 4096, True), (32, 24576, True), (2048, 6144, True)],
@@ -237,3 +252,13 @@ def test_bugs_planted_among_few_rows_are_seen(bug: str) -> None:
 )
 def test_e4m3_begins_with_ada_and_scales_by_row_are_hoppers(capability: int, one_scale: bool, scales_by_row: bool) -> None:
     assert [has_e4m3(capability, groups) for groups in (1, 2)] == [one_scale, scales_by_row]
+
+
+@pytest.mark.parametrize(("cuda", "expected"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True)])
+def test_scales_by_row_are_not_asked_of_a_library_that_lacks_them(
+    cuda: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """«DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9», torch of CUDA 12.8 says at the first prompt."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert has_e4m3(90, 2) == scales_rows(Emulator(capability=90, num_multiprocessors=132), 2048, 6144) == expected
+    assert has_e4m3(90, 1)

@@ -4,6 +4,8 @@
                                 columns are an error of cuBLASLt's (pytorch/ao issue 4582). Else without scales, which follow:
                                 before torch 2.12 sm_89 multiplies by rows on the wrong stream, newer GPUs for bfloat16 alone
     e4m3, one for 128 columns   torch._scaled_mm_v2, scales a row and 128 columns of both, which cuBLASLt has for sm_90 only
+                                Both kinds of scales are cuBLASLt's from CUDA 12.9 on; with an older one torch has none for 128
+                                columns, and by rows another kernel
     int8, a scale a row         torch._int_mm, which wants more than 16 rows; scales follow
 
 A row's bits may depend on how many there are, except of int8: its sums are whole numbers. Legend: M rows, K columns (inputs), N
@@ -26,6 +28,8 @@ LEAST_INT_ROWS = 17
 BLOCK = 128
 TILE = 128
 """Rows and columns of a product that a block of the library's computes, about."""
+SCALES_SINCE = (12, 9)
+"""The CUDA whose cuBLASLt multiplies with a scale a row, or 128 columns."""
 BLOCK_ROWS = 4
 """With scales for 128 columns, rows are a multiple of it."""
 FAST_SUMS = False
@@ -41,17 +45,19 @@ class Scaled(NamedTuple):
 
 
 def has_e4m3(capability: int, groups: int) -> bool:
-    return _is_hopper(capability) if groups > 1 else capability >= 89
+    return _scales_inside(capability) if groups > 1 else capability >= 89
 
 
 def scales_rows(launcher: Launcher, rows: int, outputs: int) -> bool:
     """Whether a product [rows, outputs] of e4m3 may have its scales of rows in it."""
     tiles = -(-rows // TILE) * -(-outputs // TILE)
-    return _is_hopper(launcher.capability) and tiles >= launcher.num_multiprocessors
+    return _scales_inside(launcher.capability) and tiles >= launcher.num_multiprocessors
 
 
-def _is_hopper(capability: int) -> bool:
-    return 90 <= capability < 100
+def _scales_inside(capability: int) -> bool:
+    """Whether the library's products of e4m3 have scales a row; without CUDA it is not the library that multiplies."""
+    version = torch.version.cuda
+    return 90 <= capability < 100 and (version is None or tuple(map(int, version.split("."))) >= SCALES_SINCE)
 
 
 def matmul(
@@ -120,10 +126,14 @@ def _scaled(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Scales go into the product; what is added to the residual is rounded before."""
+    """Scales go into the product; what is added to the residual is rounded before, where the library rounds to its type."""
     rows, groups = x.codes.shape[0], x.scales.shape[0]
     padded = -(-rows // BLOCK_ROWS) * BLOCK_ROWS if groups > 1 else rows
-    out = torch.empty(padded, weight.codes.shape[0], dtype=out_dtype, device=x.codes.device)
+    made = torch.float32 if groups > 1 and out_dtype == torch.float16 else out_dtype  # torch tests blocks to it and bfloat16
+    out = torch.empty(padded, weight.codes.shape[0], dtype=made, device=x.codes.device)
+    found = out[:rows] if residual is None else residual
+    if made != out_dtype and residual is None:
+        found = torch.empty(rows, out.shape[1], dtype=out_dtype, device=out.device)
 
     def compute() -> None:
         if not x.codes.is_cuda:
@@ -137,9 +147,11 @@ def _scaled(
                 out.add_(bias)
         if residual is not None:
             residual.add_(out[:rows])
+        elif made != out_dtype:
+            found.copy_(out[:rows])
 
     launcher.torch_op(compute)
-    return out[:rows] if residual is None else residual
+    return found
 
 
 def _padded(x: Scaled, rows: int) -> Scaled:
