@@ -51,6 +51,14 @@ def test_scale_goes_no_further_than_its_numbers() -> None:
     assert memory.tolist() == [2.0] * 33 + [1.0] * 268
 
 
+def test_numbers_that_begin_on_no_boundary_of_a_load_are_scaled() -> None:
+    memory, others = torch.ones(12, dtype=BF16), torch.ones(8, dtype=BF16)
+    scale.scale(Emulator(), memory[1:9], 2.0)
+    scale.add(Emulator(), others, memory[1:9], 1.0)
+    assert memory.tolist() == [1.0] + [2.0] * 8 + [1.0] * 3
+    assert others.tolist() == [3.0] * 8
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 @pytest.mark.parametrize("factor", [1.0, 0.22])

@@ -55,6 +55,12 @@ def test_an_edge_for_all_is_found() -> None:
         close_to_rounding(xielu(Emulator(bugs=("EDGE",)), x, *FACTORS), expected)
 
 
+def test_numbers_that_begin_on_no_boundary_of_a_load() -> None:
+    memory = torch.ones(12, dtype=BF16)
+    assert torch.equal(xielu(Emulator(), memory[1:9], *FACTORS), xielu(Emulator(), torch.ones(8, dtype=BF16), *FACTORS))
+    assert memory[[0, 9]].tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("bugs", [(), ("UNMASKED_TAIL",)])
 def test_it_goes_no_further_than_its_numbers(bugs: tuple[str, ...]) -> None:
     memory = torch.ones(301, dtype=BF16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -27,7 +29,8 @@ def add(launcher: Launcher, x: torch.Tensor, y: torch.Tensor, factor: float) -> 
 
 def _launch(launcher: Launcher, x: torch.Tensor, factor: float, cap: float, y: torch.Tensor | None) -> None:
     if x.numel():
-        vector = widest(x.numel(), x.dtype)
+        others = (x if y is None else y).storage_offset()
+        vector = widest(math.gcd(x.numel(), x.storage_offset(), others), x.dtype)  # some rows may begin anywhere
         grid = (-(-x.numel() // (vector * THREADS)), 1, 1)
         args = (x, np.int64(x.numel()), np.float32(factor), np.float32(cap), *(() if y is None else (y,)))
         launcher.launch(variant(x.dtype, vector, y is not None), grid, (THREADS, 1, 1), args)

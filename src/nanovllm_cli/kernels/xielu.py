@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -14,7 +16,7 @@ def xielu(launcher: Launcher, x: torch.Tensor, positive: float, negative: float,
     """See `reference.xielu`; x is changed in place."""
     check(x, launcher, x.dtype, *x.shape)
     if x.numel():
-        vector = widest(x.numel(), x.dtype)
+        vector = widest(math.gcd(x.numel(), x.storage_offset()), x.dtype)  # some rows may begin anywhere
         grid = (-(-x.numel() // (vector * THREADS)), 1, 1)
         numbers = (np.float32(positive), np.float32(negative), np.float32(slope), np.float32(edge))
         args = (x, np.int64(x.numel()), *numbers)
