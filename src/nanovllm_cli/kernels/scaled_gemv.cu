@@ -8,7 +8,8 @@
 //
 // Weights are A of mma.m16n8k32, sixteen outputs by 32 columns, and x is B. A lane's 16-byte load holds sixteen neighbouring
 // columns of one row, where two mma would have it hold four fours far apart; x is read in the same way, so the columns of both
-// are permuted alike, and a sum does not mind. Nothing is converted. int8 sums are whole numbers until they are scaled.
+// are permuted alike, and a sum does not mind. Nothing is converted, but where Hopper multiplies e4m3: only its warpgroups have
+// such products, so for a warp ptxas makes halves of them, whose sums are fp32. int8 sums are whole numbers until they are scaled.
 //
 // Work and bits: as gemv.cu. With groups a unit is no longer than one, and is scaled when it is summed.
 #include "gemv_parts.cuh"
