@@ -53,6 +53,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_emulation
+def test_a_copy_is_there_before_the_kernel_behind_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may read a weight before it waits for what is ahead."""
+    device, barriers = EmulatedDevice(), []
+    formats, plain = CudaFormats(device.launcher, rounds=True, deterministic=False), device.launcher.torch_op
+    far = formats.make(parse_format("int8"), 160, 256, BF16, FarMemory(device))
+    monkeypatch.setattr(device.launcher, "torch_op", lambda op, barrier=False: (barriers.append(barrier), plain(op)))
+    far.matmul(torch.zeros(9, 256, dtype=BF16), None, BF16)
+    assert barriers[:2] == [True, True]
+
+
+@needs_emulation
 @pytest.mark.parametrize("quant", [None, "int8", "int4:group=32", "q4_k"])
 def test_products_have_the_bits_of_a_weight_on_the_gpu(quant: str | None) -> None:
     """One row or eight where the weight is, nine of a copy; of rows that were loaded in two pieces, of a second slab too."""

@@ -61,7 +61,7 @@ class Nowhere:
         for arg in args:
             assert not isinstance(arg, torch.Tensor) or arg.device == self.device, (kernel, arg.device)
 
-    def torch_op(self, function: Callable[[], object]) -> None: ...
+    def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None: ...
 
     def rehearse(self, step: Callable[[], object]) -> None:
         step()

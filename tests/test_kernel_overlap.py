@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from nanovllm_cli.kernels.experts import MANY_ROWS
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import expert_gemm
 from nanovllm_cli.kernels.gemv import gemv
-from nanovllm_cli.kernels.head_matmul import head_matmul
+from nanovllm_cli.kernels.head_matmul import MOST_FEW, CudaHeadMatrices, head_matmul
 from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
 from nanovllm_cli.kernels.latent_attention import LatentScratch, LatentShape, groups_of, latent_attention
 from nanovllm_cli.kernels.latent_rows import latent_rows
@@ -316,7 +317,42 @@ def test_attention_over_anothers_cache(dim: int, order: int) -> None:
     assert torch.equal(attend(Overlapping(order, known)), attend(Emulator(num_multiprocessors=132)))
 
 
-def test_what_touches_too_much_too_early_is_found() -> None:
-    """With gains hidden, which the norm in front of a product reads at once."""
+@pytest.mark.parametrize("order", ORDERS)
+def test_attention_of_latents_behind_torchs_product_reads_a_cache_that_is_there(order: int) -> None:
+    """A vendor's product may let it start before what wrote the cache has ended."""
+
+    class Behind(Overlapping):
+        at_barrier = False
+
+        def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None:
+            function()
+            self.at_barrier |= barrier
+
+        def launch(self, *args: Any) -> None:  # type: ignore[override]
+            at_barrier, self.at_barrier = self.at_barrier, False
+            Emulator.launch(self, *args) if at_barrier else super().launch(*args)
+
+    count, shape = MOST_FEW + 1, LatentShape(3, 16, 48)
+    q, weight, cache = random(count, 3 * 40, dtype=BF16), random(3, 48, 40, dtype=BF16), random(2 * 8, 1, 16, 64, dtype=BF16)
+    turned, tables = random(count, 3 * 64, dtype=BF16), torch.randperm(2 * 8).int().view(2, 8)
+    lens, numbers = torch.arange(1, count + 1, dtype=torch.int32), torch.arange(count, dtype=torch.int32) % 2
+
+    def attend(launcher: Launcher) -> torch.Tensor:
+        rows, matrices = turned.clone(), CudaHeadMatrices(launcher, False, 3, 48, 40, BF16)
+        for head in range(3):
+            matrices.load(head, weight[head])
+        matrices.products_into(q, 0, 40, rows, 16, 64)
+        scratch = LatentScratch(launcher, shape, BF16, count, 128)
+        return latent_attention(launcher, rows, shape, cache, tables, lens, scratch, 0.125, sequences=numbers)
+
+    expected = attend(Emulator(num_multiprocessors=132))
+    assert torch.equal(attend(Behind(order, (tables, lens, numbers))), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_touches_too_much_too_early_is_found(order: int) -> None:
+    """With gains hidden, which the norm in front of a product reads at once; or a cache, some of which cp.async copies."""
     call, (_, weight) = normed_product()
-    assert not torch.equal(call(Overlapping(0, (weight,))), call(Emulator(num_multiprocessors=132)))
+    assert not torch.equal(call(Overlapping(order, (weight,))), call(Emulator(num_multiprocessors=132)))
+    call, (_, tables, lens) = attention_of_latents("decodes")()
+    assert not torch.equal(call(Overlapping(order, (tables, lens))), call(Emulator(num_multiprocessors=132)))

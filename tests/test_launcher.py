@@ -418,6 +418,29 @@ def test_programmatic_launch_compiles_and_launches_so(gpu: Gpu) -> None:
     assert gpu.attributes == [(1001, 9, 100), (1002, 9, 100)]
 
 
+def test_behind_a_barrier_a_kernel_starts_when_all_ahead_has_ended(gpu: Gpu) -> None:
+    """One, on the thread that asked for it; a rehearsal asks for nothing."""
+    cuda = CudaLauncher(0, programmatic_launch=True)
+
+    def step() -> None:
+        for barrier in (False, True):
+            cuda.torch_op(lambda: None, barrier=barrier)
+            for _ in range(2):
+                cuda.launch(KERNEL, GRID, BLOCK, (np.int32(7),), 640)
+
+    cuda.rehearse(lambda: cuda.torch_op(lambda: None, barrier=True))
+    step()
+    assert [launch.programmatic for launch in gpu.launches] == [True, True, False, True]
+    assert len({launch._replace(programmatic=True) for launch in gpu.launches}) == 1
+    for barrier in (True, False):
+        cuda.torch_op(lambda: None, barrier=barrier)
+    other = threading.Thread(target=cuda.launch, args=(KERNEL, GRID, BLOCK, ()))
+    other.start()
+    other.join()
+    cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert [launch.programmatic for launch in gpu.launches[4:]] == [True, False]
+
+
 @pytest.mark.parametrize(("capability", "asked"), [(89, True), (90, False), (120, False)])
 def test_kernels_wait_for_each_other_elsewhere(capability: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch, Gpu(capability))

@@ -44,7 +44,7 @@ class RecordingEmulator(Emulator):
 
         run() if self.recording is None else self.recording.append(run)
 
-    def torch_op(self, function: Callable[[], object]) -> None:
+    def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None:
         def run() -> None:
             self.num_launches += 1
             function()

@@ -25,7 +25,7 @@ from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 
 HERE = Path(__file__).parent
-OVERLAP = HERE / "overlap" / "overlap.h"
+OVERLAP = HERE / "overlap" / "overlap.h", HERE / "overlap" / "copies.hpp"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "emulation"
 SANITIZE = os.environ.get("TEST_NANOVLLM_SANITIZE") == "1"  # set by sanitized.py
 PTX = int(os.environ.get("TEST_NANOVLLM_PTX") or 0)
@@ -157,13 +157,13 @@ class Emulator:
         if entry(dims, ctypes.c_size_t(shared_bytes), pointers):
             raise KernelFailed(f"{kernel}: {library.emulation_failure().decode()}")
 
-    def torch_op(self, function: Callable[[], object]) -> None:
+    def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None:
         function()
 
     def rehearse(self, step: Callable[[], object]) -> None:
         """Compiles nothing: the tests' models need few of the kernels that they might."""
         self.launch = lambda kernel, *_: self.rehearsed.add(kernel)
-        self.torch_op = lambda function: None
+        self.torch_op = lambda *_, **__: None
         try:
             step()
         finally:
@@ -208,8 +208,12 @@ def _skip_most_variants(kernel: Kernel, bugs: tuple[str, ...]) -> None:
 
 def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
     source = SOURCES / f"{kernel.stem}.cu"
-    options = [*kernel.defines, *(f"-DBUG_{bug}" for bug in bugs), *(["-include", str(OVERLAP)] if "OVERLAP" in bugs else [])]
-    digest = hashlib.sha256(repr((_digest(), options, read_sources(source, SOURCES))).encode()).hexdigest()
+    options = [*kernel.defines, *(f"-DBUG_{bug}" for bug in bugs)]
+    texts = read_sources(source, SOURCES)
+    if "OVERLAP" in bugs:
+        options += [option for header in OVERLAP for option in ("-include", str(header))]
+        texts |= {header.name: header.read_text() for header in OVERLAP}
+    digest = hashlib.sha256(repr((_digest(), options, texts)).encode()).hexdigest()
     target = CACHE / f"{Path(kernel.stem).name}-{kernel.entry}-{digest[:20]}.so"
     if not target.is_file():
         _link(target, [*options, f"-I{SOURCES}", "-x", "c++", str(source), "-x", "none", str(_machine()), "-Wl,-rpath,$ORIGIN"])

@@ -88,7 +88,7 @@ class FakeLauncher:
         for arg in args:
             assert not isinstance(arg, torch.Tensor) or arg.device == CUDA, (kernel, arg.device)
 
-    def torch_op(self, function: Callable[[], object]) -> None:
+    def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None:
         self.num_launches += 1
         function()
 

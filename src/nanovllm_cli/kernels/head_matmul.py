@@ -68,7 +68,8 @@ class CudaHeadMatrices:
         source = _heads_of(x, x_at, x_step, self.num_heads, self.width)
         target = _heads_of(out, out_at, out_step, self.num_heads, self.num_rows)
         compute = _on_gpu if x.is_cuda else _on_host
-        self._launcher.torch_op(lambda: compute(source, self._weight, target))
+        # Attention reads what the kernel ahead of this one put in the cache.
+        self._launcher.torch_op(lambda: compute(source, self._weight, target), barrier=True)
 
 
 def _heads_of(rows: torch.Tensor, at: int, step: int, heads: int, width: int) -> torch.Tensor:

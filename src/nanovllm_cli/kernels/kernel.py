@@ -72,8 +72,10 @@ class Launcher(Protocol):
     ) -> None:
         """Compile the kernel where it isn't yet, and put it on the current stream. shared_bytes: dynamic shared memory."""
 
-    def torch_op(self, function: Callable[[], object]) -> None:
-        """Torch's own kernels, in their place among ours: in a recorded step they too run at each replay."""
+    def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None:
+        """Torch's own kernels, in their place among ours: in a recorded step they too run at each replay. barrier: the next of
+        ours begins when all ahead of it has ended. A vendor's kernel may let it start before it has itself waited for those, so
+        that is for what reads at once what one of them wrote."""
 
     def rehearse(self, step: Callable[[], object]) -> None:
         """Calls `step` without launching anything, and compiles what it would launch, all at once: one after another, as they

@@ -13,8 +13,9 @@
 // there the softmax is. Weights go through shared memory, too, for of what they sum a warp has all rows and a part of the columns.
 //
 // Tiles come by cp.async through STAGES places, STAGES - 1 ahead; the first are under way before the kernel ahead has ended: that
-// one, head_matmul, writes rows alone, and the one that wrote the cache, latent_rows, ended before this one could start. An 8-bit
-// cache comes raw, all STAGES ahead, and each thread turns what it has copied into DTYPE, once a block.
+// one, head_matmul, writes rows alone, and the one that wrote the cache, latent_rows, ended before this one could start (behind
+// torch's product this one starts last: see CudaHeadMatrices). An 8-bit cache comes raw, all STAGES ahead, and each thread turns
+// what it has copied into DTYPE, once a block.
 // Shared memory: 16-byte chunks swizzled by the row where a row has a multiple of 8, else rows 16 bytes further apart.
 //
 // Splits: grid (splits, chunks of heads, T or groups). How many a row's keys have follows from its length, or the last token's of

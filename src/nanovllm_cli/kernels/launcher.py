@@ -119,16 +119,18 @@ class CudaLauncher:
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg for arg in args]
         # Asked each time: while a graph is captured the current stream is another one.
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        error = self._driver.launch(loaded.function.ptr, grid, block, shared_bytes, stream, values)
+        plain, self._thread.at_barrier = self._thread.at_barrier, False
+        error = self._driver.launch(loaded.function.ptr, grid, block, shared_bytes, stream, values, plain)
         if error:  # what an earlier kernel did wrong comes out here, too
             work = f"{grid} blocks of {block} threads with {shared_bytes} bytes of shared memory"
             raise RuntimeError(f"{kernel} could not be launched, {work}: {error}")
         self.num_launches += 1
 
-    def torch_op(self, function: Callable[[], object]) -> None:
+    def torch_op(self, function: Callable[[], object], barrier: bool = False) -> None:
         """See `Launcher.torch_op`. A CUDA graph records torch's launches as it does ours."""
         if self._rehearsed is None:
             function()
+            self._thread.at_barrier |= barrier
 
     def rehearse(self, step: Callable[[], object]) -> None:
         """See `Launcher.rehearse`. The compiler's threads run side by side."""
@@ -184,9 +186,10 @@ class CudaLauncher:
 
 
 class _Thread(threading.local):
-    """has_device: the launcher's device is current on the calling thread."""
+    """has_device: the launcher's device is current on the calling thread. at_barrier: the next launch is a plain one."""
 
     has_device = False
+    at_barrier = False
 
 
 class _Loaded:
@@ -235,8 +238,8 @@ class _Call(threading.local):
     """What one thread launches with, one launch after another: the driver has copied it when it returns."""
 
     def __init__(self, attributes: tuple[int | None, int]) -> None:
-        self.config = _Config(attributes=attributes[0], num_attributes=attributes[1])
-        self.address = ctypes.addressof(self.config)
+        self.config, self.plain = _Config(attributes=attributes[0], num_attributes=attributes[1]), _Config()
+        self.address, self.plain_address = ctypes.addressof(self.config), ctypes.addressof(self.plain)
         self.arguments: dict[tuple[type, ...], _Arguments] = {}
 
 
@@ -251,16 +254,24 @@ class _Driver:
         self._call = _Call((ctypes.addressof(self._attribute), 1) if programmatic else (None, 0))
 
     def launch(
-        self, function: int, grid: Dims, block: Dims, shared_bytes: int, stream: int, values: Sequence[int | np.generic]
+        self,
+        function: int,
+        grid: Dims,
+        block: Dims,
+        shared_bytes: int,
+        stream: int,
+        values: Sequence[int | np.generic],
+        plain: bool,
     ) -> str | None:
-        """The error's name, or None. Python's own numbers are addresses."""
+        """The error's name, or None. Python's own numbers are addresses. plain: not before all ahead of it has ended."""
         call, types = self._call, tuple(map(type, values))
         arguments = call.arguments.get(types)
         if arguments is None:
             arguments = call.arguments[types] = _Arguments(types)
         arguments.pack_into(arguments.memory, 0, *values)
-        _CONFIG.pack_into(call.config, 0, *grid, *block, shared_bytes, stream)
-        code = self._launch(call.address, function, arguments.address, None)
+        config, address = (call.plain, call.plain_address) if plain else (call.config, call.address)
+        _CONFIG.pack_into(config, 0, *grid, *block, shared_bytes, stream)
+        code = self._launch(address, function, arguments.address, None)
         return self._error(code) if code else None
 
     def _error(self, code: int) -> str:

@@ -101,5 +101,6 @@ class CudaFar:
     def _copied(self, host: torch.Tensor) -> torch.Tensor:
         """On the device, in its place among what is launched."""
         near = torch.empty(host.shape, dtype=host.dtype, device=self._launcher.device)
-        self._launcher.torch_op(lambda: near.copy_(host, non_blocking=True))
+        # Kernels for many rows read a weight at once.
+        self._launcher.torch_op(lambda: near.copy_(host, non_blocking=True), barrier=True)
         return near
