@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import convolutions
 import scans
 import test_kernel_expert_products as expert_tests
+import test_kernel_scaled as scaled_tests
+from convolutions import Paged
 from deltas import Case, Kept
 from emulation.compare import random
 from emulation.emulator import ORDERS, PTX, SANITIZE, Emulator, emulation_alone, load
@@ -22,6 +25,7 @@ from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import MANY_ROWS
+from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import expert_gemm
 from nanovllm_cli.kernels.gemv import gemv
@@ -33,9 +37,13 @@ from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.packed_gemm import Shape, new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import Plan, packed_wgmma
+from nanovllm_cli.kernels.ranks import scale_ranks
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.route import route
+from nanovllm_cli.kernels.scale_sums import scale_sums
+from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
 from nanovllm_cli.kernels.selective_scan import selective_scan
+from nanovllm_cli.kernels.unpack import unpack
 from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
@@ -258,7 +266,50 @@ def attention_of_latents(kind: str) -> Callable[[], tuple[Call, tuple[torch.Tens
     return case
 
 
+def codes(kind: torch.dtype) -> Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]:
+    """A product of codes, and what their sums are made of."""
+
+    def case() -> tuple[Call, tuple[torch.Tensor, ...]]:
+        x, weight = (scaled_tests.scaled(rows, 528, kind) for rows in (3, 48))
+        sums, bias = random(3, 48), random(48, dtype=BF16)
+
+        def call(launcher: Launcher) -> torch.Tensor:
+            product = scaled_gemv(launcher, x, weight, bias, dtype=BF16)
+            return torch.cat((product, scale_sums(launcher, sums, x.scales, weight.scales, bias, None, BF16, BF16)))
+
+        return call, (*weight, bias)
+
+    case.__name__ = f"codes of {kind}"
+    return case
+
+
+def gated_convolution() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """Of the cache, which the last step's kernel wrote, it reads nothing at once."""
+    paged = Paged(convolutions.CASES[0], BF16)
+    for counts in paged.case.steps:
+        args, _ = paged.step(counts)
+        before = paged.cache.clone()
+        gated_conv(Emulator(), **args)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        cache = before.clone()
+        return torch.cat((gated_conv(launcher, **args | {"cache": cache}).flatten(), cache.nan_to_num(7.0).flatten()))
+
+    return call, tuple(each for each in (paged.weight, paged.bias) if each is not None)
+
+
+def ranks() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    x, scales, modules = random(3, 40), random(3, 2), torch.arange(40).int() // 20
+    return lambda launcher: scale_ranks(launcher, x, scales, modules, BF16), (modules,)
+
+
+def unpacked() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    weight, _ = quantized(Integer(4, 128), 40, 256)
+    return lambda launcher: unpack(launcher, weight, 3, 30, BF16), (weight.codes, weight.scales)
+
+
 CASES = (
+    codes(torch.int8), codes(torch.float8_e4m3fn), gated_convolution, ranks, unpacked,
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
     product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), routing, sum_of_experts,
     product_of_heads, rows_of_latent_attention,
