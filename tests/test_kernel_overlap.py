@@ -252,12 +252,15 @@ def attention_of_latents(kind: str) -> Callable[[], tuple[Call, tuple[torch.Tens
     def case() -> tuple[Call, tuple[torch.Tensor, ...]]:
         shape, lens = LatentShape(3, 16, 48), torch.tensor([200, 201, 0, 300, 33], dtype=torch.int32)
         tables, numbers = torch.randperm(5 * 32).int().view(5, 32), torch.tensor([1, 1, 0, 2, 4], dtype=torch.int32)
-        rows, cache = random(5, 3 * 64, dtype=BF16), random(5 * 32, 1, 16, 64, dtype=BF16)
+        stored = torch.float8_e4m3fn if kind == "fp8" else BF16
+        rows, cache = random(5, 3 * 64, dtype=BF16), random(5 * 32, 1, 16, 64, dtype=stored)
         groups = groups_of(torch.tensor([0, 2, 5]).numpy(), torch.tensor([201, 35]).numpy(), 2)
         options = {"sequences": numbers} if kind == "tokens" else {"groups": groups} if kind == "groups" else {}
+        if kind == "fp8":
+            options = {"kv_scale": torch.tensor([0.5])}
 
         def call(launcher: Launcher) -> torch.Tensor:
-            scratch = LatentScratch(launcher, shape, BF16, 5, 512)
+            scratch = LatentScratch(launcher, shape, stored, 5, 512)
             return latent_attention(launcher, rows, shape, cache, tables, lens, scratch, 0.125, **options)
 
         return call, (cache, tables, lens, *options.values())
@@ -313,7 +316,7 @@ CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
     product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), routing, sum_of_experts,
     product_of_heads, rows_of_latent_attention,
-    *map(attention_of_latents, ("decodes", "tokens", "groups")),
+    *map(attention_of_latents, ("decodes", "tokens", "groups", "fp8")),
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip
 
@@ -328,21 +331,24 @@ def test_results_do_not_depend_on_when_the_kernel_ahead_ends(case: Callable[[], 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("lengths", [(200, 1, 300, 33, 0, 260), (0, 40, 0)])
-def test_attention_reads_the_cache_at_once_but_for_the_newest_tokens(lengths: tuple[int, ...], order: int) -> None:
-    """What lies where those will be is not used. The first block to run has old tokens alone in one order, the newest one in
-    another; or none, and writes zeros."""
+@pytest.mark.parametrize("kind", [BF16, torch.float8_e4m3fn])
+def test_attention_reads_the_cache_at_once_but_for_the_newest(kind: torch.dtype, lengths: tuple[int, ...], order: int) -> None:
+    """Tokens. What lies where those will be is not used. The first block to run has old tokens alone in one order, the newest one
+    in another; or none, and writes zeros."""
     count, lens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
     blocks = torch.randperm(count * 32).int().view(count, 32)
-    qkv, gain, k, v = random(count, 8 * 64, dtype=BF16), random(64, dtype=BF16), *random(2, count * 32, 2, 16, 64, dtype=BF16)
+    qkv, gain, k, v = random(count, 8 * 64, dtype=BF16), random(64, dtype=BF16), *random(2, count * 32, 2, 16, 64, dtype=kind)
+    scales = {} if kind == BF16 else {"k_scale": torch.tensor([0.5, 0.25]), "v_scale": torch.tensor([2.0, 1.0])}
     projected = Projected(qkv, 4, 2, 64, gain, gain, gain, 1e-6, 0.0, random(count, 32), random(count, 32), False)
     newest = [(int(blocks[row, (n - 1) // 16]), (n - 1) % 16) for row, n in enumerate(lengths) if n]
 
     def attend(make: Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Launcher]) -> tuple[torch.Tensor, ...]:
         caches = k.clone(), v.clone()
         fresh = tuple(cache[block, head, at] for cache in caches for block, at in newest for head in range(2))
-        launcher = make((blocks, lens, gain, *caches), fresh)
+        launcher = make((blocks, lens, gain, *scales.values(), *caches), fresh)
         scratch = DecodeScratch(launcher, count, 4, 2, 64, 512)
-        return decode_attention(launcher, projected, *caches, blocks, lens, scratch, 0.125), *caches
+        found = decode_attention(launcher, projected, *caches, blocks, lens, scratch, 0.125, **scales)
+        return found, *(cache.float() for cache in caches)
 
     expected = attend(lambda *_: Emulator(num_multiprocessors=132))
     for got, wanted in zip(attend(lambda known, fresh: Overlapping(order, known, fresh)), expected, strict=True):
