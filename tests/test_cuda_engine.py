@@ -128,6 +128,21 @@ def test_greedy_tokens_are_those_of_the_cpu(folder: Path, expected: list[tuple[i
     assert device.graphs
 
 
+@pytest.mark.parametrize("more", [{}, {"deterministic": True, "num_blocks": 4}], ids=str)
+def test_a_cache_of_int8_gives_the_cpus_tokens(more: dict[str, Any], folder: Path) -> None:
+    """Each token and head has a scale of its own on both; a block is as large as on a CPU, and its scales move with it."""
+    device = EmulatedDevice()
+    on_cpu, engine = (engine_on(folder, on, kv_cache_dtype="int8", **more) for on in (None, device))
+    prompts = [PROMPTS[0], PROMPTS[1], list(range(60, 81)), PROMPTS[3]]
+    assert tokens(engine, greedy(8), prompts) == tokens(on_cpu, greedy(8), prompts)
+    assert device.graphs
+    worker = engine._executor
+    assert worker.block_bytes == on_cpu._executor.block_bytes == 2 * 2 * 2 * 16 * (64 + 4)
+    kept = bytes(worker.read_blocks([1]))
+    worker.write_blocks([2], memoryview(bytearray(kept)))
+    assert bytes(worker.read_blocks([2])) == kept
+
+
 def test_seeded_tokens_are_those_of_the_cpu(folder: Path) -> None:
     params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=6, repetition_penalty=1.2)
     assert tokens(engine_on(folder, EmulatedDevice()), params) == tokens(engine_on(folder, None), params)

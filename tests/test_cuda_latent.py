@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,11 @@ def test_a_context_of_which_tokens_see_a_part_is_refused(tmp_path: Path, monkeyp
     answers(engine_on(folder, EmulatedDevice(), max_model_len=40), 2, [[5, 6, 7]])
 
 
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "fp8"}, {"dtype": "float16"}], ids=str)
-@pytest.mark.parametrize("capability", [75, 90])
+@pytest.mark.parametrize(
+    ("capability", "settings"),
+    [(90, {"kv_cache_dtype": "int8"}), *itertools.product([75, 90], [{"kv_cache_dtype": "fp8"}, {"dtype": "float16"}])],
+    ids=str,
+)
 def test_other_types_are_as_on_the_cpu(capability: int, settings: dict[str, Any], folder: Path) -> None:
     """A CPU has scales of its own in a cache of fp8, and computes no float16: tokens need not be the same for long."""
     if capability == 75:

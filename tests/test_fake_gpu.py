@@ -55,6 +55,7 @@ def test_what_is_not_on_the_device_is_noticed() -> None:
     [
         {},
         {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
         {"deterministic": True},
         *({"n_gpu_layers": 0, "quant": quant} for quant in (None, "int8", "int4", "q4_k")),
         {"num_speculative_tokens": 4},

@@ -163,9 +163,9 @@ def test_every_bar_but_the_peers_is_found_by_the_sections_before_the_kernels_tes
     assert engines
     missing = [row["bar"] for row in report.bars(results) if row["found"] is None]
     assert all(any(word in bar for word in ("transformers", "llama.cpp", "tests", "the CPU's")) for bar in missing), missing
-    first = results["attention"]["results"]["decode"][:4]
+    first = results["attention"]["results"]["decode"][:6]
     assert [row["case"] for row in first] == [
-        f"qwen3-8b, {dtype}, {batch} x 2048" for batch in (32, 128) for dtype in ("bf16", "fp8")
+        f"qwen3-8b, {dtype}, {batch} x 2048" for batch in (32, 128) for dtype in ("bf16", "fp8", "int8")
     ]
     assert results["attention"]["results"]["prefill"][0]["case"] == "qwen3-8b, bf16, 1 x 2048"
 

@@ -801,15 +801,15 @@ def test_transformers_is_measured_between_two_lengths() -> None:
 
 @needs_emulation
 @pytest.mark.parametrize(
-    "kind", ["decode", "decode fp8", "prefill", "prefill after a prefix", "prefill fp8", "gemma 4", "gemv", "delta", "small"]
+    "kind", ["decode", "decode int8", "prefill", "prefill after a prefix", "prefill int8", "gemma 4", "gemv", "delta", "small"]
 )
 def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
     launcher = Emulator()
     if kind.startswith("decode"):
-        made = [cases.decode_case(launcher, "tiny", TINY, 2, 40, cases.FP8 if "fp8" in kind else cases.BF16)]
+        made = [cases.decode_case(launcher, "tiny", TINY, 2, 40, cases.INT8 if "int8" in kind else cases.BF16)]
         assert made[0].num_bytes > 2 * 2 * 40 * 2 * 64
     elif kind.startswith("prefill"):
-        dtype, prefix = (cases.FP8 if "fp8" in kind else cases.BF16), (20 if "prefix" in kind else 0)
+        dtype, prefix = (cases.INT8 if "int8" in kind else cases.BF16), (20 if "prefix" in kind else 0)
         made = [cases.prefill_case(launcher, "tiny", TINY, 2, 18, prefix, dtype)]
         assert made[0].flops == 4 * 2 * (18 * prefix + 18 * 19 / 2) * 4 * 64
     elif kind == "gemma 4":

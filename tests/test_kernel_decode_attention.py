@@ -18,14 +18,14 @@ from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attentio
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 
 pytestmark = needs_emulation
-BF16, HALF, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, HALF, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 LENS = [1, 15, 16, 0, 17, 33, 130, 517]
 
 
 @dataclass
 class Step:
-    """Inputs of a decode step. Everything in the caches that no query may see is NaN, and so is the newest token's place, unless
-    the cache is another layer's. sequences: see `decode_attention`."""
+    """Inputs of a decode step. Everything in the caches that no query may see is NaN, or has a scale of NaN, and so is the newest
+    token's place, unless the cache is another layer's. sequences: see `decode_attention`."""
 
     projected: Projected
     k_cache: torch.Tensor
@@ -48,8 +48,13 @@ class Step:
         mine = {name: getattr(self.projected, name)[index] for name in ("qkv", "cos", "sin")}
         return replace(self, projected=self.projected._replace(**mine), block_tables=tables, kv_lens=self.kv_lens[index])
 
+    @property
+    def is_int8(self) -> bool:
+        return self.k_cache.dtype == INT8
+
     def with_own_caches(self) -> Step:
-        return replace(self, k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
+        scales = {name: self.options[name].clone() for name in ("k_scale", "v_scale") if self.is_int8}
+        return replace(self, k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone(), options=self.options | scales)
 
     def as_tokens(self, counts: list[int], padding: int = 0) -> Step:
         """The last tokens of each sequence, so many, as rows with a length each, behind them rows of padding."""
@@ -90,7 +95,9 @@ class Step:
             k, v = (cache.transpose(1, 2).flatten(0, 1)[self.slots()] for cache in (self.k_cache, self.v_cache))
             return qkv.view(-1, heads, dim), k, v
         q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
-        if self.options["k_scale"] is not None:
+        if self.is_int8:
+            k, v = (reference.int8_rows(x.float())[0] for x in (k, v))
+        elif self.options["k_scale"] is not None:
             k, v = ((x.float() / self.options[name][:, None]).clamp(-448, 448) for x, name in ((k, "k_scale"), (v, "v_scale")))
         return q, k.to(self.k_cache.dtype), v.to(self.k_cache.dtype)
 
@@ -100,9 +107,21 @@ class Step:
             reference.write_cache(cache, rows, self.slots(), None)
         return caches
 
+    def expected_scales(self) -> list[torch.Tensor]:
+        """Of int8, those of the newest tokens, too."""
+        _, heads, kv_heads, dim, *_ = self.projected
+        found = [self.options["k_scale"].clone(), self.options["v_scale"].clone()]
+        if self.projected.shared:
+            return found
+        _, *newest = self.projected.qkv.view(-1, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
+        for scales, rows in zip(found, newest, strict=True):
+            reference.write_cache(scales[..., None], reference.int8_rows(rows.float())[1][..., None], self.slots(), None)
+        return found
+
     def expected(self) -> torch.Tensor:
         """float64 [B, H * D]."""
         options = self.options
+        scales = [scale[..., None] for scale in self.expected_scales()] if self.is_int8 else []
         group = self.projected.heads // self.projected.kv_heads
         rows = []
         queries, *newest = self.split()
@@ -113,7 +132,9 @@ class Step:
             first = max(0, length - options["window"]) if options["window"] else 0
             old = (_tokens(cache, table, first, length - 1) for cache in (self.k_cache, self.v_cache))
             k, v = (torch.cat((before, last[row].double()[None])) for before, last in zip(old, newest, strict=True))
-            if options["k_scale"] is not None:
+            if scales:
+                k, v = (side * _tokens(scale, table, first, length) for side, scale in zip((k, v), scales, strict=True))
+            elif options["k_scale"] is not None:
                 k, v = k * options["k_scale"][:, None].double(), v * options["v_scale"][:, None].double()
             k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
             scores = torch.einsum("hd,lhd->hl", q, k) * options["scale"]
@@ -153,15 +174,21 @@ def step(
     order = (torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(5)) + 1).tolist()
     tables = torch.zeros(len(lens), width, dtype=torch.int32)
     shape = (len(order) + 1, kv_heads, block_size, dim)
-    caches = [torch.full(shape, torch.nan).to(types[1]) for _ in range(2)]
+    caches = [torch.full(shape, 99 if types[1] == INT8 else torch.nan).to(types[1]) for _ in range(2)]
+    scales: dict[str, torch.Tensor | None] = {"k_scale": None, "v_scale": None}
+    if types[1] in (FP8, INT8):
+        scales = {name: torch.full(shape[:3], torch.nan) if types[1] == INT8 else torch.rand(kv_heads) + 0.5 for name in scales}
     for row, length in enumerate(lens):
         for i in range(needed[row]):
             tables[row, i] = order.pop()
         first = max(0, length - options["window"]) if options.get("window") else 0
         for token in range(first, length if shared else length - 1):
-            for cache in caches:
-                cache[tables[row, token // block_size], :, token % block_size] = random(kv_heads, dim).to(types[1])
-    scales = {name: (torch.rand(kv_heads) + 0.5 if types[1] == FP8 else None) for name in ("k_scale", "v_scale")}
+            for cache, scale, size in zip(caches, scales.values(), (0.3, 1.0), strict=True):
+                rows, place = random(kv_heads, dim), (tables[row, token // block_size], slice(None), token % block_size)
+                if types[1] == INT8:
+                    assert scale is not None
+                    rows, scale[place] = reference.int8_rows(rows * 10 ** (size * random(kv_heads, 1)))
+                cache[place] = rows.to(types[1])
     options = {"scale": dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "distances": None} | scales | options
     options["distances"] = random(kv_heads * group, 2 * max(lens) + 64) if options["distances"] else None
     if options["sinks"]:
@@ -182,16 +209,19 @@ STEPS = {
     "half, group of 7, blocks of 64, window": lambda: step((HALF, HALF), (2, 7, 64), LENS, block_size=64, window=200),
     "fp8, group of 3, sinks": lambda: step((BF16, FP8), (2, 3, 32), LENS, sinks=True),
     "fp8, group of 16, softcap": lambda: step((BF16, FP8), (1, 16, 80), LENS, softcap=2.0),
+    "int8, group of 16, softcap": lambda: step((BF16, INT8), (1, 16, 80), LENS, softcap=2.0),
+    "half and int8, blocks of 64, window": lambda: step((HALF, INT8), (2, 2, 128), LENS, block_size=64, window=40),
     "192 dims, group of 12": lambda: step((BF16, BF16), (1, 12, 192), LENS, window=100),
     "192 dims, group of 20": lambda: step((BF16, BF16), (1, 20, 192), [40, 3]),
     "17 dims, group of 3": lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0),
     "100 dims, fp8, group of 9": lambda: step((HALF, FP8), (1, 9, 100), LENS, sinks=True, window=33),
+    "100 dims, int8, group of 9": lambda: step((HALF, INT8), (1, 9, 100), LENS, sinks=True, window=33),
     "half keys to bf16 queries": lambda: step((BF16, HALF), (2, 1, 24), LENS, softcap=1.0, window=7),
     "512 dims": lambda: step((BF16, BF16), (2, 1, 512), LENS),
     "512 dims, half, group of 2, window": lambda: step((HALF, HALF), (1, 2, 512), LENS, window=40),
     "512 dims, fp8, group of 8, blocks of 64": lambda: step((BF16, FP8), (1, 8, 512), LENS, block_size=64),
     "by distance": lambda: step((BF16, BF16), (4, 1, 64), LENS, distances=True),
-    "by distance, fp8, group of 12, window": lambda: step((BF16, FP8), (2, 12, 64), LENS, distances=True, window=100),
+    "by distance, int8, group of 12, window": lambda: step((BF16, INT8), (2, 12, 64), LENS, distances=True, window=100),
     "by distance, 100 dims": lambda: step((HALF, HALF), (3, 1, 100), LENS, distances=True),
     "511 dims, group of 3": lambda: step((BF16, BF16), (1, 3, 511), [17, 0, 33], sinks=True),
 }
@@ -201,7 +231,7 @@ SHARED = {
     "half, blocks of 64, window": lambda: step((HALF, HALF), (2, 7, 64), LENS, block_size=64, window=200, shared=True),
     "fp8, group of 3, sinks": lambda: step((BF16, FP8), (2, 3, 32), LENS, sinks=True, shared=True),
     "fp8, group of 16, softcap": lambda: step((BF16, FP8), (1, 16, 80), LENS, softcap=2.0, shared=True),
-    "256 dims, window": lambda: step((BF16, BF16), (2, 4, 256), LENS, window=128, shared=True),
+    "int8, 256 dims, window": lambda: step((BF16, INT8), (2, 4, 256), LENS, window=128, shared=True),
     "17 dims, group of 3": lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0, shared=True),
     "100 dims, fp8, group of 9": lambda: step((HALF, FP8), (1, 9, 100), LENS, sinks=True, window=33, shared=True),
     "512 dims": lambda: step((BF16, BF16), (2, 1, 512), LENS, shared=True),
@@ -218,10 +248,12 @@ SHARED = {
 @pytest.mark.parametrize("name", [*STEPS, *(f"shared, {name}" for name in SHARED)])
 def test_each_row_is_one_rounding_from_float64(name: str, order: int) -> None:
     inputs = STEPS[name]() if name in STEPS else SHARED[name.removeprefix("shared, ")]()
-    emulator, caches = Emulator(order), inputs.expected_caches()
-    close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.expected())
+    emulator, caches, expected = Emulator(order), inputs.expected_caches(), inputs.expected()
+    scales = inputs.expected_scales() if inputs.is_int8 else []
+    close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), expected)
     assert same_bits(inputs.k_cache, caches[0])
     assert same_bits(inputs.v_cache, caches[1])
+    assert all(same_bits(inputs.options[name], wanted) for name, wanted in zip(("k_scale", "v_scale"), scales, strict=False))
 
 
 ROTATED: dict[str, tuple[Callable[[], Step], int, bool, str]] = {

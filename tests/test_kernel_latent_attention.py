@@ -9,20 +9,21 @@ import torch
 
 from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, missing_ptx, needs_emulation
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import cpu, reference
 from nanovllm_cli.kernels import latent_attention as kernels
 from nanovllm_cli.kernels.latent_attention import LatentScratch, LatentShape, groups_of, latent_attention, tiling
 from ptx.device import PtxMachine
 
 pytestmark = needs_emulation
-BF16, HALF, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, HALF, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 TYPES = [(BF16, BF16), (HALF, FP8)]
 LENS = [1, 15, 0, 16, 33, 130, 321]
 
 
 @dataclass
 class Step:
-    """Tokens over a cache of which all that none of them sees is NaN. lens: of each token. sequences: its table, or None."""
+    """Tokens over a cache of which all that none of them sees is NaN, or has a scale of NaN. lens: of each token. sequences: its
+    table, or None."""
 
     shape: LatentShape
     rows: torch.Tensor
@@ -78,10 +79,15 @@ class Step:
         size = self.cache.shape[2]
         table = self.tables[row if self.sequences is None else int(self.sequences[row])].tolist()
         found = [self.cache[table[i // size], 0, i % size] for i in range(int(self.lens[row]))]
+        if self.cache.dtype == INT8:
+            assert self.kv_scale is not None
+            scales = [self.kv_scale[table[i // size], 0, i % size] for i in range(len(found))]
+            return torch.stack(found).double() * torch.stack(scales).double()[:, None]
         return torch.stack(found).double() * (1.0 if self.kv_scale is None else self.kv_scale.double())
 
     def check(self, got: torch.Tensor) -> None:
-        """One rounding of the output; before it each weight is rounded to the same type, as what they sum is."""
+        """One rounding of the output; before it each weight is rounded to the same type, as what they sum is, and what int8
+        becomes, which moves scores."""
         heads, rotary, rank = self.shape
         step = 2.0**-8 if got.dtype == BF16 else 2.0**-11
         assert got.shape == (len(self.rows), heads * rank)
@@ -91,7 +97,7 @@ class Step:
                 continue
             keys = self.keys(row)
             weights = torch.softmax(self.rows[row].double().view(heads, -1) @ keys.T * self.scale, 1)
-            wanted, size = weights @ keys[:, rotary:], weights @ keys[:, rotary:].abs()
+            wanted, size = weights @ keys[:, rotary:], weights @ keys[:, rotary:].abs() * (3 if self.cache.dtype == INT8 else 1)
             wrong = ~((found - wanted).abs() <= step * (wanted.abs() + size) + 2e-5 * size)
             assert not wrong.any(), f"token {row}: {int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
 
@@ -108,13 +114,19 @@ def step(
     needed = [-(-length // block_size) for length in lens]
     order = (torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(5)) + 1).tolist()
     tables = torch.zeros(len(lens), width or max(needed) + 1, dtype=torch.int32)
-    cache = torch.full((len(order) + 1, 1, block_size, rotary + rank), torch.nan).to(types[1])
+    filled = 99 if types[1] == INT8 else torch.nan
+    cache = torch.full((len(order) + 1, 1, block_size, rotary + rank), filled).to(types[1])
+    kv_scale = torch.tensor([0.7]) if types[1] == FP8 else None
+    of_rows = torch.full(cache.shape[:3], torch.nan)
     for row, length in enumerate(lens):
         for i in range(needed[row]):
             tables[row, i] = order.pop()
         for token in range(length):
-            cache[tables[row, token // block_size], 0, token % block_size] = random(rotary + rank).to(types[1])
-    kv_scale = torch.tensor([0.7]) if types[1] == FP8 else None
+            kept, place = random(rotary + rank), (tables[row, token // block_size], 0, token % block_size)
+            if types[1] == INT8:
+                kept, of_rows[place] = reference.int8_rows(kept * 10 ** (0.2 * random(1)))
+            cache[place] = kept.to(types[1])
+    kv_scale = of_rows if types[1] == INT8 else kv_scale
     rows = random(len(lens), heads * (rotary + rank), dtype=types[0])
     return Step(LatentShape(*shape), rows, cache, tables, torch.tensor(lens, dtype=torch.int32), kv_scale)
 
@@ -129,6 +141,7 @@ STEPS = {
     "33 heads, rank of 272": lambda: step((33, 64, 272), (HALF, HALF), [130, 64, 0, 65]),
     "rank of 256, fp8": lambda: step((16, 64, 256), (BF16, FP8), [130, 64, 0, 65]),
     "5 heads, half, fp8, blocks of 32": lambda: step((5, 16, 48), (HALF, FP8), block_size=32),
+    "40 heads, int8": lambda: step((40, 32, 96), (BF16, INT8)),
     "40 heads, fp8": lambda: step((40, 32, 96), (BF16, FP8)),
 }
 
@@ -149,7 +162,7 @@ def test_gpus_with_less_shared_memory_take_fewer_rows(capability: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("types", TYPES, ids=["bf16", "fp8"])
+@pytest.mark.parametrize("types", [*TYPES, (HALF, INT8)], ids=["bf16", "fp8", "int8"])
 def test_many_splits_are_added_up_and_scratch_may_be_used_again(
     types: tuple[torch.dtype, torch.dtype], order: int
 ) -> None:

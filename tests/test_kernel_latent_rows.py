@@ -14,7 +14,7 @@ from nanovllm_cli.kernels import cpu, reference
 from nanovllm_cli.kernels import latent_rows as kernels
 
 pytestmark = needs_emulation
-BF16, HALF, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, HALF, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 EPS, OFFSET = 1e-5, 0.5
 
 
@@ -43,11 +43,14 @@ CASES = [
     Case(2, 3, 6, 138, 22, True),
     Case(3, 5, 128, 64, 512, False, BF16, FP8, rotates=False),
     Case(2, 3, 18, 6, 32, False, rotates=False),
+    Case(3, 16, 128, 64, 512, True, BF16, INT8),
+    Case(5, 33, 10, 6, 34, False, HALF, INT8, 32),
 ]
 
 
 class Rows:
-    """Of a case: its inputs, slots in no order with one of padding, and what is expected in float64. The cache is NaN."""
+    """Of a case: its inputs, slots in no order with one of padding, and what is expected in float64. The cache is NaN, or its
+    scales are."""
 
     def __init__(self, case: Case) -> None:
         tokens, heads, key_dim, rotary, rank, interleaved, dtype, kv_dtype, block_size, rotates = self.case = case
@@ -61,7 +64,10 @@ class Rows:
         self.slots[0] = block_size * 2 - 1
         if tokens > 1:
             self.slots[tokens // 2] = -1
-        self.cache = torch.full((num_blocks, 1, block_size, rotary + rank), torch.nan).to(kv_dtype)
+        filled = 99 if kv_dtype == INT8 else torch.nan
+        self.cache = torch.full((num_blocks, 1, block_size, rotary + rank), filled).to(kv_dtype)
+        if kv_dtype == INT8:
+            self.scale = torch.full(self.cache.shape[:3], torch.nan)
         cos, sin = self.cos.double(), self.sin.double()
         queries = self.q.double().view(tokens, heads, -1)[..., key_dim:]
         self.queries = reference.rope(queries, cos, sin, interleaved)
@@ -91,12 +97,27 @@ class Rows:
     def check(self, emulator: Emulator) -> None:
         close_to_rounding(self.run(emulator), self.queries)
         flat = self.cache.view(-1, self.cache.shape[-1])
+        if self.cache.dtype == INT8:
+            self.check_int8(flat)
+            return
         own = self.own if self.scale is None else (self.own / self.scale.double()).clamp(-448, 448)
         there = self.slots >= 0
         close_to_rounding(flat[self.slots[there]], own[there])
         others = torch.ones(len(flat), dtype=torch.bool)
         others[self.slots[there]] = False
         assert flat[others].float().isnan().all()
+
+    def check_int8(self, flat: torch.Tensor) -> None:
+        """Half a step from float64, where a step is a 127th of the row's largest number."""
+        assert self.scale is not None
+        there, scales = self.slots[self.slots >= 0], self.scale.flatten()
+        own, steps = self.own[self.slots >= 0], scales[there].double()
+        assert torch.allclose(steps * 127, own.abs().amax(dim=-1), rtol=1e-5, atol=0.0)
+        assert ((flat[there] * steps[:, None] - own).abs() <= 0.5001 * steps[:, None]).all()
+        others = torch.ones(len(flat), dtype=torch.bool)
+        others[there] = False
+        assert (flat[others] == 99).all()
+        assert scales[others].isnan().all()
 
 
 @pytest.mark.parametrize("order", ORDERS)

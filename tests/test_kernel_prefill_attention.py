@@ -17,13 +17,13 @@ from nanovllm_cli.kernels import prefill_attention as kernel
 from nanovllm_cli.kernels.kernel import SHARED_KIB, largest_shared_bytes
 
 pytestmark = needs_emulation
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 QUERIES = (1, 2, 7, 16, 17, 33, 64, 65, 100)
 PREFIXES = (130, 0, 37, 5, 16, 0, 130, 16, 5)
 
 
 class Case(NamedTuple):
-    """Sequences over a paged cache; what no sequence may read is NaN."""
+    """Sequences over a paged cache; what no sequence may read is NaN, or has a scale of NaN."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -51,8 +51,11 @@ def case(
     counts = -(-lens // block_size)
     total = int(counts.sum()) + 3
     shape = (total, kv_heads, block_size, dim)
-    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=kv_dtype or dtype) for _ in range(2))
+    filled = 99 if kv_dtype == INT8 else float("nan")
+    k_cache, v_cache = (torch.full(shape, filled, dtype=kv_dtype or dtype) for _ in range(2))
     scales = (torch.rand(kv_heads) + 0.5, torch.rand(kv_heads) + 0.5) if kv_dtype == FP8 else None
+    if kv_dtype == INT8:
+        scales = torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.nan)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(total)).tolist()
     tables = torch.zeros(len(lens), int(counts.max()) + 2, dtype=torch.int32)
     keys, values = [], []
@@ -60,11 +63,17 @@ def case(
         blocks = [order.pop() for _ in range(count)]
         tables[seq, :count] = torch.tensor(blocks, dtype=torch.int32)
         for cache, kept in ((k_cache, keys), (v_cache, values)):
-            numbers = random(int(length), kv_heads, dim).to(cache.dtype)
+            numbers, side = random(int(length), kv_heads, dim), 0 if cache is k_cache else 1
+            of_rows = None
+            if kv_dtype == INT8:
+                numbers, of_rows = reference.int8_rows(numbers * 10 ** ((0.2, 0.7)[side] * random(int(length), kv_heads, 1)))
+            numbers = numbers.to(cache.dtype)
             for i, block in enumerate(blocks):
-                rows = numbers[i * block_size : (i + 1) * block_size]
-                cache[block, :, : len(rows)] = rows.transpose(0, 1)
-            scale = 1.0 if scales is None else scales[0 if cache is k_cache else 1][:, None]
+                part = slice(i * block_size, (i + 1) * block_size)
+                cache[block, :, : len(numbers[part])] = numbers[part].transpose(0, 1)
+                if of_rows is not None and scales is not None:
+                    scales[side][block, :, : len(numbers[part])] = of_rows[part].T
+            scale = 1.0 if scales is None else scales[side][:, None] if of_rows is None else of_rows[..., None]
             kept.append(numbers.float() * scale)
     starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
     q = random(int(starts[-1]), heads, dim, dtype=dtype)
@@ -109,8 +118,9 @@ def expected(case: Case, window: int = 0, **options) -> tuple[torch.Tensor, torc
 
 
 def assert_close(case: Case, got: torch.Tensor, window: int = 0, **options) -> None:
-    """One rounding of the output; before it each weight is rounded to the same type once."""
+    """One rounding of the output; before it each weight is rounded to that type, and what int8 becomes, which moves scores."""
     wanted, size = expected(case, window, **options)
+    size = 3 * size if case.k_cache.dtype == INT8 else size
     step = 2.0**-8 if got.dtype == BF16 else 2.0**-11
     error = (got.float() - wanted).abs()
     allowed = step * (wanted.abs() + size) + 2e-5 * size
@@ -131,6 +141,8 @@ SHAPES = [
     (*SMALL, 3, 1, 100, FP16, None, 16, 75),
     (*SMALL, 4, 2, 16, BF16, FP8, 16, 90),
     (*SMALL, 2, 1, 40, FP16, FP8, 16, 80),
+    (*SMALL, 2, 1, 40, FP16, INT8, 32, 80),
+    ((1, 20), (40, 5), 3, 1, 128, BF16, INT8, 64, 86),
 ]
 
 
@@ -146,8 +158,8 @@ def test_attention_is_close_to_the_formula(shape: tuple, order: int) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "options",
-    [
+    ("kv_dtype", "options"),
+    [*((kv_dtype, options) for options in (
         {"window": 20},
         {"window": 1},
         {"softcap": 2.0},
@@ -155,10 +167,10 @@ def test_attention_is_close_to_the_formula(shape: tuple, order: int) -> None:
         {"window": 70, "softcap": 5.0, "sinks": torch.tensor([2.0, 0.0, -1.0, 1.0])},
         {"distances": random(4, 2 * 140 + 64)},
         {"distances": random(4, 2 * 167 + 64), "both_ways": True},
-    ],
-    ids=lambda options: " ".join(str(value) if key != "distances" else key for key, value in options.items()),
-)
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
+    ) for kv_dtype in (None, FP8)), (INT8, {"window": 70, "softcap": 5.0}), (INT8, {"distances": random(4, 2 * 140 + 64)})],
+    ids=lambda what: " ".join(str(value) if key != "distances" else key for key, value in what.items())
+    if isinstance(what, dict) else str(what),
+)  # fmt: skip
 def test_window_softcap_and_sinks(options: dict, kv_dtype: torch.dtype | None, order: int) -> None:
     sequences = case(*SMALL, 4, 2, 64, BF16, kv_dtype)
     assert_close(sequences, run(sequences, Emulator(order), **options), **options)

@@ -11,7 +11,7 @@ import torch
 from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.kernels import prefill_attention as kernel
-from test_kernel_prefill_attention import BF16, FP8, FP16, Case, case, chunk, run
+from test_kernel_prefill_attention import BF16, FP8, FP16, INT8, Case, case, chunk, run
 
 pytestmark = needs_emulation
 
@@ -44,8 +44,9 @@ def expected(
 
 
 def assert_close(sequences: Case, got: torch.Tensor, **options: Any) -> None:
-    """One rounding of the output; before it each weight is rounded to the same type once."""
+    """One rounding of the output; before it each weight is rounded to that type, and what int8 becomes, which moves scores."""
     wanted, size = expected(sequences, **options)
+    size = 3 * size if sequences.k_cache.dtype == INT8 else size
     step = 2.0**-8 if got.dtype == BF16 else 2.0**-11
     wrong = ~((got.double() - wanted).abs() <= step * (wanted.abs() + size) + 2e-5 * size)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, first at {wrong.nonzero()[0].tolist()}"
@@ -67,6 +68,8 @@ SHAPES = [
     (*TINY, 4, 1, 320, FP16, FP8, 16, 90),
     (*TINY, 3, 1, 300, FP16, None, 16, 86),
     (*TINY, 2, 1, 258, BF16, FP8, 16, 80),
+    (*TINY, 3, 1, 512, BF16, INT8, 16, 90),
+    (*TINY, 2, 1, 320, FP16, INT8, 32, 80),
 ]
 
 

@@ -16,7 +16,7 @@ from nanovllm_cli.kernels import cpu, reference, rope_cache, rope_tables
 from nanovllm_cli.kernels.kernel import widest
 
 pytestmark = needs_emulation
-BF16, HALF, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, HALF, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 EPS = 1e-6
 
 
@@ -56,8 +56,13 @@ SHAPES = [
     Shape(2, 2, 1, 50, 50),
     Shape(2, 2, 2, 511, 510),
 ]
-KINDS = {8: [(BF16, BF16), (HALF, FP8)], 4: [(BF16, FP8)], 2: [(HALF, HALF)], 1: [(BF16, BF16), (HALF, FP8)]}
+KINDS = {
+    8: [(BF16, BF16), (HALF, FP8), (BF16, INT8)], 4: [(BF16, FP8)], 2: [(HALF, HALF), (HALF, INT8)],
+    1: [(BF16, BF16), (HALF, FP8)],
+}  # fmt: skip
 """Types of activations and cache that are tested with a vector; together they are all combinations."""
+UNTOUCHED = 99
+"""Codes of int8 where nothing was written, whose scales are NaN."""
 CASES = [(shape, *kind) for shape in SHAPES for kind in KINDS[shape.vector]]
 
 
@@ -69,15 +74,20 @@ def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = T
     gains = {f"{name}_norm": random(dim, dtype=dtype) if norm else None for name in "qkv"}
     slots = torch.randperm(shape.num_blocks * shape.block_size)[:tokens]
     slots[2::3] = -1
-    caches = [torch.full((shape.num_blocks, kv_heads, shape.block_size, dim), torch.nan).to(kv_dtype) for _ in "kv"]
+    filled = UNTOUCHED if kv_dtype == INT8 else torch.nan
+    caches = [torch.full((shape.num_blocks, kv_heads, shape.block_size, dim), filled).to(kv_dtype) for _ in "kv"]
+    scales: list[torch.Tensor | None] = [None, None]
+    if kv_dtype == FP8:
+        scales = [random(kv_heads).abs() + 0.01 for _ in "kv"]
+    elif kv_dtype == INT8:
+        scales = [torch.full(caches[0].shape[:3], torch.nan) for _ in "kv"]
     return {
         "qkv": behind_nan(random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), gates), "heads": heads,
         "kv_heads": kv_heads, "dim": dim, **gains,
         "eps": EPS, "norm_offset": 0.5, "cos": angles.cos(), "sin": angles.sin(), "interleaved": shape.interleaved,
         "shared": False, "turned": False, "slots": slots,
         "k_cache": caches[0], "v_cache": caches[1],
-        "k_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
-        "v_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
+        "k_scale": scales[0], "v_scale": scales[1],
     }  # fmt: skip
 
 
@@ -93,7 +103,9 @@ def expected_of(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch
     caches = []
     for rows, name in ((k, "k"), (v, "v")):
         cache, scale = args[f"{name}_cache"].double(), args[f"{name}_scale"]
-        if scale is not None:
+        if args["k_cache"].dtype == INT8:
+            cache = torch.full_like(cache, torch.nan)
+        elif scale is not None:
             rows = (rows / scale.double()[:, None]).clamp(-448, 448)
         reference.write_cache(cache, rows, args["slots"], None)
         caches.append(cache)
@@ -104,10 +116,23 @@ def check(args: dict[str, Any], emulator: Emulator) -> None:
     expected = expected_of(args)
     q = run(emulator, **args)
     close_to_rounding(q, expected[0])
-    for cache, wanted in zip((args["k_cache"], args["v_cache"]), expected[1:], strict=True):
-        untouched = wanted.isnan()
+    for name, wanted in zip("kv", expected[1:], strict=True):
+        cache, untouched = args[f"{name}_cache"], wanted.isnan()
+        if cache.dtype == INT8:
+            check_int8(cache, args[f"{name}_scale"], wanted)
+            continue
         assert torch.equal(cache.double().isnan(), untouched)
         close_to_rounding(cache.double().nan_to_num().to(cache.dtype), wanted.nan_to_num())
+
+
+def check_int8(codes: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Half a step from float64, where a step is a 127th of the row's largest number."""
+    untouched = wanted.isnan().all(dim=-1)
+    assert torch.equal(scales.isnan(), untouched)
+    assert (codes[untouched] == UNTOUCHED).all()
+    rows, steps = wanted[~untouched], scales[~untouched].double()
+    assert torch.allclose(steps * 127, rows.abs().amax(dim=-1), rtol=1e-5, atol=0.0)
+    assert ((codes[~untouched] * steps[:, None] - rows).abs() <= 0.5001 * steps[:, None]).all()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -164,6 +189,25 @@ def test_fp8_saturates_and_divides_by_its_heads_scale() -> None:
     block, offset = divmod(int(args["slots"][0]), 16)
     assert args["v_cache"][block, :, offset].float().unique(dim=-1).flatten().tolist() == [288.0, 1.0]
     assert args["k_cache"][block, 0, offset].float().abs().max() == 448.0
+
+
+def test_int8_is_what_the_cpu_keeps() -> None:
+    """Ties to even, zeros, what is nearly nothing, and a NaN and an infinity, which leave no codes and a scale of NaN."""
+    args = make(SHAPES[7]._replace(tokens=8), BF16, INT8, norm=False)
+    rows = args["qkv"] = random(8, 4 * 64, dtype=BF16)
+    rows[0] = torch.arange(256) % 128 - 64.0
+    rows[1], rows[3], rows[4, 200], rows[6, 200] = 0.0, 1e-38, torch.nan, -torch.inf
+    args |= {"slots": torch.arange(8) + 11, "cos": torch.empty(8, 0), "sin": torch.empty(8, 0)}
+    on_cpu = [torch.zeros(shape, dtype=INT8) for shape in cpu.cache_shapes(3, 1, 64, BF16, (INT8, INT8))]
+    cpu.rope_and_cache(
+        rows, 2, 1, 64, None, None, None, EPS, 0.0, args["cos"], args["sin"], False, args["slots"],
+        torch.arange(8, 0, -1).int(), *on_cpu,
+    )  # fmt: skip
+    run(Emulator(), **args)
+    codes, scales = on_cpu[1][:, 0, :-64].view(3, 8, 64, 2), on_cpu[1][:, 0, -64:].contiguous().view(torch.float32).flatten()
+    torch.testing.assert_close(args["v_scale"].flatten()[11:19], scales[11:19], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(args["v_cache"].flatten(0, 2)[11:19], codes.transpose(2, 3).flatten(0, 2)[11:19])
+    assert scales[11:19].isnan().tolist() == [False] * 4 + [True, False, True, False]
 
 
 def test_a_token_has_the_same_bits_alone() -> None:

@@ -246,7 +246,7 @@ def test_types_that_do_not_exist_or_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"kv_cache_dtype": "int8"}, "int8 on a GPU"), ({"cache_type_k": "fp8"}, "fp8 keys and auto values on a GPU")],
+    [({"cache_type_v": "int8"}, "auto keys and int8 values on a GPU"), ({"cache_type_k": "fp8"}, "fp8 keys and auto values on")],
 )
 def test_a_gpu_refuses_what_it_can_not_do(settings: dict[str, str], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -26,7 +26,8 @@ from nanovllm_cli.kernels.states import States
 from nanovllm_cli.kernels.xielu import xielu
 from nanovllm_cli.sampling_params import SamplingParams
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+TITLES = {BF16: "bf16", FP8: "fp8", INT8: "int8"}
 BLOCK = 16
 STREAMS = 4  # of a Gemma 3n
 
@@ -79,13 +80,26 @@ GEMMA_4_E4B = {
 class Cache(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
-    scales: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
 
 def make_cache(launcher: Launcher, shape: Shape | Heads, blocks: int, dtype: torch.dtype) -> Cache:
     sizes = (blocks, shape.kv_heads, BLOCK, shape.dim)
-    scales = torch.ones(shape.kv_heads, device=launcher.device) if dtype == FP8 else None
-    return Cache(randn(launcher, *sizes, dtype=dtype), randn(launcher, *sizes, dtype=dtype), scales)
+    k, v = (randn(launcher, *sizes, dtype=dtype, scale=40.0 if dtype == INT8 else 1.0) for _ in "kv")
+    return Cache(k, v, *(cache_scale(launcher, cache) for cache in (k, v)))
+
+
+def cache_scale(launcher: Launcher, cache: torch.Tensor) -> torch.Tensor | None:
+    """Of a cache [N, K, S, D], where its type has one."""
+    if cache.dtype == INT8:
+        return torch.full(cache.shape[:3], 1 / 40, device=launcher.device)
+    return torch.ones(cache.shape[1], device=launcher.device) if cache.dtype == FP8 else None
+
+
+def row_bytes(dim: int, dtype: torch.dtype) -> int:
+    """Of a token and head, with its scale."""
+    return dim * dtype.itemsize + (4 if dtype == INT8 else 0)
 
 
 def make_tables(launcher: Launcher, batch: int, tokens: int, blocks: int, salt: int) -> torch.Tensor:
@@ -100,7 +114,7 @@ def decode_case(launcher: Launcher, name: str, shape: Shape | Heads, batch: int,
     and rotation of heads, the write of the newest token."""
     heads, kv_heads, dim, window, norms_values, shared = shape if isinstance(shape, Heads) else Heads.of(shape)
     seen = min(tokens, window or tokens)
-    read = 2.0 * batch * seen * kv_heads * dim * dtype.itemsize
+    read = 2.0 * batch * seen * kv_heads * row_bytes(dim, dtype)
     copies = copies_for(read)
     blocks = copies * batch * -(-tokens // BLOCK)
     cache = make_cache(launcher, shape, blocks, dtype)
@@ -114,10 +128,10 @@ def decode_case(launcher: Launcher, name: str, shape: Shape | Heads, batch: int,
     def call(table: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
             launcher, projected, cache.k, cache.v, table, lens, scratch, dim**-0.5, window,
-            k_scale=cache.scales, v_scale=cache.scales,
+            k_scale=cache.k_scale, v_scale=cache.v_scale,
         )  # fmt: skip
 
-    title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {batch} x {tokens}"
+    title = f"{name}, {TITLES[dtype]}, {batch} x {tokens}"
     flops = 4.0 * batch * seen * heads * dim
     return Case(title, read + 4.0 * batch * heads * dim, flops, [call(table) for table in tables.split(batch)])
 
@@ -152,7 +166,7 @@ def prefill_case(
     def call() -> object:
         return prefill_attention.prefill_attention(
             launcher, q, cache.k, cache.v, work, tables, counters,
-            scale=dim**-0.5, k_scale=cache.scales, v_scale=cache.scales,
+            scale=dim**-0.5, k_scale=cache.k_scale, v_scale=cache.v_scale,
         )  # fmt: skip
 
     library: list[Callable[[], object]] = []
@@ -161,8 +175,8 @@ def prefill_case(
         k, v = (randn(launcher, count, kv_heads, tokens, dim) for _ in range(2))
         attention = torch.nn.functional.scaled_dot_product_attention
         library.append(lambda: attention(queries, k, v, is_causal=True, enable_gqa=True))
-    title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {count} x {tokens}" + (f" after {prefix}" if prefix else "")
-    num_bytes = 2.0 * q.nbytes + 2.0 * count * total * kv_heads * dim * dtype.itemsize
+    title = f"{name}, {TITLES[dtype]}, {count} x {tokens}" + (f" after {prefix}" if prefix else "")
+    num_bytes = 2.0 * q.nbytes + 2.0 * count * total * kv_heads * row_bytes(dim, dtype)
     return Case(title + (", fixed splits" if fixed else ""), num_bytes, 4.0 * pairs * heads * dim, [call], library)
 
 

@@ -120,6 +120,7 @@ def tokens(output: Output) -> None:
         "eager": lambda: answered(shape, gpu(), PROMPTS, eager=True),
         "deterministic": lambda: answered(shape, gpu(), PROMPTS, deterministic=True),
         "fp8 cache": lambda: answered(shape, gpu(), PROMPTS, kv_cache_dtype="fp8"),
+        "int8 cache": lambda: answered(shape, gpu(), PROMPTS, kv_cache_dtype="int8"),
     }
     if not overlaps():  # where kernels hang so, nobody waits for them
         del ways["programmatic launch"]
@@ -251,7 +252,7 @@ def sanitizer(output: Output) -> None:
 def short_run() -> None:
     shape = SHAPES["tiny"]
     requests = [Request(prompt(length, length, shape.vocab), 4) for length in (1, 37, 90)]
-    for settings in ({}, {"kv_cache_dtype": "fp8"}, {"deterministic": True}):
+    for settings in ({}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}, {"deterministic": True}):
         serve(load(shape, gpu(), **_room(3), eager=True, **settings), requests, 0.7, seed=1)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from gpu.cases import BF16, BLOCK, FP8, Case, make_tables, randn
+from gpu.cases import BF16, BLOCK, FP8, INT8, TITLES, Case, cache_scale, make_tables, randn, row_bytes
 from gpu.engines import overlaps
 from gpu.sections import Output
 from gpu.sweeps import attempt, best_of
@@ -44,7 +44,7 @@ def section(output: Output) -> None:
     launcher = CudaLauncher(programmatic_launch=overlaps())
     for heads in HEADS:
         for batch, tokens in DECODES:
-            for dtype in (BF16, FP8) if heads != 20 else (BF16,):
+            for dtype in (BF16, FP8, INT8) if heads != 20 else (BF16,):
                 attempt(output, "decode", decode_case, launcher, heads, batch, tokens, dtype)
     for heads in (16, 128):
         for tokens in TOKENS:
@@ -65,11 +65,12 @@ def decode_case(
 ) -> Case:
     """Attention of one layer in a decode step of `batch` sequences of `tokens` tokens."""
     rotary, rank = shape
-    dim, kv_scale = rotary + rank, torch.ones(1, device=launcher.device) if dtype == FP8 else None
-    read = 1.0 * batch * tokens * dim * dtype.itemsize
+    dim = rotary + rank
+    read = 1.0 * batch * tokens * row_bytes(dim, dtype)
     copies = copies_for(read)
     blocks = copies * batch * -(-tokens // BLOCK)
-    cache = randn(launcher, blocks, 1, BLOCK, dim, dtype=dtype)
+    cache = randn(launcher, blocks, 1, BLOCK, dim, dtype=dtype, scale=40.0 if dtype == INT8 else 1.0)
+    kv_scale = cache_scale(launcher, cache)
     tables = make_tables(launcher, copies * batch, tokens, blocks, batch)
     lens = torch.full((batch,), tokens, dtype=torch.int32, device=launcher.device)
     rows, latent = randn(launcher, batch, heads * dim), LatentShape(heads, rotary, rank)
@@ -78,7 +79,7 @@ def decode_case(
     def call(table: torch.Tensor) -> Callable[[], object]:
         return lambda: latent_attention(launcher, rows, latent, cache, table, lens, scratch, dim**-0.5, kv_scale=kv_scale)
 
-    title = f"{heads} heads, {'fp8' if dtype == FP8 else 'bf16'}, {batch} x {tokens}"
+    title = f"{heads} heads, {TITLES[dtype]}, {batch} x {tokens}"
     flops = 2.0 * batch * tokens * heads * (dim + rank)
     return Case(title, read + 2.0 * batch * heads * (dim + rank), flops, [call(table) for table in tables.split(batch)])
 

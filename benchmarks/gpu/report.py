@@ -64,7 +64,7 @@ def _wrong(results: Results) -> float | None:
 
 
 def _not_near(results: Results) -> float | None:
-    kinds = [value for kind, value in (results.get("tokens", {}).get("results") or {}).items() if kind != "fp8 cache"]
+    kinds = [value for kind, value in (results.get("tokens", {}).get("results") or {}).items() if not kind.endswith(" cache")]
     kinds = [value for value in kinds if isinstance(value, Mapping)]
     return max(value["largest gap"] for value in kinds) if kinds else None
 
@@ -116,6 +116,7 @@ BARS = (
     ),
     Bar("decode attention, bf16, worst from 32 x 2048 up, share of the copy ceiling", 0.85, "", lambda r: _copy_share(r, "bf16")),
     Bar("decode attention, fp8, worst from 32 x 2048 up, share of the copy ceiling", 0.85, "", lambda r: _copy_share(r, "fp8")),
+    Bar("decode attention, int8, worst from 32 x 2048 up, share of the copy ceiling", 0.85, "", lambda r: _copy_share(r, "int8")),
     Bar(
         "prefill of Qwen3-8B at 2,048 tokens, share of the matmul ceiling", 0.65, "",
         lambda r: _ratio(_get(r, "prefill", "2048 x 1", "TFLOP/s"), _get(r, "ceilings", "matmul TFLOP/s")),

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from gpu import cases
-from gpu.cases import BF16, FP8, Case
+from gpu.cases import BF16, FP8, INT8, Case
 from gpu.engines import overlaps
 from gpu.sections import Output
 from gpu.shapes import SHAPES
@@ -49,23 +49,24 @@ def ceilings(output: Output) -> None:
 def attention(output: Output) -> None:
     launcher, name = CudaLauncher(programmatic_launch=overlaps()), "qwen3-8b"
     for batch, tokens in DECODES:
-        for dtype in (BF16, FP8):
+        for dtype in (BF16, FP8, INT8):
             attempt(output, "decode", cases.decode_case, launcher, name, SHAPES[name], batch, tokens, dtype)
     for count, tokens, prefix in PREFILLS:
         attempt(output, "prefill", cases.prefill_case, launcher, name, SHAPES[name], count, tokens, prefix, BF16)
-    attempt(output, "prefill", cases.prefill_case, launcher, name, SHAPES[name], 1, 2048, 0, FP8)
+    for dtype in (FP8, INT8):
+        attempt(output, "prefill", cases.prefill_case, launcher, name, SHAPES[name], 1, 2048, 0, dtype)
 
 
 def attention_of_others(output: Output) -> None:
     launcher = CudaLauncher(programmatic_launch=overlaps())
     for name in ("qwen3-0.6b", "llama-3.2-1b"):
-        for dtype in (BF16, FP8):
+        for dtype in (BF16, FP8, INT8):
             attempt(output, "decode", cases.decode_case, launcher, name, SHAPES[name], *OTHER_DECODES[0], dtype)
     for name, heads in cases.GEMMA_4_E4B.items():
         for batch, tokens in OTHER_DECODES:
             for dtype in (BF16, FP8):
                 attempt(output, "decode", cases.decode_case, launcher, f"gemma-4-e4b {name}", heads, batch, tokens, dtype)
-    for dtype, fixed in ((BF16, False), (BF16, True), (FP8, False)):
+    for dtype, fixed in ((BF16, False), (BF16, True), (FP8, False), (INT8, False)):
         heads = cases.GEMMA_4_E4B["all"]
         attempt(output, "prefill", cases.prefill_case, launcher, "gemma-4-e4b all", heads, 1, 2048, 0, dtype, fixed)
 

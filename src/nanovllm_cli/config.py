@@ -88,7 +88,7 @@ class EngineConfig:
     activations: whether rows that meet a quantized weight are "rounded" to 8 bits where its format says so, or stay "exact".
         "auto" rounds, except in float32, which is asked for to have exact sums. On a CPU.
     kv_cache_dtype: what K and V are kept as. "auto" is the compute type, which may also be named; "int8" and "fp8" (e4m3) take
-        about half of bfloat16. On a CPU both have a scale for each token and head. A GPU knows fp8 only, unscaled.
+        about half of bfloat16, with a scale for each token and head; on a GPU int8 alone has one.
     cache_type_k, cache_type_v: the same for K and V apart, where they differ (on a CPU); None is kv_cache_dtype.
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     n_gpu_layers: how many of the last layers, counting the head as one, have their weights on the GPU; it reads those of the

@@ -1,4 +1,5 @@
-"""Attention on a GPU. K and V of a layer are [N, K, S, D] each, in the compute type or as fp8 (e4m3) with a scale a head.
+"""Attention on a GPU. K and V of a layer are [N, K, S, D] each, in the compute type, as fp8 (e4m3) with a scale a head, or as
+int8 with a scale a token and head; those are [N, K, S] fp32, two tensors more.
 
 A step of decodes takes decode_attention: norm, rotation, cache and attention in one launch, which reads all lengths on the
 device. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A deterministic GPU takes
@@ -174,8 +175,7 @@ class CudaAttention:
         self._scratch = {shape: DecodeScratch(launcher, max_batch, *shape, max_tokens) for shape in shapes}
         self._counters = new_counters(launcher)
         most_heads = max((spec.num_kv_heads for spec in (*specs, *latent)), default=0)
-        quantized = cache_dtype == torch.float8_e4m3fn
-        self._scales = torch.ones(most_heads, device=launcher.device) if quantized else None
+        self._scales = torch.ones(most_heads, device=launcher.device) if cache_dtype == torch.float8_e4m3fn else None
         most_rows = max(max_batch, LATENT_ROWS) if deterministic else max_batch
         one_scale = None if self._scales is None else self._scales[:1]
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
@@ -188,8 +188,9 @@ class CudaAttention:
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((self.block_size, mixer.channels), self.dtype)]
-        parts = 1 if mixer.latent else 2
-        return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * parts
+        rows, parts = (mixer.num_kv_heads, self.block_size), 1 if mixer.latent else 2
+        scales: list[BlockPart] = [(rows, torch.float32)] if self.cache_dtype == torch.int8 else []
+        return [((*rows, mixer.head_dim), self.cache_dtype)] * parts + scales * parts
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
@@ -265,18 +266,19 @@ class CudaAttention:
     ) -> torch.Tensor:
         shape = self._shape(spec)
         heads, kv_heads, dim, window, both_ways, chunk = shape
-        scales = None if self._scales is None else self._scales[:kv_heads]
+        of_heads = None if self._scales is None else self._scales[:kv_heads]
+        k, v, *of_rows = cache
+        k_scale, v_scale = of_rows or (of_heads, of_heads)
         order = spec.interleaved, spec.reads is not None, spec.qk_norm_of == "turned head"
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, *order)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
-        k, v = cache
         if step.work is None and step.prompts is None:
             tables, lens = step.chunks if chunk and step.chunks is not None else (step.block_tables, step.kv_lens)
             return decode_attention(
                 self.launcher, projected, k, v, tables, lens, self._scratch[shape[:3]], scale,
-                window, softcap, sinks, scales, scales, distances=distances,
+                window, softcap, sinks, k_scale, v_scale, distances=distances,
             )  # fmt: skip
-        q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
+        q = rope_and_cache(self.launcher, projected, step.slots, k, v, k_scale, v_scale)
         if step.prompts is not None:
             return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale, causal=not both_ways)
 
@@ -284,7 +286,7 @@ class CudaAttention:
             assert step.work is not None
             return prefill_attention(
                 self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
-                scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales, distances=distances,
+                scale=scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, distances=distances,
             )  # fmt: skip
 
         out = found(q, step)
@@ -304,10 +306,9 @@ class CudaAttention:
         index: IndexInputs | None = None,
     ) -> torch.Tensor:
         assert index is None, "the platform sees to it that no sequence is so long that tokens would choose"
-        (kept_rows,) = cache
         lens, sequences = (step.kv_lens, None) if step.rows is None else step.rows
         return self._latent.attend(
-            spec, q, kept, weights, angles, kept_rows, step.slots, step.block_tables, lens, sequences, step.groups
+            spec, q, kept, weights, angles, cache, step.slots, step.block_tables, lens, sequences, step.groups
         )
 
     def convolve(

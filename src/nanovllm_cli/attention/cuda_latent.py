@@ -1,5 +1,5 @@
 """Latent attention on a GPU: one tensor [N, 1, S, rotary + rank] a layer, a token's row of which is its key and, but for what is
-rotated, its value.
+rotated, its value; of int8 another, a scale a token.
 
 Four launches a layer, or five: the rows and what is kept (latent_rows), each head's query turned into what its key is made of
 (head_matmul), attention, which may leave its splits to be added up, and what values make of it (head_matmul). A step of decodes
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.attention.backend import Angles, HeadNorms, LatentWeights
+from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
@@ -36,7 +37,7 @@ Groups = dict[int, torch.Tensor]
 
 class CudaLatent:
     """Of a model's layers with latent attention. max_rows: tokens of a step of decodes, or of a launch where each is a row of its
-    own; max_tokens: of a block table. scale [1]: of a cache of fp8."""
+    own; max_tokens: of a block table. scale [1]: of a cache of fp8, else None."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class CudaLatent:
         kept: torch.Tensor,
         weights: LatentWeights,
         angles: Angles,
-        cache: torch.Tensor,
+        cache: LayerCache,
         slots: torch.Tensor,
         block_tables: torch.Tensor,
         lens: torch.Tensor,
@@ -91,22 +92,23 @@ class CudaLatent:
         assert isinstance(keys, CudaHeadMatrices)
         assert isinstance(values, CudaHeadMatrices)
         heads, rotary, rank = shape
+        of_tokens, scale = cache if len(cache) > 1 else (cache[0], self._scale)
         rows = latent_rows(
-            self._launcher, q, kept, heads, weights.norm, weights.eps, weights.offset, *angles, spec.interleaved, slots, cache,
-            self._scale,
+            self._launcher, q, kept, heads, weights.norm, weights.eps, weights.offset, *angles, spec.interleaved, slots,
+            of_tokens, scale,
         )  # fmt: skip
         keys.products_into(q, 0, latent.query_dim, rows, rotary, spec.head_dim)
         if shape in self._scratch:
             found = latent_attention(
-                self._launcher, rows, shape, cache, block_tables, lens, self._scratch[shape], spec.score_scale,
-                kv_scale=self._scale, sequences=sequences, groups=(groups or {}).get(self._together.get(shape, 1)),
+                self._launcher, rows, shape, of_tokens, block_tables, lens, self._scratch[shape], spec.score_scale,
+                kv_scale=scale, sequences=sequences, groups=(groups or {}).get(self._together.get(shape, 1)),
             )  # fmt: skip
             return values.products(found, 0, rank)
         nothing = torch.empty(len(rows), 0, device=rows.device)
         turned = Projected(rows, heads, 1, spec.head_dim, *HeadNorms(), nothing, nothing, False, shared=True)
         found = decode_attention(
-            self._launcher, turned, cache, cache, block_tables, lens, self._plain_scratch[shape], spec.score_scale,
-            k_scale=self._scale, v_scale=self._scale, sequences=sequences,
+            self._launcher, turned, of_tokens, of_tokens, block_tables, lens, self._plain_scratch[shape], spec.score_scale,
+            k_scale=scale, v_scale=scale, sequences=sequences,
         )  # fmt: skip
         return values.products(found, rotary, spec.head_dim)
 

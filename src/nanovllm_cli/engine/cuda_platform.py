@@ -62,8 +62,6 @@ class CudaPlatform:
             raise UnsupportedError(
                 "a GPU rounds activations of int8, fp8 and GGUF's formats alone", "leave --activations out, or add --device cpu"
             )
-        if k == "int8":
-            raise UnsupportedError("a KV cache of int8 on a GPU", "use --kv-cache-dtype fp8, or --device cpu")
         self.config = config
         self.progress = progress or NullProgress()
         self.device = device

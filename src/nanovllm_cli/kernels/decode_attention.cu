@@ -11,14 +11,19 @@
 // the values are summed, so 4 to 8 KiB a warp are under way at any time: with 8 to 12 warps 32 to 96 KiB a multiprocessor,
 // where 4.3 TB/s over 132 of them at 1 us ask for 33. Queries fill 8 of the 16 rows; the other 8 hold what a softmax weight
 // loses when it is rounded to 16 bits, so that weights count as in fp32, at no cost. With more than 8 queries the lost part has
-// a product of its own. fp8 becomes half, exactly; so do its queries, after division by a power of two. Small groups
+// a product of its own. fp8 and int8 become half, exactly; so do their queries, after division by a power of two. Small groups
 // take the same way: the products of a tile are a tenth of the time that its bytes need.
+//
+// Scales of int8 meet scores and weights. A lane loads one for each tile, of K or of V, and has the others' from it. Weights times
+// V's are in units of the largest that the warp has met, a power of two, so that half holds them, whatever V's size.
 #include "decode_split.cuh"
 
 template <class T>
 struct OperandOf { typedef T type; };
 template <>
 struct OperandOf<fp8> { typedef half type; };
+template <>
+struct OperandOf<int8_t> { typedef half type; };
 typedef OperandOf<KV_DTYPE>::type Operand;
 
 // The largest divisor of `dims` up to `most` that is a multiple of 64, or of 16 if none is.
@@ -79,7 +84,7 @@ DEVICE uint32_t halves_of(uint32_t bytes) {
   return (high & 0x80008000u) | (high & 0x7f007f00u) >> 1;
 }
 #endif
-constexpr float UNIT = BYTES == 1 ? FP8_UNIT : 1.0f;
+constexpr float UNIT = BYTES == 1 && !INT8 ? FP8_UNIT : 1.0f;
 
 // A lane's elements of a token's row, which come in several loads.
 template <class By>
@@ -94,9 +99,12 @@ DEVICE void load_value(uint32_t* words, const KV_DTYPE* source) {
   for (int i = 0; i < V_LOADS; ++i) load_words<V_VECTOR * BYTES, By>(words + i * V_WORDS, source + i * 8 * V_VECTOR);
 }
 
-// Elements 4 * step to 4 * step + 3 of a lane's, as an operand.
+// Elements 4 * step to 4 * step + 3 of a lane's, as an operand; those of int8 in the order 0, 2, 1, 3.
 DEVICE void key_operand(uint32_t* operand, const uint32_t* words, int step) {
-  if constexpr (BYTES == 1) {
+  if constexpr (INT8) {
+    operand[0] = halves_of_even_codes(words[step]);
+    operand[1] = halves_of_even_codes(words[step] >> 8);
+  } else if constexpr (BYTES == 1) {
     operand[0] = halves_of(words[step] & 0xffff);
     operand[1] = halves_of(words[step] >> 16);
   } else {
@@ -107,7 +115,9 @@ DEVICE void key_operand(uint32_t* operand, const uint32_t* words, int step) {
 
 // Element i of two tokens.
 DEVICE uint32_t value_pair(const uint32_t* a, const uint32_t* b, int i) {
-  if constexpr (BYTES == 1) {
+  if constexpr (INT8) {
+    return halves_of_even_codes(__byte_perm(a[i / 4], b[i / 4], i % 4 < 2 ? 0x5410 : 0x7632) >> i % 2 * 8);
+  } else if constexpr (BYTES == 1) {
     const uint32_t pairs = __byte_perm(a[i / 4], b[i / 4], i % 4 < 2 ? 0x5140 : 0x7362);
     return halves_of(i % 2 ? pairs >> 16 : pairs & 0xffff);
   } else {
@@ -140,7 +150,7 @@ DEVICE void find_powers(float* powers, const Heads& heads, int rows) {
 KERNEL __launch_bounds__(THREADS, MIN_BLOCKS)
 decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
                  KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
-                 const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
+                 float* k_scale, float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                  int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
                  float eps, float norm_offset, float scale, float softcap
 #if VALUE_NORM
@@ -164,6 +174,8 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
 
   const int* table = block_tables + (int64_t)blockIdx.z * table_width;
   uint32_t keys[TILES][2][K_LOADS * K_WORDS], values[TILES][4][V_LOADS * V_WORDS];
+  float scales[TILES];  // of int8: the lane's of each tile, of K's row lane % 16 or of V's, and what of V's is one
+  uint32_t unit = 1u << 23;
   int blocks[TILES], next_blocks[TILES];
   const auto tile_token = [&](int tile, int i) { return (tile + i * WARPS) * TILE; };
   const auto find_blocks = [&](int* blocks, int tile) {
@@ -197,6 +209,15 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
       load_value<PastL1>(words, v_cache + block_offset(blocks[i], split.kv_head, kv_heads) + column);
     });
   };
+  const auto load_scales = [&](const int* blocks, int tile) {
+    if constexpr (INT8) {
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) {
+        const int64_t row = first_scale(blocks[i], split.kv_head, kv_heads) + tile_token(tile, i) % BLOCK_SIZE + lane % TILE;
+        scales[i] = __ldcg((lane < TILE ? k_scale : v_scale) + row);
+      }
+    }
+  };
   // Warps take tiles in turn, by position.
   const int first_tile = split.begin / TILE, end_tile = (split.end + TILE - 1) / TILE;
   int tile = first_tile + ((warp - first_tile) & (WARPS - 1));
@@ -207,6 +228,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
   if (tile < end_tile) {
     load_keys(blocks, tile, 0);
     load_values(blocks, tile, 0);
+    load_scales(blocks, tile);
   }
   const Projected projected = {qkv, q_norm, SHARED ? nullptr : k_norm, v_norm, cos, sin, num_angles, interleaved != 0, eps,
                                norm_offset};
@@ -219,6 +241,9 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
     each_value(tile, [&](uint32_t* words, int, int token) {
       if (token == split.end - 1) load_value<FromShared>(words, heads.newest[1] + row * V_VECTOR);
     });
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+      if (INT8 && tile_token(tile, i) + lane % TILE == split.end - 1) scales[i] = heads.newest_scale(lane >= TILE);
   }
 #endif
   if (BYTES == 1) {
@@ -237,7 +262,8 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
       const auto four = Vector<DTYPE, 4>::load(heads.queries[query] + dim);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const auto pair = pair_of(to_float(four.at[2 * j]) * factor, to_float(four.at[2 * j + 1]) * factor, Operand());
+        const int first = INT8 ? j : 2 * j, second = INT8 ? j + 2 : 2 * j + 1;
+        const auto pair = pair_of(to_float(four.at[first]) * factor, to_float(four.at[second]) * factor, Operand());
         queries[step][lane].at[j * HALVES + h] = *reinterpret_cast<const uint32_t*>(&pair);
       }
     }
@@ -279,7 +305,23 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
         load_keys(next_blocks, tile + WARPS * TILES, 0);
       }
     }
-    float corrections[HALVES];
+    float corrections[HALVES], rescaling = 1.0f;
+    if constexpr (INT8) {
+      uint32_t largest = unit;
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) {
+        if (!is_seen(tile_token(tile, i) + lane % TILE, split)) scales[i] = 0.0f;  // what lies there may be anything
+        if (lane >= TILE) largest = max(largest, __float_as_uint(scales[i]));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float scale = __shfl_sync(ALL_LANES, scales[i], k / 2 * 8 + 2 * quarter + k % 2);
+          for (int h = 0; h < HALVES; ++h) scores[i][k / 2][h * 2 + k % 2] *= scale;
+        }
+      }
+      largest = min(warp_max(largest) & 0x7f800000u, 253u << 23);  // of a NaN, too
+      rescaling = __uint_as_float(max((127 << 23) + (int)unit - (int)largest, 0));
+      unit = largest;
+    }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       float top = tops[h];
@@ -297,19 +339,31 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
       corrections[h] = exp2f(tops[h] - top);
       tops[h] = top;
       weight_sums[h] *= corrections[h];
+      if constexpr (INT8) corrections[h] *= rescaling;  // of the output's sums
     }
     uint32_t weights[TILES][4] = {}, lost[TILES][4] = {};
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
+    for (int i = 0; i < TILES; ++i) {
+      float value_scales[4] = {};  // of the lane's four tokens, in units
+      if constexpr (INT8) {
+        const float scale = scales[i] * __uint_as_float((254u << 23) - unit);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) value_scales[k] = __shfl_sync(ALL_LANES, scale, TILE + k / 2 * 8 + 2 * quarter + k % 2);
+      }
 #pragma unroll
       for (int h = 0; h < HALVES; ++h)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float low = exp2f(scores[i][j][h * 2] - (tops[h] - SHIFT));
-          const float high = exp2f(scores[i][j][h * 2 + 1] - (tops[h] - SHIFT));
+          float low = exp2f(scores[i][j][h * 2] - (tops[h] - SHIFT));
+          float high = exp2f(scores[i][j][h * 2 + 1] - (tops[h] - SHIFT));
           weight_sums[h] += low + high;
+          if constexpr (INT8) {
+            low *= value_scales[j * 2];
+            high *= value_scales[j * 2 + 1];
+          }
           pack_weights(low, high, weights[i][j * 2 + h], HALVES == 1 ? weights[i][j * 2 + 1] : lost[i][j * 2 + h]);
         }
+    }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; ++i)
 #pragma unroll
@@ -330,6 +384,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
         load_values(blocks, tile, part + 1);
       } else if (more) {
         load_values(next_blocks, tile + WARPS * TILES, 0);
+        load_scales(next_blocks, tile + WARPS * TILES);
       }
     }
     for (int i = 0; i < TILES; ++i) blocks[i] = next_blocks[i];
@@ -352,7 +407,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const float sum = HALVES == 1 ? out_sums[i][k] + out_sums[i][k + 2] : out_sums[i][h * 2 + k];
-          add(result.out[h * 8 + row][Registers::of(i, k, quarter)], factor * UNIT * sum, is_first);
+          add(result.out[h * 8 + row][Registers::of(i, k, quarter)], factor * (INT8 ? __uint_as_float(unit) : UNIT) * sum, is_first);
         }
     }
   });

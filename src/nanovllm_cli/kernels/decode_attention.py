@@ -14,7 +14,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import NEWEST_CAPABILITY, OLDEST_CAPABILITY, Kernel, Launcher, check, type_name
-from nanovllm_cli.kernels.rope_cache import Projected
+from nanovllm_cli.kernels.rope_cache import Projected, check_scales
 
 THREADS = 128
 MAX_SPLITS = 64
@@ -34,7 +34,7 @@ LARGE_DIM, LARGE_DIM_CAPABILITY = 192, 90
 BF16_CAPABILITY = 80
 """Of tensor cores that multiply bf16."""
 FP8_CAPABILITY = 89
-"""Of an instruction for fp8. Without it what becomes of a large head's takes the registers of half the queries."""
+"""Of an instruction for fp8. Without it what becomes of a large head's takes the registers of half the queries; of int8, too."""
 MOST_ELEMENTS = 64
 """Of all its queries, in a lane of decode_attention_any: what fits the registers."""
 
@@ -106,7 +106,7 @@ def decode_attention(
     Returns [B, H * D].
 
     Caches [N, K, S, D]; block_tables [B, P] and kv_lens [B] int32 (0 for padding, which writes nothing and gets zeros); sinks
-    [H], k_scale and v_scale [K], distances [H, columns] fp32.
+    [H], distances [H, columns] fp32; k_scale and v_scale: see `check_scales`.
 
     With projected.shared nothing is written. B is of any size, in as many launches as the scratch asks for. Where it is
     decode_attention_any's, the kernel ahead may be the one that wrote the newest k and v, and rows may be several tokens of a
@@ -127,8 +127,8 @@ def decode_attention(
     check(block_tables, launcher, torch.int32, batch if sequences is None else len(block_tables), width)
     check(kv_lens, launcher, torch.int32, batch)
     for scales in (k_scale, v_scale):
-        if scales is not None:
-            check(scales, launcher, torch.float32, kv_heads)
+        assert scales is not None or k_cache.dtype != torch.int8
+        check_scales(launcher, k_cache, scales)
     if sinks is not None:
         check(sinks, launcher, torch.float32, heads)
     if distances is not None:
@@ -245,26 +245,28 @@ def variant(
 
 def variants() -> list[Kernel]:
     """What the compile gate builds."""
-    bf16, half, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    bf16, half, fp8, int8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
     small = [
         variant("decode_attention", dtype, kv_dtype, dim, 8, 16)
-        for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (half, half))
+        for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (bf16, int8), (half, half))
         for dim in (64, 80, 96, 128, 192, 256)
     ]
-    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128, 256)]
+    kinds = bf16, fp8, int8
+    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in kinds for dim in (64, 128, 256)]
     partly_rotated = [variant("decode_attention", bf16, bf16, dim, 8, 16, Form(2)) for dim in (80, 256)]
-    behind = [variant("decode_attention", bf16, kv, 256, rows, 16, Form(gated=True)) for kv in (bf16, fp8) for rows in (8, 16)]
-    behind += [variant("decode_attention", bf16, kv, 128, 8, 16, Form(turned=True)) for kv in (bf16, fp8)]
-    behind += [variant("decode_attention", bf16, kv, dim, 8, 16, Form(distances=True)) for kv in (bf16, fp8) for dim in (64, 128)]
+    behind = [variant("decode_attention", bf16, kv, 256, rows, 16, Form(gated=True)) for kv in kinds for rows in (8, 16)]
+    behind += [variant("decode_attention", bf16, kv, 128, 8, 16, Form(turned=True)) for kv in kinds]
+    behind += [variant("decode_attention", bf16, kv, dim, 8, 16, Form(distances=True)) for kv in kinds for dim in (64, 128)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", bf16, bf16, 128, 1, 16, Form(distances=True))]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
     normed, reading = Form(value_norm=True), Form(shared=True)
-    for kv, form in itertools.product((bf16, fp8), (normed, reading)):
+    for kv, form in itertools.product(kinds, (normed, reading)):
         others += [variant("decode_attention", bf16, kv, 256, rows, 16, form) for rows in (8, 16)]
         others += [variant("decode_attention_any", bf16, kv, 512, rows, 16, form) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", half, half, 512, 4, 16, form) for form in (normed, reading)]
     others += [variant("decode_attention_any", bf16, bf16, 256, 4, 16, form) for form in (normed, reading)]
-    for dtype, kv in ((half, half), (bf16, bf16), (bf16, fp8)):  # latent attention's, where it has no tensor cores
+    for dtype, kv in ((half, half), (bf16, bf16), (bf16, fp8), (bf16, int8)):  # latent attention's, where it has no tensor cores
         others += [variant("decode_attention_any", dtype, kv, 576, rows, 16, reading) for rows in (1, 2)]
-    return [*small, *large, *partly_rotated, *behind, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, Form(2))]
+    odd = [variant("decode_attention_any", bf16, kv, 100, 4, 16, Form(2)) for kv in (fp8, int8)]
+    return [*small, *large, *partly_rotated, *behind, *others, *odd]

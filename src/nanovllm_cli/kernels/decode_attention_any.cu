@@ -21,7 +21,7 @@ struct Registers {
 KERNEL __launch_bounds__(THREADS, 2)
 decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
                      KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
-                     const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
+                     float* k_scale, float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                      int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
                      float eps, float norm_offset, float scale, float softcap
 #if VALUE_NORM
@@ -69,10 +69,17 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
 
   for (int tile = first_tile + ((warp - first_tile) & (WARPS - 1)); tile < end_tile; tile += WARPS) {
     Elements keys[AHEAD][STEPS], values[AHEAD][STEPS];
+    float key_scales[AHEAD], value_scales[AHEAD];  // of int8
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const int token = clamped(tile * TILE + i * AT_ONCE + slot, split);
-      const int64_t offset = block_offset(block_of(table, token), split.kv_head, kv_heads) + token % BLOCK_SIZE * HEAD_DIM;
+      const int block = block_of(table, token);
+      const int64_t offset = block_offset(block, split.kv_head, kv_heads) + token % BLOCK_SIZE * HEAD_DIM;
+      if constexpr (INT8) {
+        const int64_t row = first_scale(block, split.kv_head, kv_heads) + token % BLOCK_SIZE;
+        key_scales[i] = k_scale[row];
+        value_scales[i] = v_scale[row];
+      }
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int element = min(step * LANES + lane, LOADS - 1) * VECTOR;
@@ -90,6 +97,7 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
         for (int step = 0; step < STEPS; ++step)
           for (int j = 0; j < VECTOR; ++j) product += query[row][step][j] * to_float(keys[i][step].at[j]);
         product = warp_sum(product, LANES);
+        if constexpr (INT8) product *= key_scales[i];
         const bool seen = is_seen(tile * TILE + i * AT_ONCE + slot, split);
         scores[i] = seen ? score_of(product, factor, softcap) : NEGATIVE_INFINITY;
         if constexpr (DISTANCES) {
@@ -107,8 +115,9 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
         for (int j = 0; j < VECTOR; ++j) out_sums[row][step][j] *= correction;
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
-        const float weight = exp2f(scores[i] - base);
+        float weight = exp2f(scores[i] - base);
         weight_sums[row] += weight;
+        if constexpr (INT8) weight *= value_scales[i];
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
           for (int j = 0; j < VECTOR; ++j) out_sums[row][step][j] += weight * to_float(values[i][step].at[j]);

@@ -50,6 +50,7 @@ constexpr const float* distances = nullptr;
 constexpr int columns = 0;
 #endif
 
+constexpr bool INT8 = IS_INT8<KV_DTYPE>;  // k_scale and v_scale are of each row; else of each kv head, in fp8
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
 constexpr int MAX_SPLITS = 64;  // as in decode_attention.py
 constexpr int GRAIN = 64;       // splits begin at multiples of it
@@ -93,7 +94,9 @@ DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_
   return true;
 }
 
-// Where a kv head's rows of a block begin in a cache.
+// Where a kv head's rows of a block begin in a cache, and where its scales do, of int8.
+DEVICE int64_t first_scale(int block, int kv_head, int kv_heads) { return ((int64_t)block * kv_heads + kv_head) * BLOCK_SIZE; }
+
 DEVICE int64_t block_offset(int block, int kv_head, int kv_heads) {
   const int64_t offset = ((int64_t)block * kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM);
 #ifdef BUG_INT32
@@ -126,8 +129,11 @@ DEVICE float score_of(float product, float factor, float softcap) {
   return softcap * LOG2E - __fdividef(2.0f * LOG2E * softcap, 1.0f + exp2f(product * factor));
 }
 
+// Of the kv head, in fp8.
+DEVICE float head_scale(const float* scales, int kv_head) { return scales && !INT8 ? scales[kv_head] : 1.0f; }
+
 DEVICE float score_factor(float scale, float softcap, const float* k_scale, int kv_head) {
-  return scale * LOG2E * (k_scale ? k_scale[kv_head] : 1.0f) * (softcap > 0.0f ? 2.0f / softcap : 1.0f);
+  return scale * LOG2E * head_scale(k_scale, kv_head) * (softcap > 0.0f ? 2.0f / softcap : 1.0f);
 }
 
 // What scores of one of the block's queries get, at the sequence's first token. The middle of a head's columns, but for the BEYOND
@@ -181,10 +187,14 @@ constexpr int NEWEST = SHARED ? 0 : 2;                                       // 
 constexpr int PASSES = (ROWS + NEWEST + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;  // over the queries, k and v
 constexpr int QUERY_STRIDE = (HEAD_DIM + 7) / 8 * 8 + 8;                     // neighbouring rows begin in other banks
 
+// Of int8 with room for the row's scale.
+constexpr int NEWEST_ROW = INT8 ? (HEAD_DIM + 15) / 16 * 16 + 16 : HEAD_DIM;
+
 struct Heads {
   alignas(16) DTYPE queries[ROWS][QUERY_STRIDE];
 #if !SHARED
-  alignas(16) KV_DTYPE newest[2][HEAD_DIM];  // k and v; only where the split has the newest token
+  alignas(16) KV_DTYPE newest[2][NEWEST_ROW];  // k and v; only where the split has the newest token
+  DEVICE float& newest_scale(bool is_value) { return *reinterpret_cast<float*>(newest[is_value] + NEWEST_ROW - 16); }
 #endif
 };
 
@@ -200,7 +210,7 @@ struct Projected {
 // Waits for the kernel ahead. All threads call it; it ends with a barrier, behind which the block finds the newest token in the
 // cache, too.
 DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& split, int kv_heads, int group, const int* table,
-                       KV_DTYPE* k_cache, KV_DTYPE* v_cache, const float* k_scale, const float* v_scale) {
+                       KV_DTYPE* k_cache, KV_DTYPE* v_cache, float* k_scale, float* v_scale) {
   const Place<ROPE_LOAD> place = {(int)threadIdx.x % HEAD_LANES, HEAD_LANES, HEAD_DIM, projected.num_angles,
                                   projected.interleaved};
   // The block's heads are its queries, then k, then v. What is not there repeats the last one.
@@ -235,15 +245,21 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
   for (int pass = 0; pass < PASSES; ++pass) {
     mine[pass].norm_and_rotate(place, projected.q_norm || projected.k_norm || projected.v_norm, gains[pass], projected.eps,
                                projected.norm_offset, head[pass] != value, angles);
+    float own_scale = 1.0f;
+    if constexpr (INT8 && !SHARED) own_scale = mine[pass].own_scale(place);
     if (head[pass] > last) continue;
     if (head[pass] < key) {
       mine[pass].store(place, 1.0f, heads.queries[head[pass]]);
 #if !SHARED
     } else {
       const bool is_value = head[pass] == value;
-      const float* scales = is_value ? v_scale : k_scale;
-      const float scale = scales ? scales[split.kv_head] : 1.0f;
+      float* scales = is_value ? v_scale : k_scale;
+      const float scale = INT8 ? own_scale : head_scale(scales, split.kv_head);
       const int64_t offset = block_offset(newest_block, split.kv_head, kv_heads) + (split.end - 1) % BLOCK_SIZE * HEAD_DIM;
+      if (INT8 && place.lane == 0) {
+        heads.newest_scale(is_value) = scale;
+        scales[first_scale(newest_block, split.kv_head, kv_heads) + (split.end - 1) % BLOCK_SIZE] = scale;
+      }
       mine[pass].store(place, scale, heads.newest[is_value], (is_value ? v_cache : k_cache) + offset);
 #endif
     }
@@ -331,7 +347,7 @@ DEVICE void finish(Result<Order>& result, const Split& split, int kv_heads, int 
       weights[i] = exp2f(weights[i] - top);
       sum += weights[i] * (alone ? result.sum[row] : __ldcg(sums + place(row, i) * 2 + 1));
     }
-    const float factor = (v_scale ? v_scale[split.kv_head] : 1.0f) / (warp_sum(sum) + exp2f(sink - top));
+    const float factor = head_scale(v_scale, split.kv_head) / (warp_sum(sum) + exp2f(sink - top));
     for (int i = lane; i < split.splits; i += WARP_SIZE) weights[i] *= factor;
   }
   __syncthreads();

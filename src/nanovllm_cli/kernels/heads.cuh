@@ -14,7 +14,7 @@
 // half-split pairs one load from either half, so that both ends of a pair meet in one lane and nothing is exchanged. With 16-byte
 // loads a head of 128 takes 8 lanes and a warp four heads. COUNT is 1 but for odd heads that 32 narrow loads don't cover.
 #pragma once
-#include "common.cuh"
+#include "int8_rows.cuh"
 
 #ifndef TURNED
 #define TURNED 0
@@ -119,7 +119,24 @@ struct Head {
     }
   }
 
-  // Rounded, to where the head begins, which may be in several places. Divided by the scale where the type is fp8.
+  // Of the lane, the bits of the largest magnitude; a NaN is larger than any.
+  DEVICE uint32_t largest(const Place<LOAD>& place) const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int unit = 0; unit < COUNT; ++unit)
+      for (int i = 0; i < 2 * LOAD; ++i)
+        if (place.has(unit, i / LOAD)) most = max(most, __float_as_uint(values[unit][i]) & 0x7fffffffu);
+    return most;
+  }
+
+  // The scale of the head as a row of int8, by all lanes of a warp.
+  DEVICE float own_scale(const Place<LOAD>& place) const {
+    uint32_t most = largest(place);
+    for (int bits = place.lanes / 2; bits; bits >>= 1) most = max(most, __shfl_xor_sync(ALL_LANES, most, bits));
+    return int8_scale(most);
+  }
+
+  // Rounded, to where the head begins, which may be in several places. Divided by the scale where the type has eight bits.
   template <class T, class... More>
   DEVICE void store(const Place<LOAD>& place, float scale, T* target, More*... more) const {
 #pragma unroll
@@ -128,8 +145,7 @@ struct Head {
         Vector<T, LOAD> rounded;
 #pragma unroll
         for (int j = 0; j < LOAD; ++j) {
-          const float value = values[unit][part * LOAD + j];
-          rounded.at[j] = from_float<T>(sizeof(T) == 1 ? value / scale : value);
+          rounded.at[j] = kept<T>(values[unit][part * LOAD + j], scale);
         }
         if (!place.has(unit, part)) continue;
         rounded.store(target + place.column(unit, part));

@@ -2,7 +2,7 @@
 //
 //   out[t, h] = sum over j of softmax_j(scale * rows[t, h] . cache[j]) cache[j, ROTARY:],   j before the length that t has
 //
-//   rows [T, heads, ROTARY + RANK] DTYPE, cache [blocks, BLOCK_SIZE, ROTARY + RANK] KV_DTYPE (times kv_scale [1] where not null),
+//   rows [T, heads, ROTARY + RANK] DTYPE, cache [blocks, BLOCK_SIZE, ROTARY + RANK] KV_DTYPE (times kv_scale, [1] of fp8, where not null),
 //   out [T, heads, RANK] DTYPE; ROTARY a multiple of 8, or of 16 for an 8-bit cache, RANK of 16. Needs mma and cp.async: sm_80.
 //
 // A block has up to ROWS rows, (token, head) pairs of one sequence: chunk_heads heads of a token, or all heads of some tokens
@@ -15,7 +15,7 @@
 // Tiles come by cp.async through STAGES places, STAGES - 1 ahead; the first are under way before the kernel ahead has ended: that
 // one, head_matmul, writes rows alone, and the one that wrote the cache, latent_rows, ended before this one could start (behind
 // torch's product this one starts last: see CudaHeadMatrices). An 8-bit cache comes raw, all STAGES ahead, and each thread turns
-// what it has copied into DTYPE, once a block.
+// what it has copied into DTYPE, once a block; int8 times its scales.
 // Shared memory: 16-byte chunks swizzled by the row where a row has a multiple of 8, else rows 16 bytes further apart.
 //
 // Splits: grid (splits, chunks of heads, T or groups). How many a row's keys have follows from its length, or the last token's of
@@ -28,7 +28,7 @@
 
 constexpr int HEAD_DIM = ROTARY + RANK, DIM = (HEAD_DIM + 15) / 16 * 16;  // in shared memory, with zeros behind
 constexpr int CHUNKS = DIM / 8, STEPS = DIM / 16;
-constexpr bool SWIZZLED = CHUNKS % 8 == 0, QUANTIZED = sizeof(KV_DTYPE) == 1;
+constexpr bool SWIZZLED = CHUNKS % 8 == 0, QUANTIZED = sizeof(KV_DTYPE) == 1, INT8 = IS_INT8<KV_DTYPE>;
 constexpr int STRIDE = SWIZZLED ? DIM : DIM + 8, RAW_CHUNKS = HEAD_DIM / 16;
 constexpr int THREADS = WARPS * WARP_SIZE, ROW_TILES = ROWS / 16;
 constexpr int DIM_PARTS = 4, OWN_TILES = ROW_TILES / (WARPS / DIM_PARTS), OWN_STEPS = (STEPS + DIM_PARTS - 1) / DIM_PARTS;
@@ -47,17 +47,18 @@ static_assert(KEYS == WARP_SIZE && GRAIN % KEYS == 0);
 DEVICE int place(int row, int chunk) { return row * STRIDE + (SWIZZLED ? chunk ^ (row & 7) : chunk) * 8; }
 
 // What this thread has copied, from raw to the tile.
-DEVICE void dequantize_own(const uint8_t* raw, DTYPE* tile) {
+DEVICE void dequantize_own(const uint8_t* raw, DTYPE* tile, const float (&scales)[PASSES]) {
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = pass * ROWS_AT_ONCE + threadIdx.x / COPIERS;
+    const Dequantizer<KV_DTYPE> number(scales[pass]);
     for (int chunk = threadIdx.x % COPIERS; chunk < RAW_CHUNKS; chunk += COPIERS) {
       const uint4 words = *reinterpret_cast<const uint4*>(raw + row * HEAD_DIM + chunk * 16);
 #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int j = turn ^ chunk / 4 % 2;  // of eight lanes half write even chunks, and half odd ones: other banks
         const uint32_t low = j ? words.z : words.x, high = j ? words.w : words.y;
-        const Vector<uint32_t, 4> pairs = {dequantize(low, 0), dequantize(low, 2), dequantize(high, 0), dequantize(high, 2)};
+        const Vector<uint32_t, 4> pairs = {number.pair(low, 0), number.pair(low, 2), number.pair(high, 0), number.pair(high, 2)};
         pairs.store(reinterpret_cast<uint32_t*>(tile + place(row, 2 * chunk + j)));
       }
     }
@@ -143,7 +144,19 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
     }
     commit_copies();
   };
+  float scales[PASSES] = {};  // of int8, of this thread's keys of the next tile to be turned into DTYPE; 0 past the end
+  const auto load_scales = [&](int first_key) {
+    if constexpr (INT8) {
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const int key = own_key(first_key, pass);
+        scales[pass] = 0.0f;
+        if (key < end) scales[pass] = __ldcg(kv_scale + (int64_t)__ldcg(table + key / BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE);
+      }
+    }
+  };
   find_blocks(begin);
+  load_scales(begin);
 #pragma unroll
   for (int stage = 0; stage < AHEAD; ++stage) copy_tile(begin + stage * KEYS, stage);
 
@@ -166,7 +179,7 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
     sums_of_lane[i] = 0.0f;
     ends[i] = min(end, work.first_len + (warp * OWN_ROWS + i) / own_heads);
   }
-  const float factor = scale * LOG2_E * (kv_scale ? kv_scale[0] : 1.0f);
+  const float scale_of_all = kv_scale && !INT8 ? kv_scale[0] : 1.0f, factor = scale * LOG2_E * scale_of_all;
 #ifndef BUG_NO_WAIT
   wait_copies<0>();  // the queries came last
 #endif
@@ -189,8 +202,9 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
 #endif
     DTYPE* tile = tiles;
     if constexpr (QUANTIZED) {
-      dequantize_own(raw + stage * RAW_TILE, tile);
+      dequantize_own(raw + stage * RAW_TILE, tile, scales);
       copy_tile(first_key + AHEAD * KEYS, stage);
+      load_scales(first_key + KEYS);
       __syncthreads();  // all threads' parts of it are there
     } else {
       tile += stage * TILE;
@@ -305,7 +319,7 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
       const int row = t * 16 + i * 8 + lane / 4;
       if (row >= num_rows) continue;
       const int64_t to = row_of_all(row), place_of_sums = to * gridDim.x + blockIdx.x;
-      const float share = (kv_scale ? kv_scale[0] : 1.0f) / row_sums[row];
+      const float share = scale_of_all / row_sums[row];
       if (work.splits > 1 && warp == 0 && lane % 4 == 0) {
         sums[place_of_sums * 2] = row_tops[row];
         sums[place_of_sums * 2 + 1] = row_sums[row];

@@ -23,6 +23,7 @@ from nanovllm_cli.kernels.kernel import (
     shared_bytes_of_multiprocessor,
     type_name,
 )
+from nanovllm_cli.kernels.rope_cache import check_scales
 
 OLDEST = 80
 """Capability with matrix instructions of both types, and asynchronous copies."""
@@ -171,20 +172,19 @@ def latent_attention(
 
     block_tables [B, P] int32. lens [T] int32: keys that each token sees, 0 for padding, which gets zeros. sequences [T] int32:
     each token's row of block_tables, its own where None. With groups, from `groups_of` for `tokens_of_group` tokens, lens and
-    sequences are not looked at. kv_scale [1] fp32, for a cache of fp8.
+    sequences are not looked at. kv_scale: of a cache in eight bits, see `check_scales`.
     """
     heads, rotary, rank = shape
     tokens, (blocks, _, block_size, dim), dtype = rows.shape[0], cache.shape, rows.dtype
     assert dim == rotary + rank, (dim, shape)
-    assert cache.dtype in (dtype, torch.float8_e4m3fn), cache.dtype
+    assert cache.dtype in (dtype, torch.float8_e4m3fn, torch.int8), cache.dtype
     assert (kv_scale is None) == (cache.dtype == dtype)
     assert block_size >= 16, block_size
     assert block_size & (block_size - 1) == 0, block_size
     check(rows, launcher, dtype, tokens, heads * dim)
     check(cache, launcher, cache.dtype, blocks, 1, block_size, dim)
     check(block_tables, launcher, torch.int32, *block_tables.shape)
-    if kv_scale is not None:
-        check(kv_scale, launcher, torch.float32, 1)
+    check_scales(launcher, cache, kv_scale)
     if groups is not None:
         check(groups, launcher, torch.int32, len(groups), GROUP_FIELDS)
         sequences = None
@@ -219,7 +219,8 @@ def latent_attention(
         args = (*tensors, *map(np.int32, sizes), np.float32(scale))
         launcher.launch(kernel, (splits, chunks, number), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)
         if splits > 1:
-            sums = (scratch.partials, scratch.sums, own_lens, own_groups, kv_scale, found, np.int32(splits), np.int32(least))
+            of_all = None if cache.dtype == torch.int8 else kv_scale
+            sums = (scratch.partials, scratch.sums, own_lens, own_groups, of_all, found, np.int32(splits), np.int32(least))
             grid = (heads * -(-rank // COMBINE_THREADS), together, number)
             launcher.launch(combine_variant(dtype, rank), grid, (COMBINE_THREADS, 1, 1), sums)
     return out
@@ -247,10 +248,10 @@ def _oldest(tile: Tiling) -> int:
 def variants() -> list[Kernel]:
     """What the compile gate builds: DeepSeek's, with 16, 20 and 128 heads, and those of half the rank, as GPUs of each size of
     shared memory take them."""
-    bf16, half, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    bf16, half, fp8, int8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
     kernels: dict[Kernel, None] = {}
     for heads, rotary, rank in ((16, 64, 512), (20, 64, 512), (128, 64, 512), (32, 64, 256)):
-        for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (half, half)):
+        for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (bf16, int8), (half, half)):
             for capability in (80, 86, 90):
                 shape = LatentShape(heads, rotary, rank)
                 tile = tiling(capability, heads, shape, kv_dtype)

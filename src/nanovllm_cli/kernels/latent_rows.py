@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
-from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
+from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES, check_scales
 
 THREADS = 128
 
@@ -31,7 +31,7 @@ def latent_rows(
 ) -> torch.Tensor:
     """q [T, H * (key_dim + rotary)], kept [T, rank + rotary], norm [rank], cos and sin [T, rotary / 2] fp32, with no columns for
     no rope -> rows [T, H * (rotary + rank)], of which the rotated numbers are there; what is kept goes to its slot of cache
-    [N, 1, S, rotary + rank], of q's type or fp8 (e4m3) with scale [1] fp32. slots [T] int64, -1 for padding."""
+    [N, 1, S, rotary + rank], of q's type or in eight bits with a scale, see `check_scales`. slots [T] int64, -1 for padding."""
     tokens, rank, num_angles = q.shape[0], norm.shape[0], cos.shape[1]
     dtype, (blocks, _, block_size, dim) = q.dtype, cache.shape
     rotary, half = dim - rank, (dim - rank) // 2
@@ -39,16 +39,16 @@ def latent_rows(
     assert rotary == 2 * half, (dim, rank)
     assert num_angles in (0, half), (num_angles, rotary)
     assert block_size in BLOCK_SIZES, block_size
-    assert cache.dtype in (dtype, torch.float8_e4m3fn), cache.dtype
+    assert cache.dtype in (dtype, torch.float8_e4m3fn, torch.int8), cache.dtype
     assert (scale is None) == (cache.dtype == dtype)
     check(q, launcher, dtype, tokens, heads * (key_dim + rotary))
     check(kept, launcher, dtype, tokens, dim)
     check(norm, launcher, dtype, rank)
     check(slots, launcher, torch.int64, tokens)
     check(cache, launcher, cache.dtype, blocks, 1, block_size, dim)
-    for tensor, shape in ((cos, (tokens, num_angles)), (sin, (tokens, num_angles)), (scale, (1,))):
-        if tensor is not None:
-            check(tensor, launcher, torch.float32, *shape)
+    check_scales(launcher, cache, scale)
+    for tensor in (cos, sin):
+        check(tensor, launcher, torch.float32, tokens, num_angles)
     rows = torch.empty(tokens, heads * dim, dtype=dtype, device=q.device)
     if tokens:
         vector = min(widest(size, dtype) for size in (key_dim, half, rank))  # of all places where rows and heads begin
@@ -72,5 +72,5 @@ def variant(dtype: torch.dtype, kv_dtype: torch.dtype, vector: int, units: int, 
 def variants() -> list[Kernel]:
     """What the compile gate builds: 16-byte loads, and odd sizes."""
     dtypes = (torch.bfloat16, torch.float16)
-    kinds = [(dtype, kv_dtype) for dtype in dtypes for kv_dtype in (dtype, torch.float8_e4m3fn)]
+    kinds = [(dtype, kv_dtype) for dtype in dtypes for kv_dtype in (dtype, torch.float8_e4m3fn, torch.int8)]
     return [variant(dtype, kv_dtype, vector, 1, 16) for dtype, kv_dtype in kinds for vector in (8, 2)]

@@ -5,14 +5,14 @@
 //   score = scale q[t, h] . k[j], or softcap * tanh of that over softcap; sinks[h] is one more logit, without a value
 //
 // q [T, H, D] DTYPE, k_cache and v_cache [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, table_width], out [T, H * D] DTYPE,
-// sinks [H], k_scale and v_scale [KH] float or null. With DISTANCES a score also gets what `distances` [H, columns] float has for
+// sinks [H], k_scale and v_scale float, [KH] of fp8 or as int8_rows.cuh has them, or null. With DISTANCES a score also gets what `distances` [H, columns] float has for
 // how far its key lies from t (layers/distances.py). FlashAttention-2 (Dao 2023).
 //
 // Work: one block for one item and one kv head. An item is up to ROWS rows of a sequence, a row being a (token, head of the
 // group) pair, so that K and V are read once for the whole group, over a range of keys, in tiles of KEYS that begin at multiples
 // of KEYS. A warp has rows of its own (prefill_rows.cuh) or, of heads too large for its registers, shares them with others, which
-// have other dims (prefill_parts.cuh). An 8-bit cache's scales stay out of the tiles: k_scale is part of the scale of the scores,
-// v_scale of the last division.
+// have other dims (prefill_parts.cuh). fp8's scales stay out of the tiles: k_scale is part of the scale of the scores, v_scale of
+// the last division. int8 is multiplied by its own on the way into a tile, so that what is there is as a cache of DTYPE has it.
 //
 // A range of keys that is divided: each item leaves its sums in scratch, and the last block of a tile to finish adds them up in
 // order of the keys. With fold_keys > 0 sums begin anew at every multiple of fold_keys and are added up in the same order and by
@@ -44,7 +44,9 @@ prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cac
   problem.v_cache = v_cache;
   problem.table = block_tables + (int64_t)item.sequence * table_width;
   problem.sinks = sinks;
-  problem.v_scale = v_scale ? v_scale[head] : 1.0f;
+  problem.v_scale = v_scale && !INT8 ? v_scale[head] : 1.0f;
+  problem.k_scales = k_scale;
+  problem.v_scales = v_scale;
   problem.out = out;
   problem.scratch = scratch;
   problem.kv_heads = kv_heads;
@@ -57,7 +59,7 @@ prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cac
   problem.softcap = softcap;
   problem.distances = distances;
   problem.columns = columns;
-  problem.to_log2 = scale * LOG2_E * (k_scale ? k_scale[head] : 1.0f);
+  problem.to_log2 = scale * LOG2_E * (k_scale && !INT8 ? k_scale[head] : 1.0f);
   if (item.rows <= ROWS / ROW_TILES) {
     attend<1>(problem, item, shared, counters);
   } else if constexpr (ROW_TILES > 1) {

@@ -23,6 +23,7 @@ from nanovllm_cli.kernels.kernel import (
     shared_bytes_of_multiprocessor,
     type_name,
 )
+from nanovllm_cli.kernels.rope_cache import check_scales
 
 MOST_ROW_TILES = 2
 MAX_HEAD_DIM = 512
@@ -279,7 +280,7 @@ def prefill_attention(
     `reference.attention`.
 
     work: from `prefill_tiles` for these heads, dims and types, on the device. block_tables [B, P] int32. counters: from
-    `new_counters`. sinks [H], k_scale and v_scale [KH], distances [H, columns] float32; the scales with an 8-bit cache only.
+    `new_counters`. sinks [H], distances [H, columns] float32; k_scale and v_scale with an 8-bit cache only, see `check_scales`.
     """
     tokens, heads, dim = q.shape
     blocks, kv_heads, block_size, _ = k_cache.shape
@@ -293,9 +294,10 @@ def prefill_attention(
     check(work.items, launcher, torch.int32, work.items.shape[0], ITEM_FIELDS)
     check(block_tables, launcher, torch.int32, *block_tables.shape)
     check(counters, launcher, torch.int32, 2 * launcher.num_multiprocessors)
-    for tensor, count in ((sinks, heads), (k_scale, kv_heads), (v_scale, kv_heads)):
-        if tensor is not None:
-            check(tensor, launcher, torch.float32, count)
+    for scales in (k_scale, v_scale):
+        check_scales(launcher, k_cache, scales)
+    if sinks is not None:
+        check(sinks, launcher, torch.float32, heads)
     if distances is not None:
         assert not softcap, "no model has both"
         check(distances, launcher, torch.float32, heads, distances.shape[1])
@@ -318,7 +320,7 @@ def prefill_attention(
 def variant(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile: Tiling, distances: bool = False
 ) -> Kernel:
-    assert kv_dtype in (dtype, torch.float8_e4m3fn), kv_dtype
+    assert kv_dtype in (dtype, torch.float8_e4m3fn, torch.int8), kv_dtype
     assert block_size >= 16, block_size
     assert block_size & (block_size - 1) == 0, block_size
     constants: tuple[tuple[str, str | int], ...] = (
@@ -331,22 +333,27 @@ def variant(
 
 def variants() -> list[Kernel]:
     """What the compile gate builds: the tilings of Hopper, Ampere, and cards with 100 KiB of shared memory."""
-    bf16, half, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    bf16, half, fp8, int8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
     built = [
         (90, bf16, bf16, 64),
         (90, bf16, bf16, 128),
         (90, bf16, bf16, 256),
         (90, bf16, bf16, 80),
         (90, bf16, fp8, 128),
+        *((90, bf16, int8, dim) for dim in (64, 100, 128, 256)),
+        (75, half, int8, 128),
     ]
     built += [(80, bf16, bf16, 128), (86, bf16, bf16, 128), (75, half, half, 128)]
-    built += [(capability, bf16, kv, 512) for capability in (86, 90) for kv in (bf16, fp8)]
-    built += [(75, half, half, 512), (75, half, fp8, 512), (90, half, half, 512), (80, bf16, bf16, 320)]
+    built += [(capability, bf16, kv, 512) for capability in (86, 90) for kv in (bf16, fp8, int8)]
+    built += [(75, half, half, 512), (75, half, fp8, 512), (75, half, int8, 512), (90, half, half, 512), (80, bf16, bf16, 320)]
     plain = [
         variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype))
         for capability, dtype, kv_dtype, dim in built
     ]
-    by_distance = ((90, bf16, bf16, 64), (90, bf16, bf16, 96), (90, bf16, bf16, 128), (90, bf16, fp8, 128), (75, half, half, 64))
+    by_distance = (
+        (90, bf16, bf16, 64), (90, bf16, bf16, 96), (90, bf16, bf16, 128), (90, bf16, fp8, 128), (90, bf16, int8, 128),
+        (75, half, half, 64),
+    )  # fmt: skip
     return plain + [
         variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype, distances=True), distances=True)
         for capability, dtype, kv_dtype, dim in by_distance

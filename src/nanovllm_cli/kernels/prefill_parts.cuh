@@ -179,16 +179,23 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
   const int distance = last_seen - 2 * (lane % 4);
   const unsigned num_seen = problem.num_seen(item, weighed, last_seen);
   const float* by_distance = DISTANCES ? problem.by_distance(item, weighed) + 2 * (lane % 4) : nullptr;
-  auto copy_tile = [&](const KV_DTYPE* cache, int first, KV_DTYPE* target) {
+  float key_scale = 0.0f, value_scale = 0.0f;  // of the raw tiles, of int8
+  auto copy_tile = [&](bool of_keys, int first) {
+    const KV_DTYPE* cache = of_keys ? problem.k_cache : problem.v_cache;
+    KV_DTYPE* target = of_keys ? raw_keys : raw_values;
     if (first < end)
       copy_keys(problem, begin, end, first, [&](int at, int64_t offset, int chunk, bool in_range) {
         copy_chunk(target + at, cache + offset, chunk, in_range);
       });
     commit_copies();
+    if constexpr (INT8) {
+      const float* scales = of_keys ? problem.k_scales : problem.v_scales;
+      (of_keys ? key_scale : value_scale) = load_scale(problem, scales, begin, end, first);
+    }
   };
   int key = begin / KEYS * KEYS;
-  copy_tile(problem.k_cache, key, raw_keys);
-  if constexpr (QUANTIZED) copy_tile(problem.v_cache, key, raw_values);
+  copy_tile(true, key);
+  if constexpr (QUANTIZED) copy_tile(false, key);
   Sums<TILES, OWN_COLUMNS> sums;
   do {
     const int range_end = problem.fold_keys ? min(end, (key / problem.fold_keys + 1) * problem.fold_keys) : end;
@@ -205,24 +212,24 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
       __syncthreads();  // keys are there, and nobody reads the values of the tile before any more
 #endif
       if constexpr (QUANTIZED) {
-        dequantize_keys(reinterpret_cast<const uint8_t*>(raw_keys), keys);
-        copy_tile(problem.k_cache, key + KEYS, raw_keys);
+        dequantize_keys(reinterpret_cast<const uint8_t*>(raw_keys), keys, key_scale);
+        copy_tile(true, key + KEYS);
         __syncthreads();  // all threads' parts of the tile are there
       } else {
-        copy_tile(problem.v_cache, key, raw_values);
+        copy_tile(false, key);
       }
       if (active) multiply_keys<TILES>(queries, own_keys, exchange, group, part, lane);
 #if !defined(BUG_NO_SCORES)
       __syncthreads();  // all parts of the scores are there, and nobody reads the keys any more
 #endif
-      if constexpr (!QUANTIZED) copy_tile(problem.k_cache, key + KEYS, raw_keys);
+      if constexpr (!QUANTIZED) copy_tile(true, key + KEYS);
       if (weighs) weigh(problem, exchange, most, sum, distance - key, num_seen, by_distance + (DISTANCES ? key : 0), group, part, lane);
 #if !defined(BUG_NO_WAIT_FOR_VALUES)
       wait_copies<1>();
 #endif
       if constexpr (QUANTIZED) {
-        dequantize_keys(reinterpret_cast<const uint8_t*>(raw_values), values);
-        copy_tile(problem.v_cache, key + KEYS, raw_values);
+        dequantize_keys(reinterpret_cast<const uint8_t*>(raw_values), values, value_scale);
+        copy_tile(false, key + KEYS);
       }
 #if !defined(BUG_NO_WEIGHTS)
       __syncthreads();  // weights and values are there

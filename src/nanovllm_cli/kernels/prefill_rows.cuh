@@ -118,6 +118,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
   DTYPE* queries = reinterpret_cast<DTYPE*>(shared);
   DTYPE* tiles = queries + ROWS * STRIDE;                                  // keys, values, and the next ones; or
   KV_DTYPE* raw = reinterpret_cast<KV_DTYPE*>(tiles + 2 * TILE);           // keys, values, and raw the next ones
+  float key_scale = 0.0f, value_scale = 0.0f;  // of the raw tiles, of int8
   auto copy_next = [&](int key, int stage) {
     KV_DTYPE* keys = QUANTIZED ? raw : reinterpret_cast<KV_DTYPE*>(tiles + stage * 2 * TILE);
     KV_DTYPE* values = keys + (QUANTIZED ? RAW_TILE : TILE);
@@ -126,6 +127,10 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
       copy_chunk(values + target, problem.v_cache + offset, chunk, in_range);
     });
     commit_copies();
+    if constexpr (INT8) {
+      key_scale = load_scale(problem, problem.k_scales, begin, end, key);
+      value_scale = load_scale(problem, problem.v_scales, begin, end, key);
+    }
   };
   constexpr int QUERY_LANES = power_from(COLUMNS);
   for (int row = threadIdx.x / QUERY_LANES; row < (pieces + TILES - 1) / TILES * TILES * 16; row += THREADS / QUERY_LANES) {
@@ -151,8 +156,8 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
       const int next = key + KEYS;
       DTYPE* keys = tiles + stage * 2 * TILE;
       if constexpr (QUANTIZED) {
-        dequantize_keys(reinterpret_cast<const uint8_t*>(raw), keys);
-        dequantize_keys(reinterpret_cast<const uint8_t*>(raw + RAW_TILE), keys + TILE);
+        dequantize_keys(reinterpret_cast<const uint8_t*>(raw), keys, key_scale);
+        dequantize_keys(reinterpret_cast<const uint8_t*>(raw + RAW_TILE), keys + TILE, value_scale);
       } else {
         stage ^= 1;
       }

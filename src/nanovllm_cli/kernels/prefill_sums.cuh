@@ -2,7 +2,7 @@
 // their way through scratch, and into out.
 #pragma once
 
-#include "common.cuh"
+#include "int8_rows.cuh"
 
 constexpr int THREADS = WARPS * WARP_SIZE;
 constexpr int ROWS = 16 * WARPS / PARTS * ROW_TILES;
@@ -11,12 +11,12 @@ constexpr int COLUMNS = DIM / 8;              // 16-byte chunks of a row, and mm
 constexpr int OWN_COLUMNS = COLUMNS / PARTS;  // a warp's
 constexpr bool SWIZZLED = COLUMNS % 8 == 0;
 constexpr int STRIDE = SWIZZLED ? DIM : DIM + 8;
-constexpr bool QUANTIZED = sizeof(KV_DTYPE) == 1;
+constexpr bool QUANTIZED = sizeof(KV_DTYPE) == 1, INT8 = IS_INT8<KV_DTYPE>;
 constexpr int RAW_CHUNKS = DIM / WIDEST<KV_DTYPE>;
 constexpr int power_from(int n) { return n <= 1 ? 1 : 2 * power_from((n + 1) / 2); }
 // Threads that copy a row of keys, so many that a tile has rows for all; rows copied at once.
 constexpr int LANES = power_from(RAW_CHUNKS > THREADS / KEYS ? RAW_CHUNKS : THREADS / KEYS), STEP = THREADS / LANES;
-static_assert(STEP <= KEYS && KEYS % 16 == 0, "");
+static_assert(STEP <= KEYS && KEYS % 16 == 0 && KEYS / STEP <= LANES, "");
 constexpr int PIECE = 4 * WARP_SIZE * (COLUMNS + 1);  // floats of 16 rows' sums in scratch
 constexpr int TILE = KEYS * STRIDE;
 constexpr int RAW_TILE = KEYS * DIM;
@@ -42,6 +42,7 @@ struct Item {
 struct Problem {
   const DTYPE* q;
   const KV_DTYPE *k_cache, *v_cache;
+  const float *k_scales, *v_scales;  // of int8's rows
   const int* table;
   const float* sinks;
   DTYPE* out;

@@ -55,17 +55,27 @@ DEVICE void copy_keys(const Problem& problem, int begin, int end, int first, con
   }
 }
 
-// What this thread has copied, from raw to a tile.
-DEVICE void dequantize_keys(const uint8_t* raw, DTYPE* tile) {
+// Of int8, the scale of one of the keys from `first` on that this thread's lanes copy; 0 outside of the item's range.
+DEVICE float load_scale(const Problem& problem, const float* scales, int begin, int end, int first) {
+  const int key = first + threadIdx.x % LANES * STEP + threadIdx.x / LANES;
+  if (threadIdx.x % LANES >= KEYS / STEP || key < begin || key >= end) return 0.0f;
+  const int64_t block = problem.table[key / BLOCK_SIZE];
+  return __ldcg(scales + (block * problem.kv_heads + problem.head) * BLOCK_SIZE + key % BLOCK_SIZE);
+}
+
+// What this thread has copied, from raw to a tile. scale: see load_scale.
+DEVICE void dequantize_keys(const uint8_t* raw, DTYPE* tile, float scale) {
   const int chunk = threadIdx.x % LANES;
-  if (chunk >= RAW_CHUNKS) return;
+  if (!INT8 && chunk >= RAW_CHUNKS) return;
 #pragma unroll
-  for (int row = threadIdx.x / LANES; row < KEYS; row += STEP) {
+  for (int row = threadIdx.x / LANES, i = 0; row < KEYS; row += STEP, ++i) {
+    const Dequantizer<KV_DTYPE> number(INT8 ? __shfl_sync(ALL_LANES, scale, i, LANES) : 0.0f);
+    if (INT8 && chunk >= RAW_CHUNKS) continue;
     const uint4 words = *reinterpret_cast<const uint4*>(raw + row * DIM + chunk * 16);
     for (int turn = 0; turn < 2; ++turn) {
       const int j = turn ^ chunk / 4 % 2;  // of eight lanes half write even chunks, and half odd ones: other banks
       const uint32_t low = j ? words.z : words.x, high = j ? words.w : words.y;
-      const Vector<uint32_t, 4> pairs = {dequantize(low, 0), dequantize(low, 2), dequantize(high, 0), dequantize(high, 2)};
+      const Vector<uint32_t, 4> pairs = {number.pair(low, 0), number.pair(low, 2), number.pair(high, 0), number.pair(high, 2)};
       pairs.store(reinterpret_cast<uint32_t*>(tile + place(row, 2 * chunk + j)));
     }
   }

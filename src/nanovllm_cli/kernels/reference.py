@@ -278,6 +278,13 @@ def write_cache(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, sc
             cache[slot // cache.shape[2], :, slot % cache.shape[2]] = row.to(cache.dtype)
 
 
+def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [..., D] fp32 as a cache of int8 keeps them: codes, and a scale [...] of each. Of rows that are finite."""
+    scales = rows.abs().amax(dim=-1) / 127
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    return (rows / scales[..., None]).nan_to_num(0.0, 0.0, 0.0).round().to(torch.int8), scales
+
+
 def embedding(
     ids: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, tokens: torch.Tensor | None = None
 ) -> torch.Tensor:

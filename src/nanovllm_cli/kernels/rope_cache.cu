@@ -4,8 +4,8 @@
 //
 //   q_norm, k_norm, v_norm: gains, or null
 //   slots [T] int64 = block * BLOCK_SIZE + offset; -1 is padding: nothing is written to the cache
-//   q [T, heads, dim] DTYPE;  k_cache, v_cache [blocks, kv_heads, BLOCK_SIZE, dim] KV_DTYPE, divided by k_scale, v_scale
-//   [kv_heads] fp32 where those are not null
+//   q [T, heads, dim] DTYPE;  k_cache, v_cache [blocks, kv_heads, BLOCK_SIZE, dim] KV_DTYPE: fp8 is divided by k_scale, v_scale
+//   [kv_heads] fp32; int8 leaves its scales there, [blocks, kv_heads, BLOCK_SIZE]; null for other types
 //
 // With 16-byte loads a lane has 32 bytes in flight, a full SM 32 KB (64 registers), about what the memory of an H200 needs.
 // Grid (T, heads / heads a block).
@@ -13,7 +13,7 @@
 
 KERNEL __launch_bounds__(128)
 rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const DTYPE* v_norm, const float* cos,
-               const float* sin, const int64_t* slots, const float* k_scale, const float* v_scale, DTYPE* q, KV_DTYPE* k_cache,
+               const float* sin, const int64_t* slots, float* k_scale, float* v_scale, DTYPE* q, KV_DTYPE* k_cache,
                KV_DTYPE* v_cache, int row_heads, int heads, int kv_heads, int dim, int num_angles, int interleaved,
                int lane_bits, float eps, float norm_offset) {
   const int64_t token = blockIdx.x;
@@ -36,19 +36,26 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
   const int64_t slot = is_query ? -1 : slots[token];
 
   mine.norm_and_rotate(place, q_norm || k_norm || v_norm, gains, eps, norm_offset, !is_value, angles);
+  float scale = 1.0f;
+  if constexpr (IS_INT8<KV_DTYPE>) scale = mine.own_scale(place);
 
   if (is_query) return mine.store(place, 1.0f, q + (token * heads + head) * dim);
   if (slot < 0 || head >= num_heads) return;
   const int kv_head = head - heads - (is_value ? kv_heads : 0);
-  const float* scales = is_value ? v_scale : k_scale;
-  const float scale = scales ? scales[kv_head] : 1.0f;
-  int64_t first = ((slot / BLOCK_SIZE * kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * dim;
+  float* scales = is_value ? v_scale : k_scale;
+  int64_t row = (slot / BLOCK_SIZE * kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE;
 #ifdef BUG_PAGE
-  first = (((slot + 1) / BLOCK_SIZE * kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * dim;
+  row = ((slot + 1) / BLOCK_SIZE * kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE;
 #endif
+  int64_t first = row * dim;
 #ifdef BUG_INT32
   first = (int)first;
 #endif
+  if constexpr (IS_INT8<KV_DTYPE>) {
+    if (place.lane == 0) scales[row] = scale;
+  } else if (scales) {
+    scale = scales[kv_head];
+  }
   mine.store(place, scale, (is_value ? v_cache : k_cache) + first);
 }
 EXPORT(rope_and_cache)

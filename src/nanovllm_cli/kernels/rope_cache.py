@@ -100,8 +100,8 @@ def rope_and_cache(
     """Returns q [T, heads, dim], normed and rotated; writes k, normed and rotated, and v, normed, to their slots, if they are not
     shared.
 
-    slots [T] int64, -1 for padding. k_cache, v_cache [N, kv_heads, S, dim] of qkv's type, or fp8 (e4m3) with k_scale and
-    v_scale [kv_heads] fp32: what is stored is round(value / scale), saturated.
+    slots [T] int64, -1 for padding. k_cache, v_cache [N, kv_heads, S, dim] of qkv's type, or in eight bits with k_scale and
+    v_scale: see `check_scales`. What is stored is round(value / scale), in fp8 saturated; int8's scales are written, too.
     """
     projected.check(launcher)
     qkv, heads, kv_heads, dim, *norms, eps, norm_offset, cos, sin, interleaved, shared, turned = projected
@@ -111,13 +111,10 @@ def rope_and_cache(
     check(slots, launcher, torch.int64, tokens)
     check(k_cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
     check(v_cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
-    if k_cache.dtype == torch.float8_e4m3fn:
-        for scale in (k_scale, v_scale):
-            assert scale is not None
-            check(scale, launcher, torch.float32, kv_heads)
-    else:
-        assert k_cache.dtype == qkv.dtype
-        assert k_scale is v_scale is None
+    assert k_cache.dtype == qkv.dtype or k_cache.dtype.itemsize == 1
+    for scale in (k_scale, v_scale):
+        assert (scale is None) == (k_cache.dtype == qkv.dtype)
+        check_scales(launcher, k_cache, scale)
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens:
         units = -(-dim // (2 * projected.load))
@@ -129,6 +126,12 @@ def rope_and_cache(
         tensors = (qkv, *norms, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
         launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps), np.float32(norm_offset)))
     return q
+
+
+def check_scales(launcher: Launcher, cache: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Of a cache [N, kv_heads, S, dim], fp32: [kv_heads] of fp8 (e4m3), [N, kv_heads, S] of int8."""
+    if scales is not None:
+        check(scales, launcher, torch.float32, *(cache.shape[:3] if cache.dtype == torch.int8 else cache.shape[1:2]))
 
 
 def variant(
@@ -143,6 +146,7 @@ def variant(
 def variants() -> list[Kernel]:
     """What the compile gate builds: 16-byte loads, also of heads that are turned first, and a head of 100 dims."""
     dtypes = (torch.bfloat16, torch.float16)
-    kinds = [(dtype, kv_dtype) for dtype in dtypes for kv_dtype in (dtype, torch.float8_e4m3fn)]
+    eight = torch.float8_e4m3fn, torch.int8
+    kinds = [(dtype, kv_dtype) for dtype in dtypes for kv_dtype in (dtype, *eight)]
     built = [variant(dtype, kv_dtype, vector, 1, 16) for dtype, kv_dtype in kinds for vector in (8, 2)]
-    return [*built, *(variant(torch.bfloat16, kv_dtype, 8, 1, 16, True) for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn))]
+    return [*built, *(variant(torch.bfloat16, kv_dtype, 8, 1, 16, True) for kv_dtype in (torch.bfloat16, *eight))]

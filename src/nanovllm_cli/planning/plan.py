@@ -253,11 +253,7 @@ def _cache_rows(
     """Of the types that were asked for, or of those that there are. room: bytes beside the weights."""
     types = {(kind, kind): replace(config, kv_cache_dtype=kind) for kind in (CACHE_TYPES if spec.attentions else CACHE_TYPES[:1])}
     for names, settings in types.items() if config.cache_types == ("auto", "auto") else [(config.cache_types, config)]:
-        try:
-            platform = select_platform(settings, None)
-        except UnsupportedError:
-            continue  # a GPU knows no int8
-        layout = platform.backend(spec, dtype)
+        layout = select_platform(settings, None).backend(spec, dtype)
         shown = [str(kept).removeprefix("torch.") if name == "auto" else name
                  for name, kept in zip(names, layout.cache_dtypes, strict=True)]  # fmt: skip
         for length in lengths:
