@@ -116,7 +116,7 @@ BAD_USAGE = {
     "run tiny hi --logprobs 101 --json": "--logprobs must be",
     "run tiny hi -c lots": "invalid value for '-c' / '--ctx-size': 'lots' is not a number of tokens",
     "run tiny hi --kv-cache 2X": "invalid value for '--kv-cache': '2X' is not a size such as 512M",
-    "run tiny hi -ctk q8_0": "invalid value for '-ctk' / '--cache-type-k': 'q8_0' is not a KV cache type: auto, float32,",
+    "run tiny hi -ctk q4_0": "invalid value for '-ctk' / '--cache-type-k': 'q4_0' is not a KV cache type: auto, float32,",
     "run tiny hi -t 0": "--threads must be at least 1",
     "run tiny hi --dtype int3": "invalid value for '--dtype'",
     "run tiny hi --dtype fp16": "invalid value for '--dtype': 'fp16' is not one of 'auto', 'float32', 'bfloat16', 'float16'\n"

@@ -93,13 +93,16 @@ def test_bad_memory_sizes_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("auto", "auto"), ("bf16", "bfloat16"), ("FP8", "fp8"), ("fp8_e4m3", "fp8"), ("Int8", "int8")]
+    ("text", "name"),
+    [("auto", "auto"), ("bf16", "bfloat16"), ("FP8", "fp8"), ("fp8_e4m3", "fp8"), ("Int8", "int8"), ("q8_0", "int8")],
 )
 def test_cache_types_have_the_names_of_llama_cpp_and_vllm_too(text: str, name: str) -> None:
     assert parsers.cache_type(text) == name
 
 
-@pytest.mark.parametrize(("text", "words"), [("q8_0", "int8 comes nearest"), ("fp8_e5m2", "fp8 is e4m3"), ("", "known|not a KV")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("q4_0", "int8 and fp8 take the least"), ("fp8_e5m2", "fp8 is e4m3"), ("", r"known|not a KV")]
+)
 def test_other_cache_types_are_refused_with_the_nearest(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parsers.cache_type(text)

@@ -215,7 +215,7 @@ class MemoryOptions:
     )
     kv_cache_dtype: str = option(
         "--kv-cache-dtype",
-        help="What the KV cache is kept as: auto (what it computes in), int8 or fp8; both take half. [auto]",
+        help="What the KV cache is kept as: auto (what it computes in), int8 (or q8_0) or fp8; both take half. [auto]",
         default=EngineConfig().kv_cache_dtype, panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
     )
     cache_type_k: str | None = option(

@@ -18,11 +18,10 @@ from nanovllm_cli.sampling_params import SamplingParams
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _CACHE_TYPES = get_args(KVCacheDType)
-_CACHE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8_e4m3": "fp8"}
-_NEAR_CACHE_TYPES = {
-    "q8_0": "for llama.cpp's q8_0 int8 comes nearest, with one scale a token and head",
-    "fp8_e5m2": "fp8 is e4m3",
-}
+_CACHE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8_e4m3": "fp8", "q8_0": "int8"}
+_NEAR_CACHE_TYPES = {"fp8_e5m2": "fp8 is e4m3"} | dict.fromkeys(
+    ("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"), "int8 and fp8 take the least here"
+)
 _ROPE_KEYS = {"factor": "scale", "rope_theta": "base", "original_max_position_embeddings": "original_len"}
 _NEAR_DEVICES = {"none": "cpu"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
@@ -171,6 +170,7 @@ FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "top_n_sigma": "--top-nsigma", "bad_words": "--bad-word",
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate", "policy": "--scheduling-policy",
+    "rope": "--rope-scaling",
 }  # fmt: skip
 """What fields of SamplingParams and EngineConfig are called on the command line: those that are an option of some command."""
 
