@@ -124,7 +124,7 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     folder = tmp_path_factory.mktemp("material")
     bundled = Path(__file__).resolve().parents[1] / "src/nanovllm_cli/assets/tiny"
     shutil.copytree(bundled, folder / "folder")
-    for name in ("notes.txt", "more.txt"):
+    for name in ("notes.txt", "more.txt", "book.txt"):
         (folder / name).write_text("Buy milk.\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
     for name in ("adapter", "other"):
