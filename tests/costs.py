@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).with_name("costs.txt")
-SECONDS = 0.2
+SECONDS = 0.12
 """What a run spends on a test, about: of its cases, as many as fit."""
-DEAR = 0.5
+DEAR = 0.4
 """A test of which one case takes longer takes turns: it is run in one of so many commits that its part of each is SECONDS."""
-RAREST = 24
+RAREST = 32
 """But in one of so many, at the least."""
 ALWAYS = ("test_compile_gate.py::", "test_sanitizers.py::")
 

@@ -441,7 +441,8 @@ def test_old_gpus_have_tensor_cores_for_half_only() -> None:
     for kernel in kernels.variants():
         constants = dict(kernel.constants)
         needs_80 = kernel.stem == "decode_attention" and constants["KV_DTYPE"] == "bf16"
-        needs_89 = (constants["HEAD_DIM"], constants["ROWS"], constants["KV_DTYPE"]) in ((512, 4, "fp8"), (576, 2, "fp8"))
+        has_codes = constants["KV_DTYPE"] in ("fp8", "int8_t")
+        needs_89 = has_codes and (constants["HEAD_DIM"], constants["ROWS"]) in ((512, 4), (576, 2))
         assert kernel.min_capability == (80 if needs_80 else 89 if needs_89 else 75)
     assert [kernels.choose(each, BF16, FP8, 512, 8, 16)[1] for each in (75, 86, 89, 90)] == [2, 2, 4, 4]
     with pytest.raises(UnsupportedError, match=r"7\.5"):

@@ -15,7 +15,7 @@ from nanovllm_cli.engine.loaded_model import LoadedModel
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.mtp import Fed, MTPDraft
 from nanovllm_cli.engine.plan import Drawn, NewSequence
-from nanovllm_cli.models.eagle import Eagle
+from nanovllm_cli.models.eagle_layer import Eagle
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.eagle import eagle_names, guessed_ids, load_eagle, read_eagle

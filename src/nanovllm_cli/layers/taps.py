@@ -1,4 +1,5 @@
-"""Taps: what a model's layers read, taken beside it and made into one row a token, for what guesses by it (`models/eagle.py`)."""
+"""Taps: what a model's layers read, taken beside it and made into one row a token, for what guesses by it
+(`models/eagle_layer.py`)."""
 
 from __future__ import annotations
 

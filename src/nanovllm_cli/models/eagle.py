@@ -1,32 +1,20 @@
 """EAGLE-3: a small model that guesses for a large one, out of what layers of that one read (Li et al. 2025, and with norms of
 theirs version 3.1, 2026).
 
-It is one layer of attention, which reads two rows of a token side by side, both normed: the token's embedding, and what the
-large model's taps made of the token before it (`layers/taps.py`). Where the large model has not been yet, its own output stands
-in for that. Its head has the most frequent tokens alone.
+It is one layer of attention (`eagle_layer.py`), which reads two rows of a token side by side, both normed: the token's embedding,
+and what the large model's taps made of the token before it (`layers/taps.py`). Where the large model has not been yet, its own
+output stands in for that. Its head has the most frequent tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from nanovllm_cli.attention.backend import StepInputs
-from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.kernels.ops import Addend, Hidden, side_by_side
-from nanovllm_cli.layers.embedding import Embedding, Head
-from nanovllm_cli.layers.kit import Kit
-from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.layers.taps import Normed, Taps
-from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import LLAMA
 from nanovllm_cli.models.names import HF_NAMES
 
@@ -72,7 +60,7 @@ class EagleSpec:
     spec: ModelSpec
     places: tuple[int, ...]
     width: int
-    normed: Normed
+    normed: Literal["not", "each", "together"]
     stream_normed: bool
     output_normed: bool
     own_embedding: bool
@@ -119,52 +107,3 @@ def _places(read: ConfigReader, layers: int) -> tuple[int, ...]:
     if not isinstance(places, list) or not places or not all(type(place) is int for place in places):
         raise CheckpointError(f"{read.where}: {PLACES!r} must be a list of numbers of layers", BROKEN)
     return tuple(places)
-
-
-class Eagle(Decoder):
-    """Rows that it reads and gives are as the taps of `model` give them, which it brings."""
-
-    reads_hidden = True
-
-    def __init__(self, eagle: EagleSpec, kit: Kit, model: Decoder) -> None:
-        spec = eagle.spec
-        super().__init__(spec, kit, model)
-        assert isinstance(spec.blocks[0].mixer, AttentionSpec)
-        self.eagle, width = eagle, spec.hidden_size
-        if eagle.own_head:
-            self.head = Head(spec.vocab_size, width, kit, tied=False)
-        if eagle.own_embedding:
-            self.embedding = Embedding(kit.weight({"embedding": model.spec.vocab_size}, width))
-        self._embedded_norm = RMSNorm(spec.norm, width, kit)
-        self.fuses = Taps(eagle.places, eagle.width, width, eagle.normed, spec.norm, kit)
-        self._own_rows = torch.empty(0)
-
-    def slots(self) -> Slots:
-        shared = [*([] if self.eagle.own_embedding else ["embedding."]), *([] if self.eagle.own_head else ["head."])]
-        slots = {name: slot for name, slot in super().slots().items() if not name.startswith(tuple(shared) or ("\0",))}
-        return slots | {"embedding_norm.weight": self._embedded_norm.slots()["weight"]} | self.fuses.slots()
-
-    def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
-        batch, (block,) = inputs.batch, self.blocks
-        assert batch.hidden is not None
-        assert block.mixer is not None
-        assert block.attention_norm is not None
-        assert self.norm is not None
-        embedded = self._embedded_norm.alone(self.embedding(batch.token_ids, batch.token_table))
-        residual = block.attention_norm.alone(batch.hidden)
-        joined = side_by_side(embedded, residual, self.ops)
-        if not self.eagle.stream_normed:
-            self.ops.put_columns(batch.hidden, residual, 0)
-        added = block.mixer.onto(residual, joined, inputs, cache.layers[0])
-        x, rows = None if added is None else Addend(added), batch.logit_rows
-        if rows.shape[0] < batch.num_tokens:
-            x, residual = None if x is None else x.taken(rows), residual[rows]
-        x = block.fed(x, residual, batch.slots, None)
-        if x is not None:
-            self.ops.join(x, residual)
-        found = self.norm.alone(residual)
-        self._own_rows = found if self.eagle.output_normed else residual
-        return found
-
-    def kept(self, hidden: Hidden) -> torch.Tensor:
-        return self._own_rows

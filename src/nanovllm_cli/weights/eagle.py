@@ -13,7 +13,8 @@ from nanovllm_cli.layers.embedding import Embedding
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.models.eagle import PLACES, Eagle, EagleSpec, eagle_spec
+from nanovllm_cli.models.eagle import PLACES, EagleSpec, eagle_spec
+from nanovllm_cli.models.eagle_layer import Eagle
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
