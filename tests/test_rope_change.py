@@ -120,6 +120,7 @@ def test_flags_count_for_more_than_json() -> None:
     said = parsers.rope_scaling('{"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}')
     assert rope_change(said, None, None, None) == RopeChange("yarn", 4, None, 32768)
     assert rope_change(said, 2.0, 1e6, None) == RopeChange("yarn", 2.0, 1e6, 32768)
+    assert rope_change(None, 0.0, None, None) == RopeChange(scale=0.0), "which the engine refuses"
     assert parsers.rope_scaling("YaRN") == RopeChange("yarn")
     for text in ("ntk", "{", '{"factor": 4, "beta": 1}', '{"type": "yarn", "rope_type": "yarn"}'):
         with pytest.raises(ValueError, match=r"rotary|JSON|not known here"):

@@ -21,6 +21,7 @@ Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -248,22 +249,9 @@ class CudaAttention:
         step: CudaStep,
         distances: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if spec.found_dim == spec.head_dim:
-            return self._attend(spec, qkv, norm, angles, sinks, cache, step, distances)
-        wide = values_widened(self.launcher, qkv, spec)
-        return values_narrowed(self.launcher, self._attend(spec, wide, norm, angles, sinks, cache, step, distances), spec)
-
-    def _attend(
-        self,
-        spec: AttentionSpec,
-        qkv: torch.Tensor,
-        norm: HeadNorms,
-        angles: Angles,
-        sinks: torch.Tensor | None,
-        cache: LayerCache,
-        step: CudaStep,
-        distances: torch.Tensor | None,
-    ) -> torch.Tensor:
+        if spec.found_dim != spec.head_dim:
+            wide = values_widened(self.launcher, qkv, spec), norm, angles, sinks, cache, step, distances
+            return values_narrowed(self.launcher, self.attend(replace(spec, value_dim=None), *wide), spec)
         shape = self._shape(spec)
         heads, kv_heads, dim, window, both_ways, chunk = shape
         of_heads = None if self._scales is None else self._scales[:kv_heads]

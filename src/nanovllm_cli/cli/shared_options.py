@@ -105,4 +105,9 @@ def adapters(names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | Non
 def rope_change(told: RopeChange | None, scale: float | None, base: float | None, original_len: int | None) -> RopeChange:
     """told: what --rope-scaling said; flags for its fields count for more."""
     told = told or AS_TRAINED
-    return RopeChange(told.scaling, scale or told.scale, base or told.base, original_len or told.original_len)
+    return RopeChange(
+        told.scaling,
+        told.scale if scale is None else scale,
+        told.base if base is None else base,
+        told.original_len if original_len is None else original_len,
+    )

@@ -24,7 +24,7 @@ class Taps:
     A step begins with `begin`, takes rows in the order of the layers, and may leave some aside; `fused` is for the others."""
 
     def __init__(self, places: tuple[int, ...], width: int, size: int, normed: Normed, norm: NormSpec, kit: Kit) -> None:
-        self.places, self.size = places, size
+        self.places = places
         self._width, self._dtype, self._ops = width, kit.dtype, kit.ops
         self._fuse = Linear(len(places) * width, {"fuse": size}, kit)
         self._each = [RMSNorm(norm, width, kit) for _ in places] if normed == "each" else []
