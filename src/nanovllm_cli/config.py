@@ -222,7 +222,8 @@ def _rope(given: object) -> RopeChange:
         raise UsageError(f"unknown scaling of rotary positions {given.scaling!r}", f"known: {', '.join(get_args(RopeKind))}")
     bounds = {"scale": 1e-3, "base": 1.001, "original length": 2}
     for (name, least), value in zip(bounds.items(), given[1:], strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1e12):
+        kind = int if name == "original length" else int | float
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= 1e12):
             raise UsageError(f"the {name} of rotary positions must be a number from {least:g} to 1e12, not {value!r}")
     return given
 
