@@ -110,7 +110,6 @@ def test_what_has_no_meaning_is_said(config: Any, change: RopeChange, said: str,
     [(RopeChange("ntk"), "unknown scaling"), (RopeChange(scale=0.0), "the scale of"), (RopeChange(scale=True), "the scale of"),
      (RopeChange(base=float("nan")), "the base of"), (RopeChange(original_len=1), "the original length of"),
      (RopeChange(original_len=64.0), "the original length of"),  # type: ignore[arg-type]
-    
      (("yarn", 4.0), "must be a RopeChange")],
 )  # fmt: skip
 def test_settings_out_of_bounds_are_refused(change: Any, said: str) -> None:
