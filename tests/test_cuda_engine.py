@@ -54,7 +54,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
-from nanovllm_cli.engine import decode_work, device_sampler
+from nanovllm_cli.engine import decode_work, device_sampler, platforms
 from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
@@ -682,19 +682,19 @@ class Notes(NullProgress):
 def test_what_changes_nothing_on_a_gpu_is_said(
     settings: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "why_unavailable", lambda index: None)
-    monkeypatch.setattr(workers, "CudaDevice", lambda *_: EmulatedDevice())
+    monkeypatch.setattr(platforms, "why_unavailable", lambda index: None)
+    monkeypatch.setattr(platforms, "CudaDevice", lambda *_: EmulatedDevice())
     progress = Notes()
-    assert isinstance(workers.select_platform(EngineConfig(device="cuda", **settings), progress), CudaPlatform)
+    assert isinstance(platforms.select_platform(EngineConfig(device="cuda", **settings), progress), CudaPlatform)
     assert [note[: len(line)] for note, line in zip(progress.notes, said, strict=True)] == said
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_auto_says_why_a_gpu_that_is_there_is_not_used(has_driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "why_unavailable", lambda index: UnsupportedError("no CuPy", "install it"))
-    monkeypatch.setattr(workers, "has_driver", lambda: has_driver)
+    monkeypatch.setattr(platforms, "why_unavailable", lambda index: UnsupportedError("no CuPy", "install it"))
+    monkeypatch.setattr(platforms, "has_driver", lambda: has_driver)
     progress = Notes()
-    assert isinstance(workers.select_platform(EngineConfig(), progress), CpuPlatform)
+    assert isinstance(platforms.select_platform(EngineConfig(), progress), CpuPlatform)
     assert progress.notes == (["the GPU is not used: no CuPy (install it)"] if has_driver else [])
     with pytest.raises(UnsupportedError, match="no CuPy"):
-        workers.select_platform(EngineConfig(device="cuda"), progress)
+        platforms.select_platform(EngineConfig(device="cuda"), progress)

@@ -18,7 +18,7 @@ from engines import SMALL, greedy, random_model, save, worker_for
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import cuda_platform
 from nanovllm_cli.engine.cuda_platform import STEP_BYTES, CudaPlatform
-from nanovllm_cli.engine.placement import Group, asked_for, fitted, group_of, in_words
+from nanovllm_cli.engine.placement import Part, asked_for, fitted, group_of, in_words
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, UsageError
 from nanovllm_cli.models.families import spec_from_hf
@@ -37,8 +37,8 @@ NORMS = (5 * 64 + 4 * 64) * BF16.itemsize
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Three layers of which the middle one has experts, in bytes.
 SIZES = Counter({
-    Group("embedding"): 10, Group("layer", 0): 3, Group("layer", 1): 4, Group("experts", 1): 50, Group("layer", 2): 5,
-    Group("head"): 10,
+    Part("embedding"): 10, Part("layer", 0): 3, Part("layer", 1): 4, Part("experts", 1): 50, Part("layer", 2): 5,
+    Part("head"): 10,
 })  # fmt: skip
 
 
@@ -148,12 +148,12 @@ def test_what_does_not_fit_goes_by_itself(mixture: Path, monkeypatch: pytest.Mon
     needed, embedding = on_the_gpu.weight_bytes + NORMS, SHAPE["vocab_size"] * SHAPE["hidden_size"] * BF16.itemsize
     monkeypatch.setattr(CudaPlatform, "_beside_weights", lambda *_: share - needed + embedding + 1)
     worker = worker_on(mixture, EmulatedDevice(), notes)
-    assert worker.placement.far == {Group("embedding"), Group("experts", 0)}
+    assert worker.placement.far == {Part("embedding"), Part("experts", 0)}
     assert worker.weight_bytes == on_the_gpu.weight_bytes
-    where = (worker.spec, worker.model.backend, needed, lambda: {Group("embedding"): embedding, Group("experts", 0): 1000})
+    where = (worker.spec, worker.model.backend, needed, lambda: {Part("embedding"): embedding, Part("experts", 0): 1000})
     monkeypatch.setattr(CudaPlatform, "_beside_weights", lambda *_: share - needed)
     places = [worker.platform.place(*where, organs=num_bytes).far for num_bytes in (0, 1)]
-    assert places == [frozenset(), {Group("embedding")}], "what sees has its room, too"
+    assert places == [frozenset(), {Part("embedding")}], "what sees has its room, too"
     (note, _) = notes.notes
     assert note == "0.0 of 0.0 GiB of weights stay in the machine's memory, as the GPU has room for 0.0 (--n-cpu-moe 1)"
 
@@ -210,16 +210,16 @@ def test_what_costs_least_goes_first() -> None:
 @pytest.mark.parametrize(
     ("name", "tied", "group"),
     [
-        ("embedding.weight", False, Group("embedding")),
-        ("embedding.weight", True, Group("head")),
-        ("per_layer_embedding.weight", True, Group("embedding")),
-        ("head.weight", False, Group("head")),
-        ("blocks.3.q.weight", False, Group("layer", 3)),
-        ("blocks.12.experts.5.gate.weight", False, Group("experts", 12)),
-        ("blocks.3.shared.gate.weight", False, Group("layer", 3)),
+        ("embedding.weight", False, Part("embedding")),
+        ("embedding.weight", True, Part("head")),
+        ("per_layer_embedding.weight", True, Part("embedding")),
+        ("head.weight", False, Part("head")),
+        ("blocks.3.q.weight", False, Part("layer", 3)),
+        ("blocks.12.experts.5.gate.weight", False, Part("experts", 12)),
+        ("blocks.3.shared.gate.weight", False, Part("layer", 3)),
         ("blocks.3.router.weight", False, None),
         ("norm.weight", False, None),
     ],
 )
-def test_weights_belong_to_groups(name: str, tied: bool, group: Group | None) -> None:
+def test_weights_belong_to_groups(name: str, tied: bool, group: Part | None) -> None:
     assert group_of(name, tied=tied) == group

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.worker import select_platform
+from nanovllm_cli.engine.platforms import select_platform
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import hub, source

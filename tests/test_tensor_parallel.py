@@ -23,7 +23,7 @@ from live_server import live_server
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, processors, system
 from nanovllm_cli.bench.sweep import Sweep
 from nanovllm_cli.distributed.division import LEAST_ROWS, STEP, Division, bounds, own_parts
-from nanovllm_cli.engine import ranks, worker
+from nanovllm_cli.engine import ranks
 from nanovllm_cli.engine.plan import NewSequence, Plan, Scheduled
 from nanovllm_cli.engine.rank_messages import Begin, Line, Run, ToRank
 from nanovllm_cli.engine.worker import Worker
@@ -342,14 +342,6 @@ def test_ctrl_c_waits_for_the_step_and_the_next_answer_is_right(folder: Path, qu
 
 
 # ---- who may ----
-
-
-def test_a_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match="by several processes on CPUs only"):
-        worker_for(folder, tensor_parallel_size=2, device="cuda:0")
-    monkeypatch.setattr(worker, "why_unavailable", lambda index: None)
-    with pytest.raises(UnsupportedError, match="by several processes on CPUs only"):
-        worker_for(folder, tensor_parallel_size=2, device="auto")
 
 
 @pytest.mark.parametrize("size", [0, -1, 65])

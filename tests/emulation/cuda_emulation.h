@@ -12,7 +12,10 @@
 // for a warp or a block in warps.cpp, what it computes for four warps while they go on in warpgroups.cpp.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -18,7 +18,8 @@ inline void __syncthreads() { emulation::block_barrier(); }
 inline void __syncwarp(unsigned mask = emulation::FULL_MASK) { emulation::warp_barrier(mask); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-inline void __nanosleep(unsigned) {}
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __nanosleep(unsigned) { sched_yield(); }  // a kernel waits for another process
 
 inline int __syncthreads_or(int p) { return emulation::block_reduce(p != 0, [](int a, int b) { return a | b; }); }
 inline int __syncthreads_and(int p) { return emulation::block_reduce(p != 0, [](int a, int b) { return a & b; }); }

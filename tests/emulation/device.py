@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -97,6 +98,9 @@ class EmulatedDevice:
         self.num_pages += num_bytes
         pages = torch.zeros(num_bytes, dtype=torch.uint8)
         return HostPages(pages, pages)
+
+    def shared_pages(self, memory: mmap.mmap) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def event(self) -> _Event:
         return _Event()

@@ -66,6 +66,12 @@ class Division:
         return sum(self.sections)
 
     @cached_property
+    def begins(self) -> list[int]:
+        """Where the rows of each process begin, and the end: of one section."""
+        assert len(self.sections) == 1, "of several each process has several parts"
+        return [*(self.ranges(rank)[0].start for rank in range(self.size)), self.num_rows]
+
+    @cached_property
     def most_rows(self) -> int:
         """Of any process."""
         return max(self.own_rows(rank) for rank in range(self.size))

@@ -1,4 +1,4 @@
-"""Processes of one machine that compute one model, and the memory they share (kernels/cpu_gather.py).
+"""Processes of one machine that compute one model, and the memory they share.
 
 All do the same steps in the same order, and meet in each. If one is lost the others would wait for it forever: whoever notices
 calls `break_off`, from any thread, and nobody waits any more. What is computed from then on is of no use.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -24,19 +26,20 @@ def memory_bytes(size: int) -> int:
     return cpu_gather.HEAD_BYTES + 2 * size * AREA_BYTES
 
 
-class Group:
-    """Process number `rank` of `size`. handle: a file of `memory_bytes(size)` zeros that all of them have open."""
+class Meeting:
+    """Process number `rank` of `size`, and what it shares with the others: memory, whose first word is not 0 once somebody is
+    lost. handle: a file of `memory_bytes(size)` zeros that all of them have open."""
 
     def __init__(self, rank: int, size: int, handle: int) -> None:
         self.rank = rank
         self.size = size
-        self._memory = mmap.mmap(handle, memory_bytes(size))
-        self._word = ctypes.c_int64.from_buffer(self._memory)
-        words = (0, rank, size, AREA_BYTES, ctypes.addressof(self._word))
-        self._control = torch.tensor(words, dtype=torch.int64)
-        for each, num_arguments in cpu_gather.NUM_ARGUMENTS.items():  # compiled, or loaded, now and not in the midst of a step
-            each.step("", (0,) * num_arguments)
-        self._pieces: dict[tuple[Division, int], torch.Tensor] = {}
+        self.memory = mmap.mmap(handle, memory_bytes(size))
+        self._word = ctypes.c_int64.from_buffer(self.memory)
+
+    @property
+    def address(self) -> int:
+        """Of the memory."""
+        return ctypes.addressof(self._word)
 
     def break_off(self) -> None:
         """Nobody waits for anybody any more."""
@@ -46,9 +49,38 @@ class Group:
     def is_broken(self) -> bool:
         return bool(self._word.value)
 
+
+class Group(Protocol):
+    """How tensors come together on a device. All processes call the same, in the same order."""
+
+    rank: int
+    size: int
+
     def gather(self, x: torch.Tensor, division: Division, *, only_first: bool = False) -> torch.Tensor:
         """[T, num_rows] of what each process has of its columns: x [T, own_rows]. only_first: the first process gets it, and the
         others anything."""
+
+    def table_rows(
+        self, division: Division, ids: torch.Tensor, table: torch.Tensor | None, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """[T, width] of a table whose rows are divided, in one section. ids, table: see `WeightStorage.rows`. own: gives those of
+        this process's rows that it is asked for by number, with anything for -1."""
+
+
+class CpuGroup:
+    """See Group (kernels/cpu_gather.py)."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.rank, self.size = meeting.rank, meeting.size
+        self._meeting = meeting  # whose memory this is
+        words = (0, self.rank, self.size, AREA_BYTES, meeting.address)
+        self._control = torch.tensor(words, dtype=torch.int64)
+        for each, num_arguments in cpu_gather.NUM_ARGUMENTS.items():  # compiled, or loaded, now and not in the midst of a step
+            each.step("", (0,) * num_arguments)
+        self._pieces: dict[tuple[Division, int], torch.Tensor] = {}
+        self._bounds: dict[Division, torch.Tensor] = {}
+
+    def gather(self, x: torch.Tensor, division: Division, *, only_first: bool = False) -> torch.Tensor:
         tokens, size = x.shape[0], x.itemsize
         out = new_tensor((tokens, division.num_rows), x.dtype)
         own = address_of(x, x.dtype, tokens, division.own_rows(self.rank))
@@ -59,24 +91,28 @@ class Group:
         gather(it, in_one=tokens <= 4)  # of few tokens always: they may be an expert's, whose steps have to be alike
         return out
 
-    def own_rows(self, ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        """Which of this process's rows of a table `ids` [T] int64 ask for; any, where they are another one's. bounds [size + 1]
-        int64: where the rows of each begin."""
-        own = new_tensor((ids.shape[0],), torch.int64)
-        first, end = bounds[self.rank : self.rank + 2].tolist()
-        launch(cpu_gather.own_rows, 0, "", (address_of(ids, torch.int64, *own.shape), own.data_ptr(), len(own), first, end))
-        return own
-
-    def gather_rows(self, x: torch.Tensor, ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        """[T, width] of rows that one process has each: x alike, as `own_rows` asked for it."""
-        out = new_tensor((x.shape[0], x.shape[1]), x.dtype)
+    def table_rows(
+        self, division: Division, ids: torch.Tensor, table: torch.Tensor | None, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        assert table is None, "a CPU's tokens are all known"
+        count, begins = ids.shape[0], self._begins(division)
+        mine = new_tensor((count,), torch.int64)
+        first, end = begins[self.rank : self.rank + 2].tolist()
+        launch(cpu_gather.own_rows, 0, "", (address_of(ids, torch.int64, count), mine.data_ptr(), count, first, end))
+        x = own(mine)
+        out = new_tensor((count, x.shape[1]), x.dtype)
         row_bytes = x.shape[1] * x.itemsize
         ints = (
-            self._control.data_ptr(), address_of(x, x.dtype, *out.shape), out.data_ptr(), row_bytes, len(out),
-            address_of(ids, torch.int64, len(out)), address_of(bounds, torch.int64, self.size + 1), _rows_at_once(row_bytes),
+            self._control.data_ptr(), address_of(x, x.dtype, *out.shape), out.data_ptr(), row_bytes, count,
+            address_of(ids, torch.int64, count), begins.data_ptr(), _rows_at_once(row_bytes),
         )  # fmt: skip
         launch(cpu_gather.gather_rows, 0, "", ints)
         return out
+
+    def _begins(self, division: Division) -> torch.Tensor:
+        if division not in self._bounds:
+            self._bounds[division] = torch.tensor(division.begins, dtype=torch.int64)
+        return self._bounds[division]
 
     def _table(self, division: Division, itemsize: int) -> torch.Tensor:
         key = division, itemsize

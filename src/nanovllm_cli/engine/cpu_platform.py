@@ -10,8 +10,9 @@ import torch
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, cache_dtypes
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.distributed.group import CpuGroup, Group, Meeting
 from nanovllm_cli.engine.memory import available_bytes, check_weights_fit
-from nanovllm_cli.engine.placement import NEAR, Group, Placement
+from nanovllm_cli.engine.placement import NEAR, Part, Placement
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.strategy import most_guesses
@@ -20,6 +21,7 @@ from nanovllm_cli.kernels import cpu, dense
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.warm import Kind, warm_up
+from nanovllm_cli.layers.kit import Share
 from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec, ScanSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
@@ -30,6 +32,7 @@ from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_low_rank import CpuLowRank
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.dense import DenseStorage
+from nanovllm_cli.quant.divided import Divided
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
@@ -61,6 +64,13 @@ class CpuPlatform:
     @property
     def most_drafted(self) -> int:
         return MOST_DRAFTED
+
+    @property
+    def shares_memory(self) -> bool:
+        return True
+
+    def group(self, meeting: Meeting) -> CpuGroup:
+        return CpuGroup(meeting)
 
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float32 for matrices that are, else bfloat16."""
@@ -94,7 +104,7 @@ class CpuPlatform:
         return available_bytes()
 
     def place(
-        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]], organs: int = 0
+        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Part, int]], organs: int = 0
     ) -> Placement:
         """All of them in the one memory that there is."""
         check_weights_fit(needed, self.available_bytes(), self.config.tensor_parallel_size)
@@ -117,6 +127,9 @@ class CpuPlatform:
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CpuStacked(parts, dtype)
+
+    def divided(self, own: WeightStorage, share: Share, group: Group, dtype: torch.dtype) -> WeightStorage:
+        return Divided(own, share.division, group, dtype, share.gathers)
 
     def with_adapters(
         self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None

@@ -10,11 +10,13 @@ import torch
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, block_bytes, cache_dtypes, state_bytes
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.distributed.cuda_group import CudaGroup
+from nanovllm_cli.distributed.group import Group, Meeting
 from nanovllm_cli.engine.cuda_runner import CudaRunner
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.memory import GIB, OVERHEAD_BYTES, available_bytes
-from nanovllm_cli.engine.placement import Group, Placement, asked_for, bytes_of, fitted, in_words
+from nanovllm_cli.engine.placement import Part, Placement, asked_for, bytes_of, fitted, in_words
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.runner import pooled_sums
 from nanovllm_cli.engine.sampler import Sampler
@@ -24,9 +26,11 @@ from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
+from nanovllm_cli.layers.kit import Share
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.quant.cuda_divided import CudaDivided
 from nanovllm_cli.quant.cuda_far import FarMemory
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
@@ -81,6 +85,13 @@ class CudaPlatform:
         """As many as are recorded: the step waits for its weights. An estimate."""
         return MOST_ROWS
 
+    @property
+    def shares_memory(self) -> bool:
+        return False
+
+    def group(self, meeting: Meeting) -> CudaGroup:
+        return CudaGroup(meeting, self.device)
+
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float16 for matrices that are, else bfloat16; float16 on a GPU without bfloat16."""
         name = self.config.dtype
@@ -105,17 +116,17 @@ class CudaPlatform:
         return self.device.memory().free
 
     def place(
-        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]], organs: int = 0
+        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Part, int]], organs: int = 0
     ) -> Placement:
         """All on the GPU where it has room beside the cache of a context, or as much as was asked for, or as fits."""
         config, memory, layers = self.config, self.device.memory(), spec.num_layers
         share = int(memory.total * config.gpu_memory_utilization) - (memory.total - memory.free)
         room = share - self._beside_weights(spec, layout) - organs
         far = asked_for(config, layers)
-        by_group: Mapping[Group, int] = {}
+        by_group: Mapping[Part, int] = {}
         if far or (needed > room and config.n_gpu_layers is None):
             by_group = sizes()
-        if config.n_gpu_layers is None and needed > room:
+        if config.n_gpu_layers is None and needed > room and config.tensor_parallel_size == 1:
             far = fitted(by_group, far, layers, needed, room)
         num_far = bytes_of(far, by_group)
         if far != asked_for(config, layers):
@@ -164,6 +175,10 @@ class CudaPlatform:
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CudaStacked(parts, dtype, self.launcher)
+
+    def divided(self, own: WeightStorage, share: Share, group: Group, dtype: torch.dtype) -> WeightStorage:
+        assert isinstance(group, CudaGroup)
+        return CudaDivided(own, share.division, group, dtype, share.gathers)
 
     def with_adapters(
         self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None
@@ -228,7 +243,8 @@ class CudaPlatform:
         with torch.inference_mode():
             decode.warm_up(on_device)
         self.progress.done()
-        return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size)
+        together = self.config.tensor_parallel_size > 1
+        return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size, together)
 
     def _sampling_bytes(self, spec: ModelSpec) -> int:
         rows = self.config.max_num_seqs + (MOST_ROWS if self.config.max_guesses else 0)
@@ -252,7 +268,7 @@ class CudaPlatform:
         size, tokens = self.config.block_size, self._step_tokens(model.spec)
         longest = min(tokens, self._longest(model.spec.max_position))
         blocks = list(range(-(-longest // size)))  # all have the same: nobody reads what they compute
-        cache = KVCache(len(blocks), model.spec.mixers, model.backend)
+        cache = KVCache(len(blocks), model.own_mixers, model.backend)
 
         # Where requests choose adapters, a step of those that do is the larger one; of others kernels do more at once.
         chosen = (1.0,) * len(self.config.lora_modules) if model.chosen is not None else ()

@@ -40,7 +40,7 @@ Read = Callable[[], list[Drawn]]
 
 @dataclass(eq=False)
 class CudaRunner:
-    """sampler draws on the host, on_device there."""
+    """sampler draws on the host, on_device there. together: with other processes, which know nothing of who draws where."""
 
     model: Decoder
     cache: KVCache
@@ -48,12 +48,26 @@ class CudaRunner:
     on_device: DeviceSampler
     decode: DecodeStep
     block_size: int
+    together: bool = False
 
     def __post_init__(self) -> None:
         self._rows_before: dict[int, int] = {}
         self._last_read: Read = list
         self.see: See = sees_nothing
         self.hidden: list[KeptRows] = []
+
+    def arranged(self, plan: Plan) -> Plan:
+        """See PlanRunner: those that draw on the device first, as in a decode step."""
+        if not all(map(_is_decode, plan.scheduled)):
+            return plan
+        new = {each.seq_id: each for each in plan.new}
+
+        def place(share: Scheduled) -> int:
+            if (each := new.get(share.seq_id)) is not None:
+                return int(each.params.is_guided) if self.on_device.takes(each.params, each.stop_ids) else 2
+            return 2 if share.seq_id not in self.on_device else self.on_device.is_guided(share.seq_id)
+
+        return plan._replace(scheduled=sorted(plan.scheduled, key=place))
 
     def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
         """See PlanRunner.run."""
@@ -139,7 +153,8 @@ class CudaRunner:
         self.sampler.start_masks(here)
         hidden = self._run(batch, owners)
         output = beside_draws(self.model, self.sampler, hidden, owners)
-        logits = self._logits(hidden, row_of, here) if here else None  # if there is no room for them, nothing has been drawn
+        logits_of = self._logits_of(hidden, row_of)
+        logits = logits_of(here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
         drawn: list[Drawn] = []
         read: Read = list
@@ -147,7 +162,7 @@ class CudaRunner:
             if part is not parts[0]:
                 drawn += read()
                 self._seat(part, num_drawn)
-            self._draw_part(part, self._logits(hidden, row_of, part))
+            self._draw_part(part, logits_of(part))
             read = self._read(part)
         if logits is not None:
             drawn += self.sampler.sample(here, logits)
@@ -218,8 +233,13 @@ class CudaRunner:
             places[2 if seq_id not in self.on_device else self.on_device.is_guided(seq_id)].append(seq_id)
         return places
 
-    def _logits(self, hidden: Hidden, row_of: dict[int, int], seq_ids: list[int]) -> torch.Tensor:
-        return self.model.logits(take_rows(hidden, [row_of[seq_id] for seq_id in seq_ids]))
+    def _logits_of(self, hidden: Hidden, row_of: dict[int, int]) -> Callable[[list[int]], torch.Tensor]:
+        """The rows of sequences. Together with others the head has to compute the same rows everywhere: all at once."""
+        if not self.together or not row_of:
+            return lambda seq_ids: self.model.logits(take_rows(hidden, [row_of[seq_id] for seq_id in seq_ids]))
+        whole = self.model.logits(take_rows(hidden, list(row_of.values())))
+        place = {seq_id: row for row, seq_id in enumerate(row_of)}
+        return lambda seq_ids: _rows(whole, [place[seq_id] for seq_id in seq_ids])
 
     def _seat(self, seq_ids: list[int], num_drawn: dict[int, int]) -> None:
         slots = torch.tensor(self.on_device.seat({seq_id: num_drawn[seq_id] for seq_id in seq_ids}), dtype=torch.int32)

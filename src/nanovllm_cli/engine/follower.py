@@ -12,14 +12,29 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nanovllm_cli.attention.kv_cache import BlockMover, KVCache
-from nanovllm_cli.distributed.group import Group
-from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.distributed.group import Meeting
 from nanovllm_cli.engine.loaded_model import LoadedModel
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Scheduled, TokenLogprobs
-from nanovllm_cli.engine.rank_messages import Begin, Failed, Line, Loaded, Make, Put, Run, Take, Taken, ToRank
+from nanovllm_cli.engine.platform import Platform
+from nanovllm_cli.engine.platforms import platform_of
+from nanovllm_cli.engine.rank_messages import (
+    Begin,
+    Failed,
+    Line,
+    Loaded,
+    Make,
+    Measure,
+    Measured,
+    Put,
+    Run,
+    Take,
+    Taken,
+    ToRank,
+)
 from nanovllm_cli.engine.sampler import Mask, Sampler
 from nanovllm_cli.errors import NanovllmError
-from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -30,7 +45,12 @@ def end_process() -> None:
     os._exit(0)
 
 
-def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> None:
+def follow(
+    fd: int,
+    handle: int,
+    at_end: Callable[[], None] = end_process,
+    make_platform: Callable[[EngineConfig, LoadProgress | None], Platform] = platform_of,
+) -> None:
     """Until the other end of the connection is closed, when at_end is called. fd: this end; handle: of the shared memory."""
     line: Line[ToRank] = Line(fd, ToRank, at_end, parent=os.getppid())
     try:
@@ -38,29 +58,33 @@ def follow(fd: int, handle: int, at_end: Callable[[], None] = end_process) -> No
     except (EOFError, OSError):
         return
     assert isinstance(begin, Begin)
-    group = Group(begin.rank, begin.config.tensor_parallel_size, handle)
+    meeting = Meeting(begin.rank, begin.config.tensor_parallel_size, handle)
     try:
-        with open_checkpoint(begin.model) as checkpoint:
-            model = LoadedModel(checkpoint, begin.config, CpuPlatform(begin.config, None), NullProgress(), group)
-    except NanovllmError as error:
-        with contextlib.suppress(OSError, EOFError):  # the first process may have found the same
-            line.send(Failed(type(error).__name__, error.message, error.hint))
-            line.receive()
-        return
-    try:
-        line.send(Loaded(model.sizes))
-        make = line.receive()
-    except (EOFError, OSError):
-        return
-    assert isinstance(make, Make)
-    try:
-        _Follower(model, begin, make, line).run()
+        try:
+            platform = make_platform(begin.config, None)
+            with open_checkpoint(begin.model) as checkpoint:
+                model = LoadedModel(checkpoint, begin.config, platform, NullProgress(), platform.group(meeting))
+            line.send(Loaded(model.sizes))
+            make = line.receive()
+            if isinstance(make, Measure):
+                line.send(Measured(platform.cache_budget(model.model)))
+                make = line.receive()
+        except NanovllmError as error:
+            meeting.break_off()
+            with contextlib.suppress(OSError, EOFError):  # the first process may have found the same
+                line.send(Failed(type(error).__name__, error.message, error.hint))
+                line.receive()
+            return
+        except (EOFError, OSError):
+            return
+        assert isinstance(make, Make)
+        _Follower(model, make, line).run()
     finally:  # whatever it was, the others are not to wait
-        group.break_off()
+        meeting.break_off()
 
 
 class _Follower:
-    def __init__(self, model: LoadedModel, begin: Begin, make: Make, line: Line[ToRank]) -> None:
+    def __init__(self, model: LoadedModel, make: Make, line: Line[ToRank]) -> None:
         self._platform = model.platform
         self._cache = KVCache(make.num_blocks, model.own_spec.mixers, model.model.backend, make.num_states)
         sampler = _NoSampler(model.spec.vocab_size)

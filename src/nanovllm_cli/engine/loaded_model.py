@@ -27,7 +27,6 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.rotary import rescaled
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quant.cpu_divided import CpuDivided
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
@@ -93,6 +92,7 @@ class LoadedModel:
         kit = self._kit()
         if group is None or group.rank == 0:  # the others load meanwhile
             needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
+            needed //= 1 if group is None or platform.shares_memory else group.size
             sizes = partial(sizes_of, self.spec, self._matrix_bytes)
             organs = 0 if self.sight is None else self.sight.num_bytes
             self.placement = platform.place(self.spec, kit.backend, needed, sizes, organs)
@@ -191,7 +191,7 @@ class LoadedModel:
         if not self._beside.keys().isdisjoint(parts):
             weight = self._with_adapters(weight, parts, ranges)
         if share is not None and self._group is not None:
-            weight = CpuDivided(weight, share.division, self._group, self.dtype, gathers=share.gathers)
+            weight = self.platform.divided(weight, share, self._group, self.dtype)
         self._storages.append(weight)
         whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
         self.num_multiplied_whole += whole * width * sum(parts.values()) // sum(own.values())

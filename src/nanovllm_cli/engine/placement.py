@@ -19,7 +19,7 @@ ALWAYS_NEAR = ("k_b", "v_b", "kv_b", "router", "per_layer_projection")
 """Parts of layers that are small, or no weights by themselves on a GPU."""
 
 
-class Group(NamedTuple):
+class Part(NamedTuple):
     """Weights that stay together. layer: of experts and of layers, which are what else there is in one."""
 
     kind: Literal["embedding", "experts", "layer", "head"]
@@ -29,7 +29,7 @@ class Group(NamedTuple):
 class Placement(NamedTuple):
     """far: what is not on the GPU. tied: the head is the embedding."""
 
-    far: frozenset[Group] = frozenset()
+    far: frozenset[Part] = frozenset()
     tied: bool = False
 
     def is_far(self, name: str) -> bool:
@@ -40,23 +40,23 @@ class Placement(NamedTuple):
 NEAR = Placement()
 
 
-def group_of(name: str, *, tied: bool) -> Group | None:
+def group_of(name: str, *, tied: bool) -> Part | None:
     """None for what is always on the GPU."""
     match name.split("."):
         case ["blocks", number, "experts", *_]:
-            return Group("experts", int(number))
+            return Part("experts", int(number))
         case ["blocks", number, part, *_]:
-            return None if part in ALWAYS_NEAR else Group("layer", int(number))
+            return None if part in ALWAYS_NEAR else Part("layer", int(number))
         case ["embedding" | "per_layer_embedding" as part, *_]:
-            return Group("head" if tied and part == "embedding" else "embedding")
+            return Part("head" if tied and part == "embedding" else "embedding")
         case ["head", *_]:
-            return Group("head")
+            return Part("head")
     return None
 
 
-def sizes_of(spec: ModelSpec, num_bytes: Callable[[str, int, int], float]) -> dict[Group, int]:
+def sizes_of(spec: ModelSpec, num_bytes: Callable[[str, int, int], float]) -> dict[Part, int]:
     """Bytes of each. num_bytes: of a matrix, by our name, rows and columns."""
-    sizes: Counter[Group] = Counter()
+    sizes: Counter[Part] = Counter()
     for name, shape in shapes_of(spec).items():
         group = group_of(name, tied=spec.tied_head)
         if group is not None and len(shape) == 2:
@@ -64,21 +64,21 @@ def sizes_of(spec: ModelSpec, num_bytes: Callable[[str, int, int], float]) -> di
     return dict(sizes)
 
 
-def asked_for(config: EngineConfig, num_layers: int) -> frozenset[Group]:
+def asked_for(config: EngineConfig, num_layers: int) -> frozenset[Part]:
     """What the config wants far, of a model of so many layers. The head counts as a layer, the last one."""
-    far = {Group("experts", layer) for layer in range(min(config.n_cpu_moe, num_layers))}
+    far = {Part("experts", layer) for layer in range(min(config.n_cpu_moe, num_layers))}
     if config.n_gpu_layers is not None and config.n_gpu_layers <= num_layers:
         first_near = num_layers + 1 - config.n_gpu_layers
-        far |= _layers(range(min(first_near, num_layers))) | {Group("embedding")}
-        far |= {Group("head")} if first_near > num_layers else set()
+        far |= _layers(range(min(first_near, num_layers))) | {Part("embedding")}
+        far |= {Part("head")} if first_near > num_layers else set()
     return frozenset(far)
 
 
-def fitted(sizes: Mapping[Group, int], far: frozenset[Group], num_layers: int, needed: int, room: int) -> frozenset[Group]:
+def fitted(sizes: Mapping[Part, int], far: frozenset[Part], num_layers: int, needed: int, room: int) -> frozenset[Part]:
     """`far`, and as much more as is needed for the rest of `needed` bytes in all to take no more than room; all there is, where
     that is not enough."""
-    order = [Group("embedding"), *(Group("experts", layer) for layer in range(num_layers))]
-    order += [*(Group("layer", layer) for layer in range(num_layers)), Group("head")]
+    order = [Part("embedding"), *(Part("experts", layer) for layer in range(num_layers))]
+    order += [*(Part("layer", layer) for layer in range(num_layers)), Part("head")]
     near = needed - bytes_of(far, sizes)
     moved = set(far)
     for group in order:
@@ -90,26 +90,26 @@ def fitted(sizes: Mapping[Group, int], far: frozenset[Group], num_layers: int, n
     return frozenset(moved)
 
 
-def bytes_of(groups: Iterable[Group], sizes: Mapping[Group, int]) -> int:
+def bytes_of(groups: Iterable[Part], sizes: Mapping[Part, int]) -> int:
     return sum(sizes.get(group, 0) for group in groups)
 
 
-def num_near_layers(far: frozenset[Group], num_layers: int) -> int:
+def num_near_layers(far: frozenset[Part], num_layers: int) -> int:
     """As --n-gpu-layers counts them."""
     return num_layers + 1 - sum(group.kind in ("layer", "head") for group in far)
 
 
-def num_far_mixtures(far: frozenset[Group], spec: ModelSpec) -> int:
+def num_far_mixtures(far: frozenset[Part], spec: ModelSpec) -> int:
     """Layers whose experts are far."""
-    return sum(isinstance(block.mlp, MoESpec) and Group("experts", layer) in far for layer, block in enumerate(spec.blocks))
+    return sum(isinstance(block.mlp, MoESpec) and Part("experts", layer) in far for layer, block in enumerate(spec.blocks))
 
 
-def in_words(far: frozenset[Group], spec: ModelSpec) -> str:
+def in_words(far: frozenset[Part], spec: ModelSpec) -> str:
     """The options that ask for as much. far: not empty."""
     layers, mixtures = num_near_layers(far, spec.num_layers), num_far_mixtures(far, spec)
     words = [f"--n-gpu-layers {layers}"] if layers <= spec.num_layers else []
     return " ".join(words + ([f"--n-cpu-moe {mixtures}"] if mixtures > spec.num_layers + 1 - layers else [])) or "the embedding"
 
 
-def _layers(layers: range) -> set[Group]:
-    return {Group(kind, layer) for layer in layers for kind in ("experts", "layer")}
+def _layers(layers: range) -> set[Part]:
+    return {Part(kind, layer) for layer in layers for kind in ("experts", "layer")}

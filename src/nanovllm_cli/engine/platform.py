@@ -10,10 +10,12 @@ import torch
 from nanovllm_cli.attention.backend import AttentionBackend
 from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache
 from nanovllm_cli.batch import ImageRows
-from nanovllm_cli.engine.placement import Group, Placement
+from nanovllm_cli.distributed.group import Group, Meeting
+from nanovllm_cli.engine.placement import Part, Placement
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
+from nanovllm_cli.layers.kit import Share
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.format import Format
@@ -40,6 +42,10 @@ class PlanRunner(Protocol):
     see: See
     hidden: list[KeptRows]
 
+    def arranged(self, plan: Plan) -> Plan:
+        """The plan with its shares in the order in which they are computed, which other processes that compute the model have to
+        keep as well."""
+
     def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
         """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead.
         hidden: see Batch."""
@@ -59,6 +65,13 @@ class Platform(Protocol):
     def most_drafted(self) -> int:
         """See Executor."""
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether processes that compute one model together have the same memory, and not a device's each."""
+
+    def group(self, meeting: Meeting) -> Group:
+        """How such processes bring together what each has computed."""
+
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """The type to compute in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is none."""
 
@@ -75,7 +88,7 @@ class Platform(Protocol):
         """Memory that weights may take now."""
 
     def place(
-        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Group, int]], organs: int = 0
+        self, spec: ModelSpec, layout: CacheLayout, needed: int, sizes: Callable[[], Mapping[Part, int]], organs: int = 0
     ) -> Placement:
         """Where the weights of a model go, `needed` bytes in all, beside a cache of such a layout. sizes: what may be apart.
         organs: bytes of what sees and hears, which is loaded when it is asked for. DoesNotFitError where there is no room."""
@@ -91,6 +104,9 @@ class Platform(Protocol):
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         """Weights that read the same input, as one with all their rows."""
+
+    def divided(self, own: WeightStorage, share: Share, group: Group, dtype: torch.dtype) -> WeightStorage:
+        """A weight of which this process has some rows, and the others the rest."""
 
     def with_adapters(
         self, weight: WeightStorage, sides: Sequence[Beside], dtype: torch.dtype, chosen: Chosen | None

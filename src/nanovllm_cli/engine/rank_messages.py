@@ -39,6 +39,10 @@ class Begin(Message):
     rank: int
 
 
+class Measure(Message):
+    """The largest step is run, for what it leaves of a device's memory."""
+
+
 class Make(Message):
     """The KV cache, as large as everybody's."""
 
@@ -74,8 +78,14 @@ class Loaded(Message):
     sizes: Sizes
 
 
+class Measured(Message):
+    """budget: bytes that a KV cache may take there."""
+
+    budget: int
+
+
 class Failed(Message):
-    """It can't load, for an error of `errors`, by name."""
+    """It can't load, or run a step, for an error of `errors`, by name."""
 
     kind: str
     message: str
@@ -86,8 +96,8 @@ class Taken(Message):
     data: bytes
 
 
-ToRank = Begin | Make | Run | Take | Put
-FromRank = Loaded | Failed | Taken
+ToRank = Begin | Measure | Make | Run | Take | Put
+FromRank = Loaded | Measured | Failed | Taken
 
 
 class Line(Generic[Received]):

@@ -1,7 +1,8 @@
 """The other processes that compute a model together with this one: `python -m nanovllm_cli.engine.rank_process`.
 
 This process plans, draws and answers; the others do each of its steps on their share of the weights (distributed/division.py).
-Each loads its part from the same files. They end when this one does, or closes its ends of their connections.
+Each loads its part from the same files, and has a share of the processors, or a GPU of its own. They end when this one does, or
+closes its ends of their connections.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import torch
 from nanovllm_cli import errors, system
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.distributed.group import Group, memory_bytes
+from nanovllm_cli.distributed.group import Meeting, memory_bytes
 from nanovllm_cli.engine.loaded_model import Sizes
 from nanovllm_cli.engine.plan import Plan
 from nanovllm_cli.engine.rank_messages import (
@@ -31,10 +33,13 @@ from nanovllm_cli.engine.rank_messages import (
     Line,
     Loaded,
     Make,
+    Measure,
+    Measured,
     Put,
     Run,
     Take,
     Taken,
+    ToRank,
 )
 from nanovllm_cli.errors import LostProcessError, NanovllmError, UnsupportedError
 from nanovllm_cli.processors import default_threads, shares_of_processors
@@ -45,22 +50,30 @@ logger = logging.getLogger(__name__)
 
 class Ranks:
     """Starts config.tensor_parallel_size - 1 processes, which load the checkpoint at `path` meanwhile. config: this process's.
+    on_gpus: on those behind the one that config names.
 
     Raises UnsupportedError where the system can't, and what the others' loading raises; LostProcessError when one has ended.
     """
 
-    def __init__(self, path: str, config: EngineConfig) -> None:
+    def __init__(self, path: str, config: EngineConfig, *, on_gpus: bool) -> None:
         size = config.tensor_parallel_size
-        self.config = replace(config, threads=max(1, (config.threads or default_threads()) // size))
-        shares = shares_of_processors(size)
+        self.config = config
+        if not on_gpus:
+            self.config = replace(config, threads=max(1, (config.threads or default_threads()) // size))
+        elif config.n_gpu_layers is not None or config.n_cpu_moe:
+            raise UnsupportedError(
+                "weights in the machine's memory, of a model that several GPUs compute",
+                "leave --n-gpu-layers and --n-cpu-moe out, or --tensor-parallel-size",
+            )
+        shares = None if on_gpus else shares_of_processors(size)
         before = None if shares is None else os.sched_getaffinity(0)
         self._others: list[_Other] = []
         self._end = weakref.finalize(self, _end, self._others, before, os.getpid())
         handle = system.shared_memory(memory_bytes(size))
         try:
-            self.group = Group(0, size, handle)
+            self.meeting = Meeting(0, size, handle)
             for rank in range(1, size):
-                self._others.append(_Other(rank, handle, shares[rank] if shares else None, self.group))
+                self._others.append(_Other(rank, handle, shares[rank] if shares else None, self.meeting))
         except OSError as failure:
             self.close()
             raise UnsupportedError(f"{size} processes can't be started: {failure.strerror}", "take fewer of them") from failure
@@ -72,18 +85,35 @@ class Ranks:
             self.config, draft_model=None, draft_quant=None, num_speculative_tokens=config.max_guesses, cache_salt_secret=None
         )
         for rank, other in enumerate(self._others, 1):
-            other.send(Begin(path, others, rank))
+            other.send(Begin(path, replace(others, device=gpu_of(config, rank)) if on_gpus else others, rank))
         self._sizes: list[Sizes] = []
 
     def wait(self) -> None:
         """Until all have loaded."""
+        for answer in self._answers():
+            assert isinstance(answer, Loaded)
+            self._sizes.append(answer.sizes)
+
+    def _answers(self) -> Iterator[FromRank]:
         for other in self._others:
             answer = other.receive()
             if isinstance(answer, Failed):
                 kind = getattr(errors, answer.kind, NanovllmError)
                 raise kind(answer.message, answer.hint)
-            assert isinstance(answer, Loaded)
-            self._sizes.append(answer.sizes)
+            yield answer
+
+    def measure(self) -> None:
+        """Has the others run the largest step, as this process has to now, to see what it leaves of their memory."""
+        for other in self._others:
+            other.send(Measure())
+
+    def least_share(self) -> float:
+        """What that was, of the one that can keep the fewest blocks and states: as many as this."""
+        found = []
+        for answer, sizes in zip(self._answers(), self._sizes, strict=True):
+            assert isinstance(answer, Measured)
+            found.append(answer.budget / (sizes.block_bytes + sizes.state_bytes))
+        return min(found)
 
     @property
     def sizes(self) -> Sizes:
@@ -102,7 +132,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raises LostProcessError where what was computed since the last time is of no use."""
-        if self.group.is_broken:
+        if self.meeting.is_broken:
             raise LostProcessError("one of the processes that compute the model has ended", "its own words, if any, are above")
 
     def take(self, which: list[int], *, of_states: bool) -> list[torch.Tensor]:
@@ -117,7 +147,7 @@ class Ranks:
                 assert isinstance(answer, Taken)
                 found.append(torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(len(which), -1))
         except BaseException:  # an answer may be left on a line
-            self.group.break_off()
+            self.meeting.break_off()
             raise
         return found
 
@@ -136,9 +166,9 @@ class Ranks:
 class _Other:
     """One of them. processors: those that it keeps to, if it does. When it ends nobody of the group waits any more."""
 
-    def __init__(self, rank: int, handle: int, processors: set[int] | None, group: Group) -> None:
+    def __init__(self, rank: int, handle: int, processors: set[int] | None, meeting: Meeting) -> None:
         self._rank = rank
-        self._group = group
+        self._meeting = meeting
         self._is_closing = False
         ours, theirs = socket.socketpair()
         with theirs:
@@ -148,9 +178,9 @@ class _Other:
     def _tell_end(self) -> None:
         if not self._is_closing:
             logger.warning("process %d of those that compute the model has ended", self._rank)
-        self._group.break_off()
+        self._meeting.break_off()
 
-    def send(self, message: Begin | Make | Run | Take | Put) -> None:
+    def send(self, message: ToRank) -> None:
         try:
             self._line.send(message)
         except OSError as failure:
@@ -165,6 +195,7 @@ class _Other:
     def end(self) -> None:
         """It is told to, and is not waited for."""
         self._is_closing = True
+        self._meeting.break_off()  # what a GPU does goes on until then
         self._line.end()
 
     def close(self) -> None:
@@ -175,6 +206,11 @@ class _Other:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def gpu_of(config: EngineConfig, rank: int) -> str:
+    """The device of a process, where config names the first one's."""
+    return f"cuda:{int(config.device.partition(':')[2] or 0) + rank}"
 
 
 def _end(others: list[_Other], before: set[int] | None, owner: int) -> None:

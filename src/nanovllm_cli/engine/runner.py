@@ -54,6 +54,9 @@ class Runner:
         self.see: See = sees_nothing
         self.hidden: list[KeptRows] = []
 
+    def arranged(self, plan: Plan) -> Plan:
+        return plan
+
     def run(self, plan: Plan, hidden: torch.Tensor | None = None) -> StepOutput:
         """See PlanRunner."""
         self.hidden = []

@@ -17,7 +17,6 @@ from nanovllm_cli.config import AS_TRAINED, EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
 from nanovllm_cli.engine.assistant import AssistantDraft, LoadedAssistant
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
-from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.draft import Draft, assists
 from nanovllm_cli.engine.drafting import Guesser, LoadedGuesser
 from nanovllm_cli.engine.eagle import EagleDraft, LoadedEagle
@@ -28,11 +27,10 @@ from nanovllm_cli.engine.memory import size_cache
 from nanovllm_cli.engine.mtp import LoadedMTP, MTPDraft
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
+from nanovllm_cli.engine.platforms import resolved_device, select_platform
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sight import Sight
 from nanovllm_cli.errors import LostProcessError, UnsupportedError
-from nanovllm_cli.kernels.cuda_device import CudaDevice
-from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
@@ -41,8 +39,6 @@ from nanovllm_cli.weights.fingerprint import file_stamps
 if TYPE_CHECKING:
     from nanovllm_cli.engine.ranks import Ranks
 
-OF_GPUS = ("eager", "programmatic_launch", "gpu_memory_utilization", "n_gpu_layers", "n_cpu_moe")
-"""Settings."""
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]
 
@@ -68,14 +64,17 @@ class Worker(LoadedModel):
         platform: Platform | None = None,
     ) -> None:
         progress = progress or NullProgress()
-        self._ranks = ranks = _started_ranks(checkpoint, config, platform)
+        if platform is None:
+            config = replace(config, device=resolved_device(config))
+        on_gpus = config.device != "cpu" if platform is None else not platform.shares_memory
+        self._ranks = ranks = _started_ranks(checkpoint, config, on_gpus)
         with ExitStack() as undone:
             if ranks is not None:
                 undone.callback(ranks.close)
                 config = ranks.config
             self._config = config
             platform = platform or select_platform(config, progress)
-            super().__init__(checkpoint, config, platform, progress, None if ranks is None else ranks.group)
+            super().__init__(checkpoint, config, platform, progress, None if ranks is None else platform.group(ranks.meeting))
             if ranks is not None:
                 ranks.wait()
             guesser = self._loaded_guesser(checkpoint, progress)
@@ -133,10 +132,16 @@ class Worker(LoadedModel):
         self.block_bytes = sum(self._block_parts)
         self._state_parts = [*(each.state_bytes for each in models), self._others.state_bytes]
         self.state_bytes = sum(self._state_parts)
+        shares = self.platform.shares_memory
+        if ranks is not None and not shares:
+            ranks.measure()
         budget = self.platform.cache_budget(*(each.model for each in models))
-        if self.sight is not None:
+        if self.sight is not None and (shares or ranks is None):  # elsewhere they are there already
             # half at least is for the cache: nobody may ever send an image
             budget = max(budget // 2, budget - self.sight.num_bytes * config.tensor_parallel_size)
+        if ranks is not None and not shares:
+            own = self.block_bytes + self.state_bytes - self._others.block_bytes - self._others.state_bytes
+            budget = int(min(budget / own, ranks.least_share()) * (self.block_bytes + self.state_bytes))
         self.num_blocks, self.max_model_len, self.num_states = size_cache(
             config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
         )
@@ -175,8 +180,9 @@ class Worker(LoadedModel):
 
     @property
     def ahead(self) -> RunsAhead | None:
-        """This worker as one that starts a step before the last one's tokens are read, where its runner can and nobody drafts."""
-        can = isinstance(self.runner, RunsAhead) and self._draft is None
+        """This worker as one that starts a step before the last one's tokens are read, where its runner can, nobody drafts, and
+        no other process has to be told the tokens."""
+        can = isinstance(self.runner, RunsAhead) and self._draft is None and self._ranks is None
         return _Ahead(self.platform, weakref.proxy(self.runner), self.sight) if can else None
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
@@ -204,11 +210,12 @@ class Worker(LoadedModel):
         ranks = self._ranks
         if ranks is None:
             return self._computed(plan)
+        plan = self.runner.arranged(plan)
         try:
             ranks.run(plan)
             output = self._computed(plan)
         except BaseException as failure:  # the others are in the midst of the step, and nobody can tell where
-            ranks.group.break_off()
+            ranks.meeting.break_off()
             if isinstance(failure, Exception) and not isinstance(failure, LostProcessError):
                 raise LostProcessError(f"a step failed ({failure!r}), which the other processes can't leave") from failure
             raise
@@ -344,7 +351,8 @@ def _telling_of_losses(platform: Platform) -> Iterator[None]:
         raise
 
 
-def _started_ranks(checkpoint: Checkpoint, config: EngineConfig, platform: Platform | None) -> Ranks | None:
+def _started_ranks(checkpoint: Checkpoint, config: EngineConfig, on_gpus: bool) -> Ranks | None:
+    """The other processes. config: names the first GPU, if they compute on GPUs."""
     if config.tensor_parallel_size == 1:
         return None
     if config.mtp:
@@ -359,59 +367,4 @@ def _started_ranks(checkpoint: Checkpoint, config: EngineConfig, platform: Platf
         )
     from nanovllm_cli.engine.ranks import Ranks  # and its library of messages, which only this needs
 
-    assert platform is None, "only a CPU's processes compute together"
-    _check_that_cpu_computes(config)
-    return Ranks(str(checkpoint.path), config)
-
-
-def _check_that_cpu_computes(config: EngineConfig) -> None:
-    index = int(config.device.partition(":")[2] or 0)
-    if config.device != "cpu" and (config.device != "auto" or why_unavailable(index) is None):
-        raise UnsupportedError(
-            "a model is computed by several processes on CPUs only", "use --device cpu, or leave --tensor-parallel-size out"
-        )
-
-
-def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Platform:
-    """The platform behind `config.device`: cpu, cuda, cuda:N, or auto, which is a GPU where one can be used.
-
-    UnsupportedError says why a GPU that was asked for can't be.
-    """
-    progress = progress or NullProgress()
-    if config.tensor_parallel_size > 1:
-        _check_that_cpu_computes(config)
-    if config.device == "cpu":
-        return _cpu(config, progress)
-    kind, _, number = config.device.partition(":")
-    index = int(number or 0)
-    reason = why_unavailable(index)
-    if reason is None:
-        _tell_unused(config, progress, on_gpu=True)
-        return CudaPlatform(config, CudaDevice(index, config.programmatic_launch), progress)
-    if kind != "auto":
-        raise reason
-    if has_driver():
-        progress.note(f"the GPU is not used: {reason.message}" + (f" ({reason.hint})" if reason.hint else ""))
-    return _cpu(config, progress)
-
-
-def _cpu(config: EngineConfig, progress: LoadProgress) -> CpuPlatform:
-    _tell_unused(config, progress, on_gpu=False)
-    return CpuPlatform(config, progress)
-
-
-def _tell_unused(config: EngineConfig, progress: LoadProgress, *, on_gpu: bool) -> None:
-    """Notes for settings that change nothing here. They may be somebody's defaults for all machines, so nothing is refused."""
-    plain = EngineConfig()
-
-    def is_changed(name: str) -> bool:
-        return bool(getattr(config, name) != getattr(plain, name))
-
-    others, here = ("CPUs", "GPU") if on_gpu else ("GPUs", "CPU")
-    for name in ("threads",) if on_gpu else OF_GPUS:
-        if is_changed(name):
-            progress.note(f"{name.replace('_', '-')} is for {others}, and changes nothing on a {here}")
-    if on_gpu and is_changed("gpu_memory_utilization") and config.kv_cache_bytes is not None:
-        progress.note("gpu-memory-utilization changes nothing: the KV cache has a size of its own")
-    if is_changed("kv_cache_dtype") and config.cache_type_k is not None and config.cache_type_v is not None:
-        progress.note("kv-cache-dtype changes nothing: keys and values have types of their own")
+    return Ranks(str(checkpoint.path), config, on_gpus=on_gpus)

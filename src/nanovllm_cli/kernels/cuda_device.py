@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from nanovllm_cli.errors import DoesNotFitError, LostDeviceError
+from nanovllm_cli.errors import DoesNotFitError, LostDeviceError, UnsupportedError
 from nanovllm_cli.kernels.device import Event, Graph, HostPages, Memory
 from nanovllm_cli.kernels.launcher import CudaLauncher
+
+HOST_REGISTER_PORTABLE, HOST_REGISTER_MAPPED = 1, 2
 
 
 class CudaDevice:
@@ -49,6 +53,23 @@ class CudaDevice:
         pages = _Bytes(memory.ptr, num_bytes, memory)  # such memory has one address for host and GPU
         host = torch.from_numpy(np.asarray(pages))
         return HostPages(host.zero_(), torch.as_tensor(pages, device=self.launcher.device))
+
+    def shared_pages(self, memory: mmap.mmap) -> torch.Tensor:
+        from cupy.cuda import runtime
+
+        runtime.setDevice(self.launcher.device.index)
+        owner = ctypes.c_byte.from_buffer(memory)
+        address = ctypes.addressof(owner)
+        if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, self.launcher.device.index):
+            raise UnsupportedError("a GPU that sees the machine's memory at other addresses can't compute together with others")
+        try:
+            runtime.hostRegister(address, len(memory), HOST_REGISTER_PORTABLE | HOST_REGISTER_MAPPED)
+        except runtime.CUDARuntimeError as error:
+            raise DoesNotFitError(
+                f"{len(memory) >> 20} MiB of the machine's memory could not be locked for the GPUs ({error})",
+                "see what `ulimit -l` says",
+            ) from error
+        return torch.as_tensor(_Bytes(address, len(memory), owner), device=self.launcher.device)
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]

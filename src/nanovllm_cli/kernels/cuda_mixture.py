@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -50,6 +51,9 @@ class TaskWeight(Protocol):
     def is_far(self) -> bool:
         """Whether it is read across the bus."""
 
+    def task_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """What they read of its bias. Never moves either, but is there when the bias is."""
+
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
         """See `gemv.expert_gemv`; this weight stands for all."""
 
@@ -79,8 +83,6 @@ class CudaMixture(Mixture):
         self._most_tokens: float = 0
         if self._up is None or self._down is None or len(experts) > MAX_EXPERTS or experts[0].limit is not None:
             return
-        rows = [_addresses(expert.gate_up) + _addresses(expert.down) for expert in experts]
-        self._matrices = torch.tensor(rows, dtype=torch.int64).to(launcher.device)
         is_far = self._up.is_far or self._down.is_far
         has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS and not is_far
         affordable = FEW_ROWS * READ_MEANWHILE // (self._up.num_bytes + self._down.num_bytes)
@@ -91,6 +93,12 @@ class CudaMixture(Mixture):
     @property
     def most_unread(self) -> float:
         return self._most_tokens
+
+    @cached_property
+    def _matrices(self) -> torch.Tensor:
+        """Where the experts' are; once they are loaded."""
+        rows = [_addresses(expert.gate_up) + _addresses(expert.down) for expert in self.experts]
+        return torch.tensor(rows, dtype=torch.int64).to(self._launcher.device)
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         if x.shape[0] > self._most_tokens:
@@ -129,4 +137,5 @@ def _addresses(matrix: Matrix) -> list[int]:
     assert isinstance(matrix.weight, TaskWeight)
     tensors = matrix.weight.task_tensors
     padding = (None,) * (MATRIX_WORDS - 1 - len(tensors))
-    return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *padding, matrix.bias)]
+    words = (*tensors, *padding, matrix.weight.task_bias(matrix.bias))
+    return [0 if tensor is None else tensor.data_ptr() for tensor in words]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -60,6 +61,9 @@ class Device(Protocol):
 
     def host_pages(self, num_bytes: int) -> HostPages:
         """Zeroed uint8 that stay where they are. DoesNotFitError where the machine has no such memory left."""
+
+    def shared_pages(self, memory: mmap.mmap) -> torch.Tensor:
+        """uint8 as the device sees memory of the host that other processes have, too. There as long as the tensor."""
 
     def event(self) -> Event: ...
 

@@ -225,13 +225,15 @@ def _addend(rows: torch.Tensor | None) -> Addend | None:
 
 class Decoder:
     """A decoder, or an encoder, made of what the kit has. shared: whose embedding and head it has, if not its own.
-    reads_hidden: whether a batch has to bring rows beside its tokens. taps: what its layers read, for what guesses by that."""
+    reads_hidden: whether a batch has to bring rows beside its tokens. taps: what its layers read, for what guesses by that.
+    own_mixers: what this process computes of each layer; its KV cache is for these."""
 
     reads_hidden = False
     taps: Taps | None = None
 
     def __init__(self, spec: ModelSpec, kit: Kit, shared: Decoder | None = None) -> None:
         self.spec = spec
+        self.own_mixers = [mixer and kit.own_mixer(mixer) for mixer in spec.mixers]
         self.dtype = kit.dtype
         self.ops = kit.ops
         self.device = kit.ops.device

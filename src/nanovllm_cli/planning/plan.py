@@ -19,7 +19,7 @@ from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import context_of
 from nanovllm_cli.engine.placement import bytes_of, sizes_of
 from nanovllm_cli.engine.platform import Platform
-from nanovllm_cli.engine.worker import select_platform
+from nanovllm_cli.engine.platforms import select_platform
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import shapes_of

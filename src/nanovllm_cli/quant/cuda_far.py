@@ -91,6 +91,9 @@ class CudaFar:
     def task_rows(self) -> int:
         return self._seen.task_rows
 
+    def task_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        return bias
+
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
         return self._seen.multiply_tasks(x, tasks, matrix, activation)
 

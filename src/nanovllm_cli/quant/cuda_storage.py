@@ -51,7 +51,7 @@ class CudaStorage(ABC):
     @property
     @abstractmethod
     def task_form(self) -> Hashable:
-        """See `kernels/cuda_mixture.py`; so the next two."""
+        """See `kernels/cuda_mixture.py`; so the next three."""
 
     @property
     @abstractmethod
@@ -59,6 +59,9 @@ class CudaStorage(ABC):
 
     @abstractmethod
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor: ...
+
+    def task_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        return bias
 
     @abstractmethod
     def _are_few(self, num_rows: int) -> bool:

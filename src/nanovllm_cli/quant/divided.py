@@ -1,4 +1,4 @@
-"""A weight of which this process has some rows and others have the rest."""
+"""A weight of which each of several processes has some rows; the others' part of its products comes from them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import torch
 from nanovllm_cli.distributed.division import Division, Gathers
 from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 from nanovllm_cli.quant.storage import WeightStorage
 
 
-class CpuDivided(CpuStorage):
-    """A WeightStorage on a CPU. own: this process's rows, as `division` has them. gathers: whether products are whole, on all
-    processes or on the first; else whoever asks for them gets this process's columns."""
+class Divided:
+    """A WeightStorage. own: this process's rows, as `division` has them. gathers: whether products are whole, on all processes or
+    on the first; else whoever asks for them gets this process's columns. dtype: what is computed in."""
 
-    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, *, gathers: Gathers) -> None:
-        super().__init__(division.num_rows, own.width, dtype)
+    def __init__(self, own: WeightStorage, division: Division, group: Group, dtype: torch.dtype, gathers: Gathers) -> None:
+        self.num_rows, self.width = division.num_rows, own.width
         self._own = own
         self._division = division
         self._group = group
+        self._dtype = dtype
         self._gathers = gathers
         self._ranges = division.ranges(group.rank)
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
-        starts = [division.ranges(rank)[0].start for rank in range(group.size)]
-        self._bounds = torch.tensor([*starts, division.num_rows], dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -48,16 +46,20 @@ class CpuDivided(CpuStorage):
         return self._whole(self._own.matmul(x, self._own_part(bias), out_dtype), self._division)
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        values, *gates = self._division.sections
-        assert gates in ([], [values]), "a gate for each value, or none"
-        division = Division((values,), self._division.size, self._division.units)
-        return self._whole(self._own.gated_matmul(x, self._own_part(bias), activation), division)
+        return self._whole(self._own.gated_matmul(x, self._own_part(bias), activation), self._of_values)
+
+    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
+        return self.matmul(x, bias, self._dtype)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-        assert table is None, "a CPU's tokens are all known"
-        assert len(self._ranges) == 1, "an embedding has one part"
-        own = self._own.rows(self._group.own_rows(ids, self._bounds), None)
-        return self._group.gather_rows(own, ids, self._bounds)
+        return self._group.table_rows(self._division, ids, table, lambda own: self._own.rows(own, None))
+
+    @property
+    def _of_values(self) -> Division:
+        """Of what an activation leaves of a product."""
+        values, *gates = self._division.sections
+        assert gates in ([], [values]), "a gate for each value, or none"
+        return Division((values,), self._division.size, self._division.units)
 
     def _whole(self, own: torch.Tensor, division: Division) -> torch.Tensor:
         return own if self._gathers == "none" else self._group.gather(own, division, only_first=self._gathers == "first")
