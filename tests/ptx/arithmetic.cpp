@@ -265,7 +265,7 @@ void add_arithmetic(Table& table) {
   table["ret"] = {nullptr, nullptr, Kind::EXIT};
   // What orders memory among blocks, or tells other kernels, has nothing to do where blocks run one after another.
   const Run nothing = [](Thread&, const Op&) {};
-  for (const char* name : {"membar.gl", "griddepcontrol.wait", "griddepcontrol.launch_dependents"})
+  for (const char* name : {"membar.gl", "membar.sys", "nanosleep.u32", "griddepcontrol.wait", "griddepcontrol.launch_dependents"})
     table[name] = {nothing};
 }
 

@@ -32,7 +32,7 @@ _VARIABLE = re.compile(
 )
 _DIRECTIVE = re.compile(r"\.(?:reg\s+\.\w+\s+(?P<registers>[^;]*)|(?:shared|local|pragma)\s[^;]*);")
 _MEMORY = re.compile(
-    r"(?P<name>ld|st)(?P<space>\.(?:global|shared|local|param))?(?:\.(?:cg|L1::\w+|L2::\w+))*"
+    r"(?P<name>ld|st)(?:\.volatile)?(?P<space>\.(?:global|shared|local|param))?(?:\.(?:cg|nc|L1::\w+|L2::\w+))*"
     r"(?:\.v(?P<width>[24]))?\.(?P<type>[bsuf])(?P<bits>\d+)"
 )
 _MOVE = re.compile(r"mov\.[bu](32|64)")
