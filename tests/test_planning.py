@@ -163,6 +163,8 @@ def test_a_gpus_share_bounds_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     most, less = (planned(["int8"], device="cuda", gpu_memory_utilization=share) for share in (1.0, 0.75))
     assert most.cache_room == 3 * GIB - OVERHEAD_BYTES - most.formats[0].weight_bytes
     assert most.cache_room - less.cache_room == total - int(0.75 * total)
+    together = planned(["int8"], device="cuda", gpu_memory_utilization=1.0, tensor_parallel_size=2)
+    assert together.cache_room == 2 * (3 * GIB - OVERHEAD_BYTES) - most.formats[0].weight_bytes
 
 
 def test_what_a_gpu_has_no_room_for_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,9 @@ class EngineConfig:
     draft_min_p: the least probability that a token has for the draft model, or that layer, to guess it; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     threads: of the CPU, of all processes together; None is one a processor.
-    tensor_parallel_size: processes that compute the model together, each with its part of the weights, the threads and, where
-        heads can be divided, the KV cache: for machines with several memories, each beside some of the processors. On a CPU.
+    tensor_parallel_size: processes that compute the model together, each with its part of the weights and, where heads can be
+        divided, the KV cache: on a GPU each, from the one that device names on, or with a part of the threads each, for machines
+        with several memories beside some of the processors.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """
 

@@ -248,8 +248,9 @@ class MemoryOptions:
     threads: int | None = option("-t", "--threads", help="CPU threads. [-1: one a core; of a Mac, one a fast core]", panel=ENGINE)
     tensor_parallel_size: int = option(
         "-tp", "--tensor-parallel-size",
-        help="Processes that compute the model together, each with its part of weights, KV cache and threads: for computers with "
-        f"several memories (NUMA). On a CPU. [{_default(EngineConfig, 'tensor_parallel_size')}]",
+        help="Processes that compute the model together, each with its part of weights and KV cache: on a GPU each, from the one "
+        "that --device names on, or beside a memory each of a computer with several (NUMA). "
+        f"[{_default(EngineConfig, 'tensor_parallel_size')}]",
         default=EngineConfig().tensor_parallel_size, panel=ENGINE,
     )
 

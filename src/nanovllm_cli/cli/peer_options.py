@@ -232,7 +232,7 @@ EXPLAINED = {
      "--data-parallel-external-lb", "--all2all-backend", "--enable-dbo", "--enable-eplb", "--eplb-config",
      "--expert-placement-strategy", "--num-redundant-experts", "--ray-workers-use-nsight", "--disable-custom-all-reduce",
      "--enable-multimodal-encoder-data-parallel", "--mm-encoder-tp-mode", "--dp-size", "--base-gpu-id"):
-        "a model runs on one GPU, or on a CPU's processors; -tp N divides it among processes there",
+        "-tp N divides a model among as many GPUs, or parts of a CPU's processors, in equal parts: leave it out",
     ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base", "--lora-dtype", "--max-cpu-loras",
      "--fully-sharded-loras", "--enable-lora-bias", "--enable-tower-connector-lora", "--specialize-active-lora", "--base",
      "--base-model-id"):

@@ -140,7 +140,9 @@ def make_plan(
     layout = platform.backend(facts.spec, dtype)
     processes = config.tensor_parallel_size
     per_block, per_state = estimate.unit_bytes(facts.spec, layout, processes)
-    free, usable, size, most = platform.available_bytes(), _usable(platform), config.block_size, facts.spec.max_position
+    gpus = 1 if platform.shares_memory else processes  # taken to be alike: this one is looked at
+    free, usable = gpus * platform.available_bytes(), gpus * _usable(platform)
+    size, most = config.block_size, facts.spec.max_position
     context_of(config, most)  # refuses a context that the model does not have
     lengths = estimate.contexts(facts.spec, config.max_model_len)
     context = config.max_model_len or lengths[0]
@@ -163,7 +165,7 @@ def make_plan(
     rows, rooms = [], []
     for quant, weights in found:
         total = estimate.total_bytes(weights.num_bytes, cache_bytes, processes)
-        far = _far_bytes(platform, facts.spec, layout, weights.num_bytes)
+        far = _far_bytes(platform, facts.spec, layout, weights.num_bytes // gpus)
         near = weights.num_bytes - (far or 0)
         room = estimate.cache_room(config, usable, near, is_cpu=kind_of(platform) == "cpu")
         context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
