@@ -135,7 +135,7 @@ def _make_rows(rows: int) -> Any:
         def weights(step: Any) -> list[Any]:
             read = b.add(codes, multiple(b, step, STEP_BYTES))
             for line in range(3):
-                ask_for(b, b.add(read, I64(PREFETCH_BYTES + 64 * line)), again=False)
+                ask_for(b, b.add(read, I64(PREFETCH_BYTES + 64 * line)), near=False)
             return _unpacked(b, read, exponents)
 
         def add_products(step: Any, w: list[Any], sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:

@@ -268,7 +268,7 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: b
                 def in_order(row: int) -> Any:
                     if (row, v) not in packed:
                         line = b.add(read, I64(row * UNIT_BYTES + 64 * v))
-                        ask_for(b, b.add(line, I64(ROW_PREFETCH_BYTES)), again=False)
+                        ask_for(b, b.add(line, I64(ROW_PREFETCH_BYTES)), near=False)
                         packed[row, v] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
                         keep_order(b)
                     return packed[row, v]

@@ -83,11 +83,12 @@ def counted(b: ir.IRBuilder, count: Any, step: int = 1) -> Iterator[Any]:
     b.position_at_end(end)
 
 
-def ask_for(b: ir.IRBuilder, address: Any, *, again: bool = True) -> None:
-    """For the cache line at an address. again: it is worth a place in the caches behind the first, too."""
+def ask_for(b: ir.IRBuilder, address: Any, *, near: bool = True) -> None:
+    """For the cache line at an address. near: into the first cache; else into the second, from which the processor's own fetching
+    brings on what is read in order (a line that is in the first already does not set that going)."""
     pointer = I8.as_pointer()
     hint = known_function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
-    b.call(hint, [b.inttoptr(address, pointer), I32(0), I32(3 if again else 0), I32(1)])
+    b.call(hint, [b.inttoptr(address, pointer), I32(0), I32(3 if near else 2), I32(1)])
 
 
 def keep_order(b: ir.IRBuilder) -> None:
