@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import AutoModelForImageTextToText, Qwen3Config
+from transformers.models.step3p7.configuration_step3p7 import Step3p7Config
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import emulation_alone
@@ -28,6 +29,7 @@ from test_cuda_delta import MODELS as DELTA_MODELS
 from test_cuda_engine import OTHERS, PROMPTS, SHAPE, engine_on
 from test_cuda_experts import FAMILIES as EXPERTS
 from test_cuda_latent import MODELS as LATENT_MODELS
+from test_step import TEXT as STEP
 
 pytestmark = emulation_alone
 PLAIN: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
@@ -85,6 +87,12 @@ def gives_the_same(folder: Path, requests: list[Any] = REQUESTS, size: int = 2, 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, tmp_path: Path, quick: RankServer) -> None:
     assert gives_the_same(save(random_model(FAMILIES[name], dtype=torch.bfloat16), tmp_path)).graphs
+
+
+def test_experts_one_after_another(tmp_path: Path, quick: RankServer) -> None:
+    """Where no kernel takes their tasks: Step 3.5's, whose activations are held."""
+    config = Step3p7Config(text_config=STEP, vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2})
+    gives_the_same(save(random_model(config, dtype=torch.bfloat16, auto=AutoModelForImageTextToText), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +197,11 @@ def test_a_process_that_is_lost_ends_the_step(folder: Path, quick: RankServer) -
     with pytest.raises(LostProcessError, match="has ended"):
         run(engine, REQUESTS)
     worker.close()
+
+
+def test_gpus_of_several_kinds_are_refused(folder: Path, quick: RankServer) -> None:
+    with pytest.raises(UnsupportedError, match=r"several kinds.*: 8 multiprocessors of capability 9.0; 4 multiprocessors of"):
+        worker_on(folder, EmulatedDevice(num_multiprocessors=8))
 
 
 def test_weights_in_the_machines_memory_are_refused(folder: Path, quick: RankServer) -> None:

@@ -15,6 +15,7 @@ from emulation.compare import random
 from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import ranks
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -204,6 +205,21 @@ def chain(storage: WeightStorage, start: torch.Tensor, between: Callable[[], Non
 def close(got: torch.Tensor, expected: torch.Tensor, name: str | None, times: float = 1.0) -> None:
     error = (got.cpu().double() - expected).norm() / expected.norm()
     assert error < times * LOST.get(name or "", 0.004), (name, tuple(got.shape), got.dtype, float(error))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("eager", [False, True])
+def test_two_processes_have_the_tokens_of_one(eager: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each where there are two; else by turns on the one that there is."""
+    pytest.importorskip("msgspec")
+    count = torch.cuda.device_count()
+    monkeypatch.setattr(ranks, "gpu_of", lambda config, rank: f"cuda:{rank % count}")
+    alone, together = (
+        outputs(folder, greedy(12), tensor_parallel_size=size, deterministic=True, gpu_memory_utilization=0.4, eager=eager)
+        for size in (1, 2)
+    )
+    assert [each.outputs[0].token_ids for each in together[0]] == [each.outputs[0].token_ids for each in alone[0]]
+    assert (together[1] > 0) != eager
 
 
 def test_blocks_are_copied_gathered_and_scattered() -> None:

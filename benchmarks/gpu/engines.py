@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import mmap
 import os
 import tempfile
 import time
@@ -58,6 +59,9 @@ class CountingDevice:
 
     def host_pages(self, num_bytes: int) -> HostPages:
         return self._inner.host_pages(num_bytes)
+
+    def shared_pages(self, memory: mmap.mmap) -> torch.Tensor:
+        return self._inner.shared_pages(memory)
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.host_buffer(numel, dtype)

@@ -62,6 +62,10 @@ class CpuPlatform:
         return f"cpu {cpu.processor_name()}"
 
     @property
+    def kind(self) -> str:
+        return self.processor
+
+    @property
     def most_drafted(self) -> int:
         return MOST_DRAFTED
 

@@ -81,6 +81,11 @@ class CudaPlatform:
         return f"cuda {self.launcher.capability}"
 
     @property
+    def kind(self) -> str:
+        capability, count = self.launcher.capability, self.launcher.num_multiprocessors
+        return f"{count} multiprocessors of capability {capability // 10}.{capability % 10}"
+
+    @property
     def most_drafted(self) -> int:
         """As many as are recorded: the step waits for its weights. An estimate."""
         return MOST_ROWS

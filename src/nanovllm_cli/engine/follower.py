@@ -64,7 +64,7 @@ def follow(
             platform = make_platform(begin.config, None)
             with open_checkpoint(begin.model) as checkpoint:
                 model = LoadedModel(checkpoint, begin.config, platform, NullProgress(), platform.group(meeting))
-            line.send(Loaded(model.sizes))
+            line.send(Loaded(model.sizes, platform.kind))
             make = line.receive()
             if isinstance(make, Measure):
                 line.send(Measured(platform.cache_budget(model.model)))

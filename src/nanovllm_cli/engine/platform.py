@@ -62,6 +62,10 @@ class Platform(Protocol):
         """What computes, as far as the bits of a result depend on it."""
 
     @property
+    def kind(self) -> str:
+        """What has to be alike of all that compute one model together: they choose the same ways, and the same experts."""
+
+    @property
     def most_drafted(self) -> int:
         """See Executor."""
 

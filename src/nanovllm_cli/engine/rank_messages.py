@@ -75,7 +75,10 @@ class Put(Message):
 
 
 class Loaded(Message):
+    """kind: of its platform."""
+
     sizes: Sizes
+    kind: str
 
 
 class Measured(Message):

@@ -88,10 +88,15 @@ class Ranks:
             other.send(Begin(path, replace(others, device=gpu_of(config, rank)) if on_gpus else others, rank))
         self._sizes: list[Sizes] = []
 
-    def wait(self) -> None:
-        """Until all have loaded."""
+    def wait(self, kind: str) -> None:
+        """Until all have loaded. kind: of this process's platform."""
         for answer in self._answers():
             assert isinstance(answer, Loaded)
+            if answer.kind != kind:
+                raise UnsupportedError(
+                    f"GPUs of several kinds, that compute a model together: {kind}; {answer.kind}",
+                    "choose others by CUDA_VISIBLE_DEVICES",
+                )
             self._sizes.append(answer.sizes)
 
     def _answers(self) -> Iterator[FromRank]:

@@ -76,7 +76,7 @@ class Worker(LoadedModel):
             platform = platform or select_platform(config, progress)
             super().__init__(checkpoint, config, platform, progress, None if ranks is None else platform.group(ranks.meeting))
             if ranks is not None:
-                ranks.wait()
+                ranks.wait(platform.kind)
             guesser = self._loaded_guesser(checkpoint, progress)
             self._make_caches([self] if guesser is None or isinstance(guesser, LoadedAssistant) else [self, guesser])
             self._compiler: Compiler | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -58,8 +59,8 @@ class CudaDevice:
         from cupy.cuda import runtime
 
         runtime.setDevice(self.launcher.device.index)
-        owner = ctypes.c_byte.from_buffer(memory)
-        address = ctypes.addressof(owner)
+        start = ctypes.c_byte.from_buffer(memory)
+        address = ctypes.addressof(start)
         if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, self.launcher.device.index):
             raise UnsupportedError("a GPU that sees the machine's memory at other addresses can't compute together with others")
         try:
@@ -69,7 +70,9 @@ class CudaDevice:
                 f"{len(memory) >> 20} MiB of the machine's memory could not be locked for the GPUs ({error})",
                 "see what `ulimit -l` says",
             ) from error
-        return torch.as_tensor(_Bytes(address, len(memory), owner), device=self.launcher.device)
+        pages = _Bytes(address, len(memory), start)
+        weakref.finalize(pages, runtime.hostUnregister, address).atexit = False
+        return torch.as_tensor(pages, device=self.launcher.device)
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -45,7 +45,8 @@ class TaskWeight(Protocol):
         """Pairs of the largest tasks that there is a kernel for: FEW_ROWS or MANY_ROWS."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def task_bytes(self) -> int:
+        """Memory that a task reads, at the most. Whoever shares the weight has to take the same way, and so the same number."""
 
     @property
     def is_far(self) -> bool:
@@ -85,7 +86,7 @@ class CudaMixture(Mixture):
             return
         is_far = self._up.is_far or self._down.is_far
         has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS and not is_far
-        affordable = FEW_ROWS * READ_MEANWHILE // (self._up.num_bytes + self._down.num_bytes)
+        affordable = FEW_ROWS * READ_MEANWHILE // (self._up.task_bytes + self._down.task_bytes)
         few = FEW_ROWS if is_far else LEAST_ROWS if has_large else max(LEAST_ROWS, affordable)
         self._most_few = math.inf if deterministic else few * len(experts) // num_chosen
         self._most_tokens = math.inf if has_large else self._most_few

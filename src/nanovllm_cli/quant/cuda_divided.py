@@ -47,6 +47,10 @@ class CudaDivided(Divided):
     def is_far(self) -> bool:
         return self._task is not None and self._task.is_far
 
+    @property
+    def task_bytes(self) -> int:
+        return self.num_rows * self.width * self._dtype.itemsize // self._group.size
+
     def task_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         return self._own_part(bias)
 

@@ -91,6 +91,10 @@ class CudaFar:
     def task_rows(self) -> int:
         return self._seen.task_rows
 
+    @property
+    def task_bytes(self) -> int:
+        return self.num_bytes
+
     def task_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         return bias
 

@@ -51,7 +51,7 @@ class CudaStorage(ABC):
     @property
     @abstractmethod
     def task_form(self) -> Hashable:
-        """See `kernels/cuda_mixture.py`; so the next three."""
+        """See `kernels/cuda_mixture.py`; so the next four."""
 
     @property
     @abstractmethod
@@ -59,6 +59,10 @@ class CudaStorage(ABC):
 
     @abstractmethod
     def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor: ...
+
+    @property
+    def task_bytes(self) -> int:
+        return self.num_bytes
 
     def task_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         return bias
