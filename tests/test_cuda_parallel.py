@@ -15,6 +15,7 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7Config
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import emulation_alone
+from emulation.late import LateDevice
 from engines import engine_for, random_model, run, save
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.constraint import Constraint
@@ -29,6 +30,7 @@ from test_cuda_delta import MODELS as DELTA_MODELS
 from test_cuda_engine import OTHERS, PROMPTS, SHAPE, engine_on
 from test_cuda_experts import FAMILIES as EXPERTS
 from test_cuda_latent import MODELS as LATENT_MODELS
+from test_late_device import serve
 from test_step import TEXT as STEP
 
 pytestmark = emulation_alone
@@ -160,6 +162,24 @@ def test_adapters_that_requests_choose(folder: Path, tmp_path: Path, quick: Rank
     modules = (Lora("one", str(tmp_path)),)
     requests = [(PROMPTS[0], SamplingParams(max_tokens=6, lora="one", **PLAIN)), *REQUESTS[:1]]
     gives_the_same(folder, requests, lora_modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("seed", "settings"), [(3, {}), (6, {"num_blocks": 5}), (5, {"deterministic": True, "eager": True})]
+)  # fmt: skip
+def test_whatever_comes_and_goes(
+    seed: int, settings: dict[str, Any], folder: Path, tmp_path: Path, quick: RankServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests at random, aborted, preempted, embedded, their blocks saved and loaded; on a device that does all as late as it may."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    alone = engine_on(folder, EmulatedDevice(), **settings)
+    alone._ahead = None
+    expected, saved = serve(alone, seed, tmp_path / "one")
+    with LateDevice() as device:
+        found, together = serve(engine_on(folder, device, tensor_parallel_size=2, **settings), seed, tmp_path / "two")
+    assert found == expected
+    assert device.races == []
+    assert [len(each) for each in together] == [len(each) for each in saved]
 
 
 # ---- how it ends ----

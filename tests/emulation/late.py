@@ -80,6 +80,9 @@ class LateDevice(EmulatedDevice):
     def __exit__(self, *exception: Any) -> None:
         self.stream.__exit__(*exception)
 
+    def check(self) -> None:
+        self.stream.wait()
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = super().host_buffer(numel, dtype)
         self.stream.pinned[buffer.data_ptr()] = buffer

@@ -140,6 +140,7 @@ class Worker(LoadedModel):
             # half at least is for the cache: nobody may ever send an image
             budget = max(budget // 2, budget - self.sight.num_bytes * config.tensor_parallel_size)
         if ranks is not None and not shares:
+            self.platform.check()  # the others wait for what is under way here
             own = self.block_bytes + self.state_bytes - self._others.block_bytes - self._others.state_bytes
             budget = int(min(budget / own, ranks.least_share()) * (self.block_bytes + self.state_bytes))
         self.num_blocks, self.max_model_len, self.num_states = size_cache(
