@@ -170,7 +170,7 @@ def test_adapters_that_requests_choose(folder: Path, tmp_path: Path, quick: Rank
 def test_whatever_comes_and_goes(
     seed: int, settings: dict[str, Any], folder: Path, tmp_path: Path, quick: RankServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests at random, aborted, preempted, embedded, their blocks saved and loaded; on a device that does all as late as it may."""
+    """Requests at random, aborted, preempted, embedded, blocks saved and loaded; on a device that does all as late as it may."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     alone = engine_on(folder, EmulatedDevice(), **settings)
     alone._ahead = None
