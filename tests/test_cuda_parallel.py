@@ -228,6 +228,7 @@ def test_weights_in_the_machines_memory_are_refused(folder: Path, quick: RankSer
     for settings in ({"n_gpu_layers": 1}, {"n_cpu_moe": 1}):
         with pytest.raises(UnsupportedError, match="of a model that several GPUs compute"):
             worker_on(folder, EmulatedDevice(), **settings)
+    worker_on(folder, EmulatedDevice(), n_gpu_layers=99).close()  # all on the GPUs, as many type it
 
 
 def test_weights_that_do_not_fit_are_not_put_elsewhere(folder: Path, quick: RankServer) -> None:

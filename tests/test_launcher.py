@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import shutil
 import struct
 import subprocess
@@ -360,6 +361,39 @@ def test_host_pages_are_one_memory_for_both(gpu: Gpu, monkeypatch: pytest.Monkey
     assert len(there) == 0
     with pytest.raises(DoesNotFitError, match=r"could not be locked for the GPU \(cudaErrorMemoryAllocation"):
         device.host_pages(101)
+
+
+def test_memory_that_processes_share_is_locked_as_long_as_a_gpu_sees_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.count, can = 2, [1]
+    locked: dict[int, tuple[int, int]] = {}
+
+    def register(address: int, num_bytes: int, flags: int) -> None:
+        if num_bytes > 4096:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        locked[address] = num_bytes, flags
+
+    runtime = sys.modules["cupy.cuda"].runtime
+    runtime.CUDARuntimeError, runtime.cudaDevAttrCanUseHostPointerForRegisteredMem = RuntimeError, 91
+    runtime.deviceGetAttribute = lambda attribute, device: can[0] if (attribute, device) == (91, 1) else None
+    runtime.hostRegister, runtime.hostUnregister = register, locked.pop
+    monkeypatch.setattr(torch, "as_tensor", as_the_host_sees)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    device, memory = CudaDevice(1), mmap.mmap(-1, 4096)
+    seen = device.shared_pages(memory)
+    assert gpu.made_current == [("cupy", 1)]
+    assert locked == {seen.data_ptr(): (4096, 3)}, "for all contexts, and mapped"
+    memory[7] = 5
+    assert seen[7] == 5
+    del seen
+    gc.collect()
+    assert not locked
+    memory.close()  # nobody has it any more
+    with pytest.raises(DoesNotFitError, match=r"could not be locked for the GPUs \(cudaErrorMemoryAllocation"):
+        device.shared_pages(mmap.mmap(-1, 8192))
+    can[0] = 0
+    with pytest.raises(UnsupportedError, match="at other addresses"):
+        device.shared_pages(mmap.mmap(-1, 4096))
 
 
 def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:

@@ -12,6 +12,7 @@ from nanovllm_cli.kernels import cpu_gather, peers
 from nanovllm_cli.kernels.device import Device
 
 _SHOWN_BYTES = AREA_BYTES - peers.HEAD_BYTES // 2
+"""Of each area: the flags before both take their part."""
 
 
 class CudaGroup:

@@ -128,6 +128,11 @@ class CudaPlatform:
         share = int(memory.total * config.gpu_memory_utilization) - (memory.total - memory.free)
         room = share - self._beside_weights(spec, layout) - organs
         far = asked_for(config, layers)
+        if far and config.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                "weights in the machine's memory, of a model that several GPUs compute",
+                "leave --n-gpu-layers and --n-cpu-moe out, or --tensor-parallel-size",
+            )
         by_group: Mapping[Part, int] = {}
         if far or (needed > room and config.n_gpu_layers is None):
             by_group = sizes()

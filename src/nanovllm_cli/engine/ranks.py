@@ -60,11 +60,6 @@ class Ranks:
         self.config = config
         if not on_gpus:
             self.config = replace(config, threads=max(1, (config.threads or default_threads()) // size))
-        elif config.n_gpu_layers is not None or config.n_cpu_moe:
-            raise UnsupportedError(
-                "weights in the machine's memory, of a model that several GPUs compute",
-                "leave --n-gpu-layers and --n-cpu-moe out, or --tensor-parallel-size",
-            )
         shares = None if on_gpus else shares_of_processors(size)
         before = None if shares is None else os.sched_getaffinity(0)
         self._others: list[_Other] = []
