@@ -133,7 +133,13 @@ def _record(layout: RecordLayout, tile: np.ndarray, chunk: int) -> _Record:
 
 def _from_planes(planes: np.ndarray, bits: int) -> np.ndarray:
     """[k / 32, bits * 64 * 4] -> codes [64, k]."""
-    planes = planes.reshape(-1, bits, TILE, 4)
+    read: list[int] = []
+    for unit in range(8):
+        before = 0
+        for plane in PLANES[bits]:
+            read.append(before + unit * plane // 8)
+            before += plane
+    planes = planes.reshape(-1, bits, TILE, 4)[:, np.argsort(list(dict.fromkeys(read)))]
     units = np.zeros((planes.shape[0], 8, TILE, 4), np.uint8)
     first_row = shift = 0
     for plane in PLANES[bits]:

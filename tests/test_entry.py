@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -22,10 +23,11 @@ from numba.core import caching
 from numba.core.registry import cpu_target
 
 import forked
-from nanovllm_cli.kernels import cpu, cpu_sampling_rows, entry, gates
-from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
+from nanovllm_cli.kernels import compiled, cpu, cpu_sampling_rows, entry, gates
+from nanovllm_cli.kernels.entry import Kernel, fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.waiting import added
 
 assert cpu  # it sets the cache, which is another one when a source changes
 NUMBERS = {"f": np.float32, "B": np.uint8}
@@ -66,7 +68,7 @@ def wait_for_help(arguments, thread, team):
     for i in share(count, thread, team):
         if thread == 1 and i < count // 2:
             asked[0], asked[1] = helped, 1
-        while i == 0 and thread == 0 and _next_piece(flag) < helped:
+        while i == 0 and thread == 0 and added(flag, 1) <= helped:
             pass
 
 
@@ -116,6 +118,82 @@ def test_a_thread_that_is_done_takes_what_is_left_of_anothers_part() -> None:
         numba.set_num_threads(before)
 
 
+@kernel()
+def shift(arguments, thread, team):
+    """target[i] = source[i + 1] + 1, of a circle of count."""
+    source, target, count = fields(arguments)
+    old, new = carray(typed_pointer(source, np.int64(0)), (count,)), carray(typed_pointer(target, np.int64(0)), (count,))
+    for i in share(count, thread, team):
+        new[i] = old[(i + 1) % count] + 1
+
+
+class Listed:
+    """Kernels each of which reads all that the one before has written."""
+
+    def __init__(self, count: int, kernels: int) -> None:
+        self.kernels, self.values = kernels, np.zeros((2, count), np.int64)
+        self.values[0] = np.arange(count) ** 2
+        self.expected = np.roll(self.values[0], -kernels) + kernels
+        places = [row.ctypes.data for row in self.values]
+        steps = [shift.step("", (places[i % 2], places[1 - i % 2], count)) for i in range(kernels)]
+        self._arguments = [np.frombuffer(arguments, np.int64).copy() for _, arguments in steps]
+        self.table = np.array([(address, own.ctypes.data) for (address, _), own in zip(steps, self._arguments, strict=True)])
+
+    @property
+    def is_right(self) -> bool:
+        return bool((self.values[self.kernels % 2] == self.expected).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_kernels_of_a_list_run_one_behind_the_other(threads: int) -> None:
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        for count, kernels in ((1, 2), (3, 5), (1000, 300), (17, 2000), (64, 1), (5, 0)):
+            listed = Listed(count, kernels)
+            entry.replay(listed.table.ctypes.data, kernels)
+            assert listed.is_right, (count, kernels)
+    finally:
+        numba.set_num_threads(before)
+
+
+class Pool:
+    """Threads of the test's own in the place of numba's, which come to a list when they are let."""
+
+    def __init__(self, listed: Listed, wanted: int) -> None:
+        entry.replay(listed.table.ctypes.data, 0)  # compiles
+        self._memory = np.zeros(entry._TEAMS + 2 * entry._LINE * (1 + wanted) + entry._LINE, np.uint8)
+        self._at = self._memory.ctypes.data + -self._memory.ctypes.data % entry._LINE
+        words = np.frombuffer((ctypes.c_int64 * 2).from_address(self._at + entry._PROGRAM), np.int64)
+        words[:] = listed.table.ctypes.data, listed.kernels
+        ctypes.c_int64.from_address(self._at + entry._TEAMS).value = wanted
+        self._run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(entry._replay[1])
+
+    def come(self, number: int) -> None:
+        self._run(self._at, number, self._at + entry._TEAMS)
+
+    def come_together(self, *numbers: int) -> None:
+        threads = [threading.Thread(target=self.come, args=(number,)) for number in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(("wanted", "come"), [(2, (0, 1)), (3, (2, 0, 1)), (2, (1,)), (4, (3, 1)), (5, (0, 4, 2))])
+def test_a_list_is_run_by_those_who_come(wanted: int, come: tuple[int, ...]) -> None:
+    """A pool may have fewer threads than it was asked for (OMP_THREAD_LIMIT), which then come once more for the others."""
+    for count, kernels in ((100, 40), (3, 7)):
+        listed = Listed(count, kernels)
+        pool = Pool(listed, wanted)
+        pool.come_together(*come)
+        assert listed.is_right
+        before = listed.values.copy()
+        for late in set(range(wanted)) - set(come):
+            pool.come(late)
+        assert (listed.values == before).all(), "who comes when all is done does nothing"
+
+
 def test_what_is_compiled_of_other_sources_or_for_another_processor_lies_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +227,7 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
 
 def test_who_has_waited_too_long_compiles_for_himself_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(entry, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(compiled, "LOCK_SECONDS", 0.05)
     lock = tmp_path / f"{__name__}.negate.lock"
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -165,8 +243,8 @@ def test_a_process_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch:
 import sys, time, numba
 numba.config.CACHE_DIR = sys.argv[1]
 import test_entry
-from nanovllm_cli.kernels import entry
-with entry._alone_with(test_entry.negate._function) as ours:
+from nanovllm_cli.kernels import compiled
+with compiled._alone_with(test_entry.negate._function) as ours:
     print(ours, flush=True)
     time.sleep(60)
 """
@@ -177,12 +255,12 @@ with entry._alone_with(test_entry.negate._function) as ours:
         child.kill()
     began = time.monotonic()
     assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100])
-    assert time.monotonic() - began < entry.LOCK_SECONDS / 4
+    assert time.monotonic() - began < compiled.LOCK_SECONDS / 4
 
 
 def test_without_a_folder_there_is_nobody_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
-    with entry._alone_with(negate._function) as ours:
+    with compiled._alone_with(negate._function) as ours:
         assert ours
 
 
@@ -191,7 +269,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same_and_said_once(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A container whose file systems may only be read; a disk without room, which shows when a file is written."""
-    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(compiled, "_keeps", True)
     if reason == "no place":
         monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
     else:
@@ -203,7 +281,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same_and_said_once(
         monkeypatch.setattr(caching.IndexDataCacheFile, "save", save)
     kernels = [Kernel(negate._function), Kernel(negate._function)]
     assert [negated("f", each) for each in kernels] == [(0, [-1, -2, -100])] * 2
-    assert not entry.keeps()
+    assert not compiled.keeps()
     [said] = caplog.messages
     assert said.startswith(f"compiled kernels can't be kept in {numba.config.CACHE_DIR}")
     assert ("No space left on device" in said) is (reason == "full disk")
@@ -213,7 +291,7 @@ def test_a_cache_that_may_only_be_read_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An image with a cache in it, on a read-only file system. What it lacks is compiled, each time, and that is said once."""
-    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(compiled, "_keeps", True)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100])
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -223,20 +301,20 @@ def test_a_cache_that_may_only_be_read_is_read(
 
     monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", only_read)
     assert negated("f", Kernel(negate._function)) == (1, [-1, -2, -100])
-    assert entry.keeps()
+    assert compiled.keeps()
     assert not caplog.messages
     for _ in range(2):
         assert negated("B", Kernel(negate._function)) == (0, [255, 254, 156])
     assert negated("f", Kernel(negate._function)) == (1, [-1, -2, -100])
     [said] = caplog.messages
     assert said.startswith(f"compiled kernels can't be kept in {tmp_path}: Read-only file system; ")
-    assert not entry.keeps()
+    assert not compiled.keeps()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
 def test_without_a_folder_nothing_is_read_from_where_somebody_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept is code. Numba's name for a function's files is known, and the working folder may be anybody's."""
-    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(compiled, "_keeps", True)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     assert negated("f", Kernel(negate._function))[0] == 0
     monkeypatch.chdir(tmp_path)
@@ -248,26 +326,26 @@ def test_without_a_folder_nothing_is_read_from_where_somebody_works(tmp_path: Pa
 @pytest.mark.parametrize("rest", [0, 20])
 def test_half_a_file_of_the_cache_is_compiled_anew(kept: str, rest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a machine leaves it that lost its power."""
-    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(compiled, "_keeps", True)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     assert negated("f", Kernel(negate._function))[0] == 0
     [path] = tmp_path.rglob("*negate*.nbi" if kept == "index" else "*negate*.nbc")
     path.write_bytes(path.read_bytes()[:rest])
     assert [negated("f", Kernel(negate._function)) for _ in range(2)] == [(0, [-1, -2, -100]), (1, [-1, -2, -100])]
-    assert entry.keeps()
+    assert compiled.keeps()
 
 
 def test_a_fault_of_the_compiler_is_none_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(compiled, "_keeps", True)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("of ours")
 
-    monkeypatch.setattr(entry, "CFunc", broken)
+    monkeypatch.setattr(compiled, "CFunc", broken)
     with pytest.raises(RuntimeError, match="of ours"):
         negated("f", Kernel(negate._function))
-    assert entry.keeps()
+    assert compiled.keeps()
 
 
 THREADS = """

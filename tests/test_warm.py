@@ -14,7 +14,7 @@ import numba
 import pytest
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_latent, entry, warm
+from nanovllm_cli.kernels import compiled, cpu, cpu_latent, warm
 from nanovllm_cli.kernels.entry import Kernel
 from nanovllm_cli.kernels.warm import Kind
 from test_entry import negate, negated
@@ -40,12 +40,12 @@ def test_what_another_process_compiles_is_passed_over_and_later_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(entry, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(compiled, "LOCK_SECONDS", 0.05)
     with (tmp_path / "test_entry.negate.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(entry.UnderWay), entry.passing_over():
+        with pytest.raises(compiled.UnderWay), compiled.passing_over():
             negated("f", Kernel(negate._function))
-        with entry.passing_over(), ThreadPoolExecutor(1) as other:  # another model's thread waits as ever
+        with compiled.passing_over(), ThreadPoolExecutor(1) as other:  # another model's thread waits as ever
             assert other.submit(negated, "f", Kernel(negate._function)).result() == (0, [-1, -2, -100])
         assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100]), "it has waited"
 
@@ -55,7 +55,7 @@ def test_a_part_that_is_under_way_does_not_keep_from_the_others(monkeypatch: pyt
 
     def under_way(*_: torch.dtype) -> None:
         seen.append("taken")
-        raise entry.UnderWay
+        raise compiled.UnderWay
 
     others = [lambda *dtypes, number=number: seen.append((number, *dtypes)) for number in range(2)]
     monkeypatch.setitem(warm.PARTS, "all", (others[0], under_way))

@@ -17,7 +17,7 @@ from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.strategy import most_guesses
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import cpu, dense
+from nanovllm_cli.kernels import ahead, cpu, dense
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.warm import Kind, warm_up
@@ -31,6 +31,7 @@ from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_low_rank import CpuLowRank
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
+from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.divided import Divided
 from nanovllm_cli.quant.format import Format
@@ -54,6 +55,8 @@ class CpuPlatform:
         self._thread: int | None = None
         self._kinds: dict[str, None] = {}
         """Of kernels beside those of every model, by `kernels.warm`, that weights and layers made so far need."""
+        self._made: list[CpuStorage] = []
+        """Weights of which no runner has been made yet."""
         self.ops = CpuOps()
 
     @property
@@ -118,12 +121,15 @@ class CpuPlatform:
         self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype, *, far: bool = False
     ) -> WeightStorage:
         assert not far, "a CPU's weights are all alike"
-        if form is None:
-            return DenseStorage(num_rows, width, dtype)
         rounds = {"auto": dtype != torch.float32, "rounded": True, "exact": False}[self.config.activations]
-        storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
+        storage: CpuStorage
+        if form is None:
+            storage = DenseStorage(num_rows, width, dtype)
+        else:
+            storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
         if isinstance(storage, CpuInteger):
             self._kinds["integer"] = None
+        self._made.append(storage)
         return storage
 
     def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
@@ -166,6 +172,8 @@ class CpuPlatform:
     def make_runner(
         self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool, *, keeps_rows: bool = False
     ) -> Runner:
+        ahead.choose([(weight.asking_bytes, weight.multiply_one) for weight in self._made])
+        self._made.clear()
         processes = self.config.tensor_parallel_size
         return Runner(
             model, cache, sampler, self.config.block_size, recordable,

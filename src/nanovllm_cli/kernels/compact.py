@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_compact, simd_compact
+from nanovllm_cli.kernels import ahead, cpu, cpu_compact, simd_compact
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor
 from nanovllm_cli.kernels.simd import TILE_COLUMNS
 
@@ -87,6 +87,7 @@ class Compact:
         ints = (
             int(out_dtype == torch.float32), address_of(x, torch.bfloat16, tokens, self.width), tokens, *self._addresses(),
             self.num_rows, self._steps, 0 if bias is None else address_of(bias, out_dtype, self.num_rows), out.data_ptr(),
+            ahead.distance(),
         )  # fmt: skip
         launch(cpu_compact.compact_matmul, tokens * self.num_rows * self.width, "", ints)
         return out

@@ -142,8 +142,9 @@ def compact_matmul(arguments, thread, team):
 
     whole: address of int64 [tiles], addresses of tiles that are kept in 16 bits, and 0 for all others. wide: whether out and bias
     are fp32, not bf16; no tag, with which all of this would be compiled twice.
+    asked_ahead: see `ahead.distance`.
     """
-    wide, x, num_rows, records, patches, most, whole, n, steps, bias, out = fields(arguments)
+    wide, x, num_rows, records, patches, most, whole, n, steps, bias, out, asked_ahead = fields(arguments)
     x_stride = 4 * steps
     num_tiles = (n + TILE_COLUMNS - 1) // TILE_COLUMNS
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
@@ -166,7 +167,7 @@ def compact_matmul(arguments, thread, team):
             half = num_rows if num_rows <= FEW_ROWS else (num_rows + 1) // 2
             for row in range(0, num_rows, half):
                 rows, to = min(half, num_rows - row), sums_at + row * TILE_COLUMNS * 4
-                few_rows(rows, at + row * x_stride, x_stride, record + TABLE_BYTES, record, steps, listed, to)
+                few_rows(rows, at + row * x_stride, x_stride, record + TABLE_BYTES, record, steps, listed, to, asked_ahead)
         else:
             _by_panels(at, end - begin, x_stride, record, steps, listed, sums_at, panel)
         for r in range(end - begin):

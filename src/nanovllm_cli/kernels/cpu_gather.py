@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.waiting import LOOKS, let_others, tell, told
 
 HEAD_BYTES = 1 << 14
 """Room for more processes than `config` allows."""
@@ -31,41 +32,6 @@ PIECE_WORDS = 5
 """Of a piece: bytes of a row of its process, where it begins there, where in a row of the whole, how many bytes; the process."""
 _LINE = 128
 _MET, _RANK, _SIZE, _AREA, _SHARED = range(CONTROL_WORDS)
-_LOOKS = 2000
-"""That a process takes for the others before it lets somebody else have its processor: some microseconds."""
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-
-
-@intrinsic
-def _told(typing: Any, address: Any) -> Any:
-    """The word at an address, and all that was written before it was."""
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), code
-
-
-@intrinsic
-def _tell(typing: Any, address: Any, word: Any) -> Any:
-    """The word at an address, behind all that was written before."""
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), code
-
-
-@intrinsic
-def _let_others(typing: Any) -> Any:
-    """The system may give this processor to another thread."""
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_I32, []), "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.void(), code
 
 
 @intrinsic
@@ -92,13 +58,13 @@ def _meet(control):
     """Wait until all have come here, or somebody is lost."""
     words = carray(typed_pointer(control, np.int64(0)), (CONTROL_WORDS,))
     shared, met = words[_SHARED], words[_MET] + 1
-    _tell(shared + _LINE * (1 + words[_RANK]), met)
+    tell(shared + _LINE * (1 + words[_RANK]), met)
     for rank in range(words[_SIZE]):
         looks = 0
-        while _told(shared + _LINE * (1 + rank)) < met and _told(shared) == 0:
+        while told(shared + _LINE * (1 + rank)) < met and told(shared) == 0:
             looks += 1
-            if looks > _LOOKS:
-                _let_others()
+            if looks > LOOKS:
+                let_others()
     words[_MET] = met
 
 

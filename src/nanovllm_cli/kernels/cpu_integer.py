@@ -26,6 +26,7 @@ from nanovllm_cli.kernels.record_kinds import (
     MIN,
     NIBBLE,
     NO_LOW,
+    ROW_PLACES,
     STEP,
     SUB_I8,
     SUB_MIN,
@@ -244,11 +245,11 @@ def integer_matmul(arguments, thread, team):
 
     x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. step_bytes … unit: as in
     RecordLayout. table: address of 16 bytes, or 0. unpacker: address of a codebook's function, which reads its tables at `table`,
-    or 0. bias: address of [n] in the output's type, or 0.
+    or 0. bias: address of [n] in the output's type, or 0. asked_ahead: see `ahead.distance`.
     """
     (
         out_tag, x, num_rows, x_stride, weight, n, width, step_bytes, group, scale, low, offset, unit, table, unpacker,
-        bias, out, out_stride,
+        bias, out, out_stride, asked_ahead,
     ) = fields(arguments)  # fmt: skip
     bits = step_bytes // UNIT_BYTES
     padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
@@ -281,11 +282,12 @@ def integer_matmul(arguments, thread, team):
                 at = x + (chunk * num_rows + begin) * x_stride
                 if low == NO_LOW:
                     one_row(
-                        bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table
+                        bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table, asked_ahead
                     )  # fmt: skip
                 else:
                     one_row_low(
-                        bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table
+                        bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table,
+                        asked_ahead,
                     )  # fmt: skip
                 continue
             asking = max(1, (end - begin) // TILE_ROWS + int((end - begin) % TILE_ROWS > FEW_ROWS))
@@ -372,7 +374,7 @@ def packed_code(planes, bits, column, i):
     while left > 0:
         plane = 8 if left == 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
         per_row = 8 // plane
-        packed = np.int64(planes[step, row + unit // per_row, column, byte])
+        packed = np.int64(planes[step, ROW_PLACES[bits, row + unit // per_row], column, byte])
         code |= ((packed >> (unit % per_row * plane)) & ((1 << plane) - 1)) << shift
         row, shift, left = row + plane, shift + plane, left - plane
     return code

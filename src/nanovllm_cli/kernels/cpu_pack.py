@@ -7,7 +7,7 @@ from numba import carray
 
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
-from nanovllm_cli.kernels.record_kinds import CHUNK, TILE
+from nanovllm_cli.kernels.record_kinds import CHUNK, ROW_PLACES, TILE
 from nanovllm_cli.kernels.simd import typed_pointer
 
 
@@ -23,7 +23,7 @@ def _make_plane(plane):
                 for j in range(per_row):
                     four = (source[step * 8 + line * per_row + j] >> np.uint32(shift)) & mask
                     word |= np.uint32(four << np.uint32(j * plane))
-                planes[(step * bits + row + line) * TILE + column] = word
+                planes[(step * bits + ROW_PLACES[bits, row + line]) * TILE + column] = word
 
     return place
 

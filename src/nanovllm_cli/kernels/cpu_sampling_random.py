@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from nanovllm_cli.kernels.entry import PROTOTYPE, compile_once
+from nanovllm_cli.kernels.compiled import compile_once
+from nanovllm_cli.kernels.entry import PROTOTYPE
 from nanovllm_cli.kernels.simd import typed_pointer
 
 _ROUNDS = 10

@@ -20,61 +20,48 @@ The threads are numba's. Its `prange` takes the code of a loop, and all that it 
 those that it makes itself, not OpenMP's: what numba would find there is not the library that torch brings, and two in one process
 call each other's functions and crash (https://github.com/scverse/scanpy/issues/4026).
 
-What several processes compiled lies in the cache side by side, and where it is loaded, equal names all mean what came first.
-Numba tells functions of one name and type apart (closures that a factory made) by counting them, in each process from 1 on: one
-closure could get another's code. Here each process counts from a number of its own.
-
-Of processes that start together one compiles a kernel, and the others wait for it. That is not only quicker: numba counts the
-files of a kernel in its cache, so that two processes which add different tags at once may put one's code under the other's name.
+They are started once for all kernels of a list. Between two of them they wait for each other by looking at a counter, which takes
+a tenth of what it takes to start them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
-import hashlib
-import itertools
-import logging
 import os
-import secrets
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.core import caching, cgutils
-from numba.core.bytecode import FunctionIdentity
-from numba.core.ccallback import CFunc
-from numba.core.runtime.nrt import rtsys
-from numba.core.sigutils import normalize_signature
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanovllm_cli import system
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.kernels.inner import inner, whole_kernels
+from nanovllm_cli.kernels.compiled import compile_once
+from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.waiting import LOOKS, added, let_others, rest, tell, told
 
 TAG_TYPES = {"H": types.uint16, "f": types.float32, "b": types.int8, "B": types.uint8}
 """By `struct`'s letters."""
 ALIGNMENT = 8
 """Of arguments, whose bytes are a multiple of it."""
-LOCK_SECONDS = 120.0
-"""That a process waits for another one, which takes seconds, before it compiles for itself and keeps nothing."""
-logger = logging.getLogger(__name__)
 _I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 PIECES = 8
 """Of a thread's part of the tasks: so many times each thread asks for more, by an instruction that takes some 20 ns."""
 _LINE = 128
 """Of a Mac's caches; others have half of it."""
+_PROGRAM, _DOOR, _SIZE, _CROSSED, _TEAMS = (_LINE * i for i in range(5))
+"""Where in the memory of who runs a list of kernels is what: its address and length, words that threads look at, two teams."""
+_CLOSED = 1 << 32
+_MOST_YIELDS = 1 << 14
+"""That the first thread takes for the others, some milliseconds: longer than one that may run waits for its turn."""
 
 
 class Kernel:
@@ -125,10 +112,13 @@ def replay(steps: int, count: int) -> None:
     with _turn:
         if not _replay:
             numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
-            compiled = compile_once(_run_all, types.void(types.int64, types.int64, types.int64), error_model="numpy")
-            team = np.zeros(team_bytes() // 8, np.int64)
-            _replay.extend((PROTOTYPE(compiled.address), team.ctypes.data, compiled, team))
-        _replay[0](steps, count, _replay[1])
+            listed = compile_once(_run_listed, types.void(*[types.int64] * 3), error_model="numpy")
+            compiled = compile_once(_run_all, types.void(*[types.int64] * 4), error_model="numpy")
+            memory = np.zeros(_TEAMS + 2 * team_bytes() + _LINE, np.uint8)
+            begin = memory.ctypes.data + -memory.ctypes.data % _LINE
+            _replay.extend((ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(compiled.address), listed.address, begin))
+            _replay.extend((compiled, listed, memory))
+        _replay[0](steps, count, _replay[1], _replay[2])
 
 
 def _refuse(*_: int) -> None:
@@ -136,14 +126,9 @@ def _refuse(*_: int) -> None:
     raise UsageError("this process was forked from one that has loaded a model, whose threads it lacks", hint)
 
 
-def _count_from_a_number_of_its_own() -> None:
-    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
-
-
 def _in_a_forked_child() -> None:
     """OpenMP would end it, with a line of its own; or never return, where only torch has used it."""
     global _turn
-    _count_from_a_number_of_its_own()
     _turn = threading.Lock()  # another thread may have had it
     if _replay:
         _replay[0] = _refuse
@@ -157,157 +142,11 @@ def _use_own_threads() -> None:
         numba.config.THREADING_LAYER = "workqueue"
 
 
-_keeps = True
-_passes_over: ContextVar[bool] = ContextVar("passes_over", default=False)
 _turn = threading.Lock()
 _replay: list[Any] = []
 os.register_at_fork(after_in_child=_in_a_forked_child)
-_count_from_a_number_of_its_own()
 if system.is_macos():
     _use_own_threads()
-
-
-def compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:
-    """A cfunc, compiled for the signature or loaded from the cache. Where nothing can be kept (a disk that is full or only to be
-    read) that is said, and it is compiled all the same; what the cache has is read."""
-    with _alone_with(function) as ours:
-        made: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
-        if ours:
-            made._cache = _cache_of(function)
-        with whole_kernels():
-            made.compile()
-        return made
-
-
-def _cache_of(function: Callable[..., None]) -> Any:
-    try:
-        return _Cache(function)
-    except RuntimeError as failure:
-        if "no locator available" not in str(failure):
-            raise
-        _tell_that_nothing_is_kept("")
-        return caching.NullCache()
-
-
-class _Kept(caching.UserProvidedCacheLocator):  # type: ignore[misc]
-    """What was compiled of a source is good while that says the same: older versions of numba look at its time, which an image's
-    layers round."""
-
-    def get_source_stamp(self) -> str:
-        return hashlib.sha256(Path(self._py_file).read_bytes()).hexdigest()
-
-
-class _Readable(_Kept):
-    """The cache where it may only be read (an image that has it in it, a read-only home), for what has been kept there."""
-
-    @classmethod
-    def from_function(cls, py_func: Any, py_file: str) -> Any:
-        if not numba.config.CACHE_DIR:
-            return None
-        found = cls(py_func, py_file)
-        index = f"*.{py_func.__qualname__}-{found.get_disambiguator()}.py*.nbi".translate({ord(each): None for each in "<>"})
-        with contextlib.suppress(OSError):
-            if any(Path(found.get_cache_path()).glob(index)):
-                return found
-        return None
-
-
-class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc]
-    """Numba's other places are not named by all sources: they would give last month's kernels to this month's."""
-
-    _locator_classes: ClassVar = [_Kept, _Readable]
-
-
-class _Cache(caching.FunctionCache):  # type: ignore[misc]
-    """Numba's, which ends with an error where it can't write, or finds half a file (a machine that lost its power)."""
-
-    _impl_class = _Places
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            rtsys.initialize(target_context)  # for arrays that kernels make; the rest that numba loads here only compiling needs
-            return self._load_overload(sig, target_context)
-        except OSError as failure:  # too many open files: what is kept is good for others
-            logger.debug("the compiled %s can't be read: %s", self._name, failure)
-            return None
-        except Exception as failure:  # a pickle that is damaged may raise anything
-            logger.debug("the compiled %s can't be read: %s", self._name, failure)
-            with contextlib.suppress(OSError):
-                self.flush()
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError as failure:
-            _tell_that_nothing_is_kept(f": {failure.strerror}")
-
-
-def _tell_that_nothing_is_kept(why: str) -> None:
-    global _keeps
-    if _keeps:
-        logger.warning(
-            "compiled kernels can't be kept in %s%s; each run compiles them anew, until NUMBA_CACHE_DIR names another place",
-            numba.config.CACHE_DIR, why,
-        )  # fmt: skip
-    _keeps = False
-
-
-def keeps() -> bool:
-    """Whether all that was compiled so far is in the cache."""
-    return _keeps
-
-
-@contextlib.contextmanager
-def _alone_with(function: Callable[..., None]) -> Iterator[bool]:
-    """While no other process compiles it: True. The system takes the lock from one that dies. False: it has taken too long."""
-    folder = Path(numba.config.CACHE_DIR)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{function.__module__}.{function.__qualname__}.lock"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:  # nothing can be kept there
-        yield True
-        return
-    try:
-        yield _locked(lock, LOCK_SECONDS)
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
-        os.close(lock)
-
-
-class UnderWay(Exception):
-    """Another process is compiling it."""
-
-
-@contextlib.contextmanager
-def passing_over() -> Iterator[None]:
-    """What another process is compiling is not waited for by this thread: UnderWay."""
-    before = _passes_over.set(True)
-    try:
-        yield
-    finally:
-        _passes_over.reset(before)
-
-
-def can_keep() -> bool:
-    """Whether what is compiled can be found by other processes."""
-    folder = Path(numba.config.CACHE_DIR)
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return os.access(folder, os.W_OK)
-
-
-def _locked(handle: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not system.lock(handle):
-        if _passes_over.get():
-            raise UnderWay
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 # ---- compiled ----
@@ -327,16 +166,6 @@ def fields(typing: Any, arguments: Any) -> Any:
     return members(arguments), code
 
 
-@intrinsic
-def _next_piece(typing: Any, counter: Any) -> Any:
-    """The number at an address, which becomes the next one, for whoever asks."""
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), _I64(1), "monotonic")
-
-    return types.int64(types.int64), code
-
-
 @inner
 def share(count, thread, team):
     """The tasks, of `count`, that this thread finds to do, one by one.
@@ -352,11 +181,11 @@ def share(count, thread, team):
     for other in range(threads):
         owner = (thread + other) % threads
         first, end = count * owner // threads, count * (owner + 1) // threads
-        piece = _next_piece(team + (1 + owner) * _LINE)
+        piece = added(team + (1 + owner) * _LINE, 1) - 1
         while piece < PIECES:
             for task in range(first + (end - first) * piece // PIECES, first + (end - first) * (piece + 1) // PIECES):
                 yield task
-            piece = _next_piece(team + (1 + owner) * _LINE)
+            piece = added(team + (1 + owner) * _LINE, 1) - 1
 
 
 @inner
@@ -383,10 +212,79 @@ def run_kernel(typing: Any, function: Any, arguments: Any, thread: Any, team: An
     return types.void(types.int64, types.int64, types.int64, types.int64), code
 
 
-def _run_all(steps: Any, count: Any, team: Any) -> None:
-    table = carray(typed_pointer(steps, np.int64(0)), (count, 2))
+def _run_all(steps: Any, count: Any, listed: Any, memory: Any) -> None:
+    """listed: address of `_run_listed`. memory: see _PROGRAM."""
+    function, arguments = listed, memory
+    if count == 1:
+        row = carray(typed_pointer(steps, np.int64(0)), (2,))
+        function, arguments = row[0], row[1]
+    else:
+        program = carray(typed_pointer(memory + _PROGRAM, np.int64(0)), (2,))
+        program[0], program[1] = steps, count
+        for word in (_DOOR, _SIZE, _CROSSED):
+            tell(memory + word, 0)
+    _on_all_threads(function, arguments, memory + _TEAMS)
+
+
+def _run_listed(memory: Any, thread: Any, team: Any) -> None:
+    """A thread's part of all kernels of a list. team: the first of two that are used by turns, or 0 for a thread alone."""
+    program = carray(typed_pointer(memory + _PROGRAM, np.int64(0)), (2,))
+    count = program[1]
+    table = carray(typed_pointer(program[0], np.int64(0)), (count, 2))
+    own, next_, threads = team, 0, 0
+    if team != 0:
+        wanted = carray(typed_pointer(team, np.int64(0)), (1,))[0]
+        number, threads = _join(memory, team, wanted)
+        thread, next_ = (thread if threads == wanted else number), team + (1 + wanted) * _LINE
+        if number >= threads:
+            return
     for i in range(count):
-        _on_all_threads(table[i, 0], table[i, 1], team)
+        if team != 0 and thread == 0:  # nobody has a part in the kernel before this one any more
+            clear_team(next_, threads)
+        run_kernel(table[i, 0], table[i, 1], thread, own)
+        if team != 0 and i + 1 < count:
+            _wait_for_all(memory + _CROSSED, threads * (i + 1))
+        own, next_ = next_, own
+
+
+@inner
+def _join(memory, team, wanted):
+    """This thread's number among those that run the list together, and how many they are; as large a number for one that comes
+    when they have begun. A pool may give fewer threads than it is asked for, one after the other, so that nobody is waited for
+    without end."""
+    number = added(memory + _DOOR, 1) - 1
+    if number >= _CLOSED:
+        return 0, 0
+    looks = 0
+    if number == 0:
+        while told(memory + _DOOR) < wanted and looks < LOOKS + _MOST_YIELDS:
+            looks = _looked(looks)
+        threads = added(memory + _DOOR, _CLOSED) - _CLOSED
+        clear_team(team, threads)
+        tell(memory + _SIZE, threads)
+        return 0, threads
+    while told(memory + _SIZE) == 0:
+        looks = _looked(looks)
+    return number, told(memory + _SIZE)
+
+
+@inner
+def _wait_for_all(counter, goal):
+    """Until all together have come so often."""
+    looks, come = 0, added(counter, 1)
+    while come < goal:
+        looks = _looked(looks)
+        come = told(counter)
+
+
+@inner
+def _looked(looks):
+    """One look more, behind which the processor may do something else."""
+    if looks > LOOKS:
+        let_others()
+    else:
+        rest()
+    return looks + 1
 
 
 @intrinsic

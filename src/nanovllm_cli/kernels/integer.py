@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import cpu_blocks, cpu_integer, simd_codebook
+from nanovllm_cli.kernels import ahead, cpu_blocks, cpu_integer, simd_codebook
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of, zeros
 from nanovllm_cli.kernels.record_kinds import RecordLayout
+from nanovllm_cli.kernels.simd_int import in_one_pass
 
 
 class Rounding(NamedTuple):
@@ -102,9 +103,15 @@ def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Ten
     added = 0 if bias is None else address_of(bias, out.dtype, layout.num_rows)
     ints = (
         x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, added,
-        out.data_ptr(), out.stride(0) * out.itemsize,
+        out.data_ptr(), out.stride(0) * out.itemsize, ahead.distance(),
     )  # fmt: skip
     launch(cpu_integer.integer_matmul, x.tokens * layout.num_rows * layout.width, tags_of(out.dtype), ints)
+
+
+def asks_ahead(weight: Packed) -> bool:
+    """True where a single row's kernel asks for codes ahead of their use."""
+    layout = weight.layout
+    return layout.bits in range(1, 8) and bool(in_one_pass.py_func(layout.bits, layout.group, int(weight.table is not None)))
 
 
 def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

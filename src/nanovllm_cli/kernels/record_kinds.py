@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 TILE = 64
@@ -36,6 +37,16 @@ SCALE_DTYPES = {
 }
 LOW_DTYPES = {ZERO: torch.uint8, MIN: torch.float16, SUB_MIN: torch.uint8}
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
+
+
+def _places(planes: tuple[int, ...]) -> tuple[int, ...]:
+    rows = [(8 // plane * line, number) for number, plane in enumerate(planes) for line in range(plane)]
+    return tuple(sorted(rows).index(row) for row in rows)
+
+
+ROW_PLACES = np.array([(*_places(PLANES.get(bits, ())), *range(8))[:8] for bits in range(9)])
+"""Of codes of so many bits, and each row of a step's planes, one plane behind the other, where it lies: rows lie in the order in
+which units need them."""
 NO_SIGNS, SIGN_A_CODE, SIGN_A_POINT = range(3)
 """What has a bit of its own in a record that says which of a codebook's two rows of numbers counts."""
 

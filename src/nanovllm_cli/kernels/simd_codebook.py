@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.entry import compile_once
+from nanovllm_cli.kernels.compiled import compile_once
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
 from nanovllm_cli.kernels.simd import VECTORS, by_type, prefetch, typed_pointer

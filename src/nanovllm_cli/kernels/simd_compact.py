@@ -51,7 +51,6 @@ STEP_BYTES = 3 * 64
 """Of two k's and 64 outputs."""
 ENTRY_BYTES = 8
 """Of a listed pair."""
-PREFETCH_BYTES = 4096
 FEW_ROWS = 4 if WIDE else 1
 """Rows whose sums fit the registers beside what unpacking needs."""
 DIRECT_ROWS = 8 if WIDE else 1
@@ -113,15 +112,15 @@ def unpack_steps(typing: Any, codes, table, steps, panel):  # type: ignore[no-un
 
 def _make_rows(rows: int) -> Any:
     """An intrinsic for few rows of bf16, from codes to products without a panel:
-    tile(x, x_row_stride, codes, table, steps, listed, out): out fp32 [rows][64].
+    tile(x, x_row_stride, codes, table, steps, listed, out, ahead): out fp32 [rows][64].
 
     listed: address of (place i32, pair u32) in ascending order, place = step * 64 + output, and after them one with the place
-    steps * 64. The sums are those of `simd.dot_tile`, to the bit.
+    steps * 64. ahead: see `ahead.distance`. The sums are those of `simd.dot_tile`, to the bit.
     """
     cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, x_stride, codes, table, steps, listed, out = args
+        x, x_stride, codes, table, steps, listed, out, ahead = args
         exponents = _load_table(b, table)
         x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
         entry = b.block
@@ -135,7 +134,7 @@ def _make_rows(rows: int) -> Any:
         def weights(step: Any) -> list[Any]:
             read = b.add(codes, multiple(b, step, STEP_BYTES))
             for line in range(3):
-                ask_for(b, b.add(read, I64(PREFETCH_BYTES + 64 * line)), near=False)
+                ask_for(b, b.add(b.add(read, I64(64 * line)), ahead), near=False)
             return _unpacked(b, read, exponents)
 
         def add_products(step: Any, w: list[Any], sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
@@ -202,8 +201,8 @@ def _make_rows(rows: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing: Any, x, x_stride, codes, table, steps, listed, out):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 7), code
+    def tile(typing: Any, x, x_stride, codes, table, steps, listed, out, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 8), code
 
     return tile
 
@@ -214,15 +213,15 @@ def _make_few() -> Any:
     t1, t2, t3, t4 = made + made[-1:] * (4 - FEW_ROWS)
 
     @inner
-    def few(rows, x, xs, codes, table, steps, listed, out):
+    def few(rows, x, xs, codes, table, steps, listed, out, ahead):
         if rows == 1:
-            t1(x, xs, codes, table, steps, listed, out)
+            t1(x, xs, codes, table, steps, listed, out, ahead)
         elif rows == 2:
-            t2(x, xs, codes, table, steps, listed, out)
+            t2(x, xs, codes, table, steps, listed, out, ahead)
         elif rows == 3:
-            t3(x, xs, codes, table, steps, listed, out)
+            t3(x, xs, codes, table, steps, listed, out, ahead)
         else:
-            t4(x, xs, codes, table, steps, listed, out)
+            t4(x, xs, codes, table, steps, listed, out, ahead)
 
     return few
 

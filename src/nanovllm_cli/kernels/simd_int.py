@@ -20,6 +20,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.inner import inner
+from nanovllm_cli.kernels.record_kinds import ROW_PLACES
 from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, WIDE
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
@@ -44,6 +45,7 @@ from nanovllm_cli.kernels.simd_ir import (
     table_of_bytes,
 )  # fmt: skip
 from nanovllm_cli.kernels.simd_products import HAS_BYTE_DOT, products_of
+from nanovllm_cli.kernels.simd_unpack import in_turn
 
 
 def tiles(*, wide: bool, neon: bool, byte_dot: bool) -> dict[int, int]:
@@ -63,8 +65,6 @@ FEW_ROWS = 3 if WIDE else 0
 _ONE_PASS = WIDE or HAS_BYTE_DOT
 _ONE_PASS_OF_FEW_BITS = _ONE_PASS or host_has("avx2")
 """Of 1 and 2, of which a panel is far larger than what is read."""
-ROW_PREFETCH_BYTES = 4096
-"""How long before its use a line of codes is asked for by a single row, which leaves it after that."""
 
 
 def _make_tile(rows: int, vectors: int, with_low: bool, small: bool) -> Any:
@@ -233,17 +233,17 @@ dot_panel, dot_panel_low = _make_choice(False), _make_choice(True)
 
 def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: bool = False) -> Any:
     """An intrinsic for one row and all 64 columns, from planes to products without a panel:
-    row(codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table); the rest as in `_make_tile`.
+    row(codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table, ahead); the rest as in `_make_tile`.
 
     table: where has_table, of 16 bytes that codes of 4 bits stand for. group_steps: steps of 32 k's to a group; with `pairs` a
-    step has two groups. Everything is read in the order in which it lies: that is what processors fetch ahead by themselves, at
-    twice the pace of requests by instruction.
+    step has two groups. Everything is read in the order in which it lies: that is what processors fetch ahead by themselves.
+    ahead: see `ahead.distance`.
     """
     fold_units = STEP_UNITS // 2 if pairs else STEP_UNITS
     way = products_of(not has_table)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table = args
+        codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table, ahead = args
         entries = table_of_bytes(b, table) if has_table else None
         lanes = range(VECTORS)
         negative, x_codes = b.sub(I32(way.bias), b.trunc(offset, I32)), b.add(x, multiple(b, groups, 12))
@@ -266,10 +266,10 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: b
 
             def codes_at(unit: int, v: int) -> Any:
                 def in_order(row: int) -> Any:
-                    if (row, v) not in packed:
-                        line = b.add(read, I64(row * UNIT_BYTES + 64 * v))
-                        ask_for(b, b.add(line, I64(ROW_PREFETCH_BYTES)), near=False)
-                        packed[row, v] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
+                    for each in in_turn(packed, row, v):
+                        line = b.add(read, I64(ROW_PLACES[sum(planes), row] * UNIT_BYTES + 64 * each))
+                        ask_for(b, b.add(line, ahead), near=False)
+                        packed[row, each] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
                         keep_order(b)
                     return packed[row, v]
 
@@ -345,8 +345,8 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: b
         return context.get_dummy_value()
 
     @intrinsic
-    def row(typing: Any, codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 11), code
+    def row(typing: Any, codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 12), code
 
     return row
 
@@ -358,27 +358,27 @@ def _make_one_row(with_low: bool) -> Any:
     t4 = r4 if with_low else _make_row((4,), False, False, has_table=True)
 
     @inner
-    def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add, table):
+    def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add, table, ahead):
         many = group_units // STEP_UNITS
         if many == 0:  # of which no format has a table
             if bits == 6:
-                p6(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+                p6(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
             elif bits == 3:
-                p3(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+                p3(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
             else:
-                p2(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+                p2(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
         elif bits == 1:
-            r1(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+            r1(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
         elif table != 0:
-            t4(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+            t4(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
         elif bits == 4:
-            r4(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+            r4(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
         elif bits == 5:
-            r5(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+            r5(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
         elif bits == 3:
-            r3(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+            r3(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
         else:
-            r2(codes, scales, lows, steps, many, offset, x, groups, out, add, table)
+            r2(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
 
     return one_row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.inner import inner
-from nanovllm_cli.kernels.record_kinds import TILE
-from nanovllm_cli.kernels.simd import VECTORS, typed_pointer
+from nanovllm_cli.kernels.record_kinds import ROW_PLACES, TILE
+from nanovllm_cli.kernels.simd import VECTORS, WIDE, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     I8,
@@ -27,6 +28,7 @@ from nanovllm_cli.kernels.simd_ir import (
     code_bytes,
     counted,
     host_has,
+    keep_order,
     look_up_bytes,
     multiple,
     splat,
@@ -35,6 +37,13 @@ from nanovllm_cli.kernels.simd_ir import (
 
 PREFETCH_BYTES = 8192
 """How long before their use codes are asked for."""
+
+
+def in_turn(read: Collection[tuple[int, int]], row: int, vector: int) -> range:
+    """The vectors of a row to be read now: none, if this one has been, or, where there are registers for them, all."""
+    if (row, vector) in read:
+        return range(0)
+    return range(VECTORS) if WIDE else range(vector, vector + 1)
 
 
 def _make_unpack(planes: tuple[int, ...], has_table: bool = False) -> Any:
@@ -55,10 +64,11 @@ def _make_unpack(planes: tuple[int, ...], has_table: bool = False) -> Any:
                 for v in range(VECTORS):
 
                     def in_order(row: int, v: int = v) -> Any:
-                        if (row, v) not in packed:
-                            place = I64(row * UNIT_BYTES + 64 * v)
+                        for each in in_turn(packed, row, v):
+                            place = I64(ROW_PLACES[bits, row] * UNIT_BYTES + 64 * each)
                             ask_for(b, b.add(b.add(ahead, advance), place))
-                            packed[row, v] = b.load(at_address(b, read, place, BYTES), align=4)
+                            packed[row, each] = b.load(at_address(b, read, place, BYTES), align=4)
+                            keep_order(b)
                         return packed[row, v]
 
                     whole = code_bytes(b, planes, unit, in_order)

@@ -3,7 +3,7 @@ from them those of integer weights, of adapters, of experts, of convolutions, of
 latent and sparse attention.
 
 Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
-through all parts and passes over what another one has under way (`entry.passing_over`); this one does so too, and then waits
+through all parts and passes over what another one has under way (`compiled.passing_over`); this one does so too, and then waits
 for the rest. A marker in numba's cache folder tells later runs that it is done, so that only the first says so.
 """
 
@@ -29,13 +29,13 @@ from nanovllm_cli.collector import come_seldom
 from nanovllm_cli.folders import cache_folder, note_use, remove_unused
 from nanovllm_cli.kernels import (
     adapters,
+    compiled,
     conv,
     cpu,
     cpu_sampling,
     cpu_sampling_random,
     delta,
     dense,
-    entry,
     gates,
     indexer,
     integer,
@@ -90,7 +90,7 @@ def warm_up(kinds: Sequence[Kind]) -> None:
         for kind in kinds:
             for part in kind.parts:
                 part()
-            if entry.keeps():
+            if compiled.keeps():
                 kind.mark()
     note_use(Path(numba.config.CACHE_DIR))
     if new:  # perhaps of a new version
@@ -101,7 +101,7 @@ def _go_through(kinds: Sequence[Kind], first: int) -> None:
     """Compile what nobody else is compiling, beginning with part `first` of them all."""
     parts = [part for kind in kinds for part in kind.parts]
     for part in parts[first:] + parts[:first]:
-        with contextlib.suppress(entry.UnderWay), entry.passing_over():
+        with contextlib.suppress(compiled.UnderWay), compiled.passing_over():
             part()
 
 
@@ -134,7 +134,7 @@ def _helpers(kinds: Sequence[Kind]) -> Iterator[int]:
 
 def _idle_processors(most: int) -> int:
     """Beside this process's own, for `most` parts, as far as memory goes."""
-    if not sys.executable or not entry.can_keep():
+    if not sys.executable or not compiled.can_keep():
         return 0
     load = 0.0
     with contextlib.suppress(OSError):  # a system that does not say

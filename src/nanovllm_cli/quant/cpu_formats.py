@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.quant.cpu_integer import CpuInteger
+from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.cpu_values import CpuValues
 from nanovllm_cli.quant.format import Blocks, Format, Integer
-from nanovllm_cli.quant.storage import WeightStorage
 
 
-def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> WeightStorage:
+def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> CpuStorage:
     """An empty weight in a format; dtype is what is computed in. rounds: activations become 8 bits where the format says so.
 
     UnsupportedError for widths and groups that don't fit.

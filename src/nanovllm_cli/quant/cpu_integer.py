@@ -44,6 +44,10 @@ class CpuInteger(CpuStorage):
     def num_bytes(self) -> int:
         return self._weight.data.nbytes
 
+    @property
+    def asking_bytes(self) -> int:
+        return self.num_bytes if integer.asks_ahead(self._weight) else 0
+
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         quantized = self._form.quantize(rows) if isinstance(rows, torch.Tensor) else rows
         if isinstance(quantized, IntegerRows) and quantized.order is not None:

@@ -17,7 +17,8 @@ Everything is read once, in the order in which it lies: a processor fetches such
 Of 32 k's, four that follow each other are a unit: what `vpdpbusd` multiplies at once for one column, four bytes. Eight units are
 split into planes, the widest first and with the lowest bits: 8 = {8}, 7 = {4, 2, 1}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4},
 3 = {2, 1}, 2 = {2}, 1 = {1}. A plane of b bits takes b of the `bits` rows of 64 x 4 bytes; a row holds 8 / b units that follow
-each other, the first in the lowest bits. Unpacking is shifts, masks and ors of whole vectors, and 8 bits need none. A single bit
+each other, the first in the lowest bits. Rows lie in the order in which units need them: of 6 bits 0 to 3 of the first plane and
+4, 5 of the second as 0, 4, 1, 2, 5, 3. Unpacking is shifts, masks and ors of whole vectors, and 8 bits need none. A single bit
 becomes 0 or 2.
 
 With a codebook (GGUF's IQ types) a record has indices of points of `length` codes each instead: 32 k's of 64 columns are

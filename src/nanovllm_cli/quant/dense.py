@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import dense
+from nanovllm_cli.kernels.compact import Compact
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.rows import QuantizedRows
@@ -20,6 +21,10 @@ class DenseStorage(CpuStorage):
     @property
     def num_bytes(self) -> int:
         return self._weight.num_bytes
+
+    @property
+    def asking_bytes(self) -> int:
+        return self.num_bytes if isinstance(self._weight, Compact) else 0
 
     @property
     def recordable(self) -> bool:
