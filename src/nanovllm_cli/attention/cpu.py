@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm_cli.attention.backend import (
@@ -127,9 +128,8 @@ class CpuAttention:
         return CpuBlocks(layers)
 
     def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> CpuStep:
-        ends = batch.query_starts[1:]
-        lens = ends - batch.query_starts[:-1]
-        run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
+        starts = batch.query_starts.numpy()  # torch's way takes a hundredth of a step
+        run = torch.from_numpy(np.repeat(starts[1:], np.diff(starts)) - np.arange(batch.num_tokens, dtype=np.int32))
         lengths, chunks = (batch.kv_lens, batch.known_lens), None
         if self.chunk is not None:
             parts = batch.in_chunks(self.chunk, cpu.BLOCK)
