@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nanovllm_cli.kernels import ahead, simd_int
+from nanovllm_cli.kernels import ahead, simd_planes
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.dense import DenseStorage
@@ -47,7 +47,7 @@ def test_no_distance_changes_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_weights_ask_for() -> None:
     """On a processor that multiplies from planes in one pass; panels and whole bytes have requests of their own."""
-    if not simd_int._ONE_PASS:
+    if not simd_planes._ONE_PASS:
         pytest.skip("this processor unpacks panels")
     for name in ("Q4_K", "Q5_K", "int4"):
         weight = storage_of(name)

@@ -116,7 +116,7 @@ def test_a_row_has_the_same_bits_in_any_batch(k: int, bits: int, group: int, sca
     weight, _ = packed(RecordLayout(130, k, bits, group, scale, low, offset))
     x = randn(300, k)
     whole = multiply(x, weight)
-    for first, last in [(0, 1), (5, 6), (3, 5), (0, 3), (4, 8), (0, 5), (0, 7), (250, 261), (13, 300)]:
+    for first, last in [(0, 1), (5, 6), (3, 5), (0, 3), (4, 8), (0, 5), (1, 7), (0, 7), (2, 10), (4, 13), (250, 261), (13, 300)]:
         assert torch.equal(multiply(x[first:last].contiguous(), weight), whole[first:last])
 
 

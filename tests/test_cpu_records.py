@@ -184,7 +184,7 @@ def test_places_of_codes_in_a_record() -> None:
     pack_rows(layout, packed, 0, rows)
     record = packed[layout.codes_at(64) :].view(2, 6, 64, 4)
     assert record[1, 0, 5, 1] == 0b1101 << 4
-    assert record[1, 4, 5, 1] == 0b10 << 2
+    assert record[1, 1, 5, 1] == 0b10 << 2, "the second plane's first row is needed behind the first one's"
     assert int(record.int().sum()) == (0b1101 << 4) + (0b10 << 2)
 
 

@@ -43,11 +43,9 @@ from nanovllm_cli.kernels.simd_int import (
     TILE_ROWS,
     dot_panel,
     dot_panel_low,
-    in_one_pass,
-    one_row,
-    one_row_low,
 )
 from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
+from nanovllm_cli.kernels.simd_planes import few_rows, few_rows_low, in_one_pass
 from nanovllm_cli.kernels.simd_products import MOST_SMALL
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
@@ -278,16 +276,17 @@ def integer_matmul(arguments, thread, team):
                 for i in range(groups * TILE):
                     lows[i] *= -scales[i]
             codes = record + codes_at(k, group, scale, low)
-            if end - begin == 1 and unpacker == 0 and in_one_pass(bits, group, table):
+            if unpacker == 0 and in_one_pass(end - begin, bits, group, table, low != NO_LOW):
                 at = x + (chunk * num_rows + begin) * x_stride
                 if low == NO_LOW:
-                    one_row(
-                        bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table, asked_ahead
+                    few_rows(
+                        end - begin, bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, x_stride, groups, sums_at,
+                        chunk, table, asked_ahead, full,
                     )  # fmt: skip
                 else:
-                    one_row_low(
-                        bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk, table,
-                        asked_ahead,
+                    few_rows_low(
+                        end - begin, bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, x_stride, groups,
+                        sums_at, chunk, table, asked_ahead, full,
                     )  # fmt: skip
                 continue
             asking = max(1, (end - begin) // TILE_ROWS + int((end - begin) % TILE_ROWS > FEW_ROWS))

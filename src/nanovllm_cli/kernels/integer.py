@@ -12,8 +12,8 @@ import torch
 
 from nanovllm_cli.kernels import ahead, cpu_blocks, cpu_integer, simd_codebook
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of, zeros
-from nanovllm_cli.kernels.record_kinds import RecordLayout
-from nanovllm_cli.kernels.simd_int import in_one_pass
+from nanovllm_cli.kernels.record_kinds import NO_LOW, RecordLayout
+from nanovllm_cli.kernels.simd_planes import in_one_pass
 
 
 class Rounding(NamedTuple):
@@ -111,7 +111,8 @@ def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Ten
 def asks_ahead(weight: Packed) -> bool:
     """True where a single row's kernel asks for codes ahead of their use."""
     layout = weight.layout
-    return layout.bits in range(1, 8) and bool(in_one_pass.py_func(layout.bits, layout.group, int(weight.table is not None)))
+    kind = layout.bits, layout.group, int(weight.table is not None), layout.low != NO_LOW
+    return layout.bits in range(1, 8) and bool(in_one_pass.py_func(1, *kind))
 
 
 def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

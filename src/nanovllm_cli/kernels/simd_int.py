@@ -16,36 +16,27 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.inner import inner
-from nanovllm_cli.kernels.record_kinds import ROW_PLACES
 from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, WIDE
 from nanovllm_cli.kernels.simd_ir import (
-    BYTES,
     F32,
     I32,
     I64,
     LANES,
     NEON,
-    STEP_UNITS,
     UNIT_BYTES,
     VF,
     VI,
     ask_for,
     at_address,
-    code_bytes,
     fma,
-    host_has,
-    keep_order,
-    look_up_bytes,
     multiple,
     splat,
-    table_of_bytes,
 )  # fmt: skip
 from nanovllm_cli.kernels.simd_products import HAS_BYTE_DOT, products_of
-from nanovllm_cli.kernels.simd_unpack import in_turn
 
 
 def tiles(*, wide: bool, neon: bool, byte_dot: bool) -> dict[int, int]:
@@ -62,9 +53,6 @@ _VECTORS_OF_ROWS = tiles(wide=WIDE, neon=NEON, byte_dot=HAS_BYTE_DOT)
 TILE_ROWS = max(_VECTORS_OF_ROWS)
 FEW_ROWS = 3 if WIDE else 0
 """Rows that take all columns at once, in the order in which they lie, so that nothing need be asked for."""
-_ONE_PASS = WIDE or HAS_BYTE_DOT
-_ONE_PASS_OF_FEW_BITS = _ONE_PASS or host_has("avx2")
-"""Of 1 and 2, of which a panel is far larger than what is read."""
 
 
 def _make_tile(rows: int, vectors: int, with_low: bool, small: bool) -> Any:
@@ -229,166 +217,3 @@ def _make_choice(with_low: bool) -> Any:
 
 
 dot_panel, dot_panel_low = _make_choice(False), _make_choice(True)
-
-
-def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool, has_table: bool = False) -> Any:
-    """An intrinsic for one row and all 64 columns, from planes to products without a panel:
-    row(codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table, ahead); the rest as in `_make_tile`.
-
-    table: where has_table, of 16 bytes that codes of 4 bits stand for. group_steps: steps of 32 k's to a group; with `pairs` a
-    step has two groups. Everything is read in the order in which it lies: that is what processors fetch ahead by themselves.
-    ahead: see `ahead.distance`.
-    """
-    fold_units = STEP_UNITS // 2 if pairs else STEP_UNITS
-    way = products_of(not has_table)
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table, ahead = args
-        entries = table_of_bytes(b, table) if has_table else None
-        lanes = range(VECTORS)
-        negative, x_codes = b.sub(I32(way.bias), b.trunc(offset, I32)), b.add(x, multiple(b, groups, 12))
-        out_at = [at_address(b, out, I64(64 * v), VF) for v in lanes]
-
-        def number(g: Any, part: int, kind: ir.Type) -> Any:
-            return b.load(at_address(b, x, multiple(b, b.add(multiple(b, groups, part), g), 4), kind), align=4)
-
-        def starts(g: Any) -> list[Any]:
-            return [splat(b, b.mul(number(g, 2, I32), negative), VI)] * VECTORS
-
-        def products(step: Any, units: range, dots: list[Any]) -> list[Any]:
-            """dots + the products of these units of a step."""
-            read = b.add(codes, multiple(b, step, UNIT_BYTES * sum(planes)))
-            packed: dict[tuple[int, int], Any] = {}
-
-            def spread_at(unit: int, _row: int) -> Any:
-                at = b.add(multiple(b, step, 4 * STEP_UNITS), I64(4 * unit))
-                return splat(b, b.load(at_address(b, x_codes, at, I32), align=4), VI)
-
-            def codes_at(unit: int, v: int) -> Any:
-                def in_order(row: int) -> Any:
-                    for each in in_turn(packed, row, v):
-                        line = b.add(read, I64(ROW_PLACES[sum(planes), row] * UNIT_BYTES + 64 * each))
-                        ask_for(b, b.add(line, ahead), near=False)
-                        packed[row, each] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
-                        keep_order(b)
-                    return packed[row, v]
-
-                whole = code_bytes(b, planes, unit, in_order)
-                return b.bitcast(whole if entries is None else look_up_bytes(b, entries, whole), VI)
-
-            cells = {(0, v): dots[v] for v in lanes}
-            for unit in units[:: way.together]:
-                cells = way.add(b, cells, unit, codes_at, spread_at)
-            return list(cells.values())
-
-        def fold(g: Any, dots: list[Any], sums: list[Any]) -> list[Any]:
-            xs = splat(b, number(g, 0, F32), VF)
-            xl = splat(b, number(g, 1, F32), VF) if with_low else None
-            folded = []
-            for v in lanes:
-                at = b.add(multiple(b, g, UNIT_BYTES), I64(64 * v))
-                scaled = b.fmul(b.sitofp(dots[v], VF), b.load(at_address(b, scales, at, VF), align=4))
-                total = fma(b, scaled, xs, sums[v])
-                folded.append(fma(b, b.load(at_address(b, lows, at, VF), align=4), xl, total) if with_low else total)
-            return folded
-
-        entry = b.block
-        load, group, end = (b.function.append_basic_block(n) for n in ("load", "group", "end"))
-        b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), load, group)
-        b.position_at_end(load)
-        carried = [b.load(at, align=4) for at in out_at]
-        b.branch(group)
-
-        b.position_at_end(group)
-        g, first, sums = b.phi(I64), b.phi(I64), [b.phi(VF) for _ in lanes]
-        for block in (entry, load):
-            g.add_incoming(I64(0), block)
-            first.add_incoming(I64(0), block)
-        for v in lanes:
-            sums[v].add_incoming(ir.Constant(VF, [0.0] * LANES), entry)
-            sums[v].add_incoming(carried[v], load)
-        if pairs:
-            folded, following = sums, g
-            for half in range(2):
-                units = range(half * fold_units, (half + 1) * fold_units)
-                folded = fold(following, products(first, units, starts(following)), folded)
-                following = b.add(following, I64(1))
-            last = b.add(first, I64(1))
-        else:
-            last = b.add(first, group_steps)
-            last = b.select(b.icmp_signed("<", last, steps), last, steps)
-            begin, loop = starts(g), b.function.append_basic_block("loop")
-            b.branch(loop)
-            b.position_at_end(loop)
-            step, dots = b.phi(I64), [b.phi(VI) for _ in lanes]
-            step.add_incoming(first, group)
-            for v in lanes:
-                dots[v].add_incoming(begin[v], group)
-            new = products(step, range(STEP_UNITS), list(dots))
-            after = b.add(step, I64(1))
-            step.add_incoming(after, loop)
-            for v in lanes:
-                dots[v].add_incoming(new[v], loop)
-            done = b.function.append_basic_block("fold")
-            b.cbranch(b.icmp_signed("<", after, last), loop, done)
-            b.position_at_end(done)
-            folded, following = fold(g, new, sums), b.add(g, I64(1))
-        g.add_incoming(following, b.block)
-        first.add_incoming(last, b.block)
-        for v in lanes:
-            sums[v].add_incoming(folded[v], b.block)
-        b.cbranch(b.icmp_signed("<", following, groups), group, end)
-
-        b.position_at_end(end)
-        for v in lanes:
-            b.store(folded[v], out_at[v], align=4)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def row(typing: Any, codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate, table, ahead):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 12), code
-
-    return row
-
-
-def _make_one_row(with_low: bool) -> Any:
-    """One compiled function for planes of 1 to 6 bits. No format has a table and lows, or one bit and groups of 16."""
-    r1, r2, r3, r4, r5 = (_make_row(planes, False, with_low) for planes in ((1,), (2,), (2, 1), (4,), (4, 1)))
-    p2, p3, p6 = (_make_row(planes, True, with_low) for planes in ((2,), (2, 1), (4, 2)))
-    t4 = r4 if with_low else _make_row((4,), False, False, has_table=True)
-
-    @inner
-    def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add, table, ahead):
-        many = group_units // STEP_UNITS
-        if many == 0:  # of which no format has a table
-            if bits == 6:
-                p6(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-            elif bits == 3:
-                p3(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-            else:
-                p2(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-        elif bits == 1:
-            r1(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-        elif table != 0:
-            t4(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-        elif bits == 4:
-            r4(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-        elif bits == 5:
-            r5(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-        elif bits == 3:
-            r3(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-        else:
-            r2(codes, scales, lows, steps, many, offset, x, groups, out, add, table, ahead)
-
-    return one_row
-
-
-one_row, one_row_low = _make_one_row(False), _make_one_row(True)
-
-
-@njit(inline="always")
-def in_one_pass(bits, group, table):
-    """True where `one_row` has this kind, and is quicker than a panel."""
-    if group < 32:
-        return _ONE_PASS and table == 0 and (bits <= 3 or (bits == 6 and WIDE))
-    return _ONE_PASS_OF_FEW_BITS if bits <= 2 else _ONE_PASS and (bits == 4 if table != 0 else bits <= 5)
