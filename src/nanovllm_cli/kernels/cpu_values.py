@@ -27,6 +27,7 @@ from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, Z
 from nanovllm_cli.kernels.simd import MAX_ROWS, by_type, typed_pointer
 from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES
+from nanovllm_cli.kernels.simd_values import few_of_e4m3, few_of_table, in_one_pass
 
 CODE, E4M3, TABLE = range(3)
 ROWS_PER_TASK = 96
@@ -130,6 +131,14 @@ def scaled_after(tag):
     return lambda tag: after
 
 
+@inner
+def _split_numbers(kind, table, offset, halves):
+    """halves u8 [32]: the lower and the upper bytes of the bf16 that codes of 4 bits stand for."""
+    for i in range(16):
+        bits = _upper(_value(np.uint32(i), kind, table, offset))
+        halves[i], halves[16 + i] = np.uint8(bits & np.uint32(255)), np.uint8(bits >> np.uint32(8))
+
+
 @kernel()
 def value_matmul(arguments, thread, team):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
@@ -137,11 +146,11 @@ def value_matmul(arguments, thread, team):
     x: [num_rows, width rounded up to a pair] of tag's type, x_stride bytes apart. x_scales: address of fp32 [num_rows, x_groups]
     that multiply a row's groups (x_groups 1: the whole row), or 0. width: along k. step_bytes … unit: as in RecordLayout; table,
     unpacker: as in `cpu_integer.integer_matmul`. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias:
-    address of [n] in the output's type, or 0.
+    address of [n] in the output's type, or 0. asked_ahead: see `ahead.distance`.
     """
     (
         tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, step_bytes, group, scale, low, offset, unit,
-        table, unpacker, kind, numbers, bias, out, out_stride,
+        table, unpacker, kind, numbers, bias, out, out_stride, asked_ahead,
     ) = fields(arguments)  # fmt: skip
     size = 4 // _per_word(tag)
     padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
@@ -152,7 +161,7 @@ def value_matmul(arguments, thread, team):
     factors = carray(typed_pointer(x_scales, np.float32(0)), (num_rows, max(1, x_groups)))
     by_group = scaled_after(tag) or x_groups > 1
     most_rows = min(num_rows, ROWS_PER_TASK)
-    memory = scratch(CHUNK * TILE * (1 + size) + 4 * TILE * (1 + 3 * _MOST_GROUPS + most_rows + MAX_ROWS))
+    memory = scratch(CHUNK * TILE * (1 + size) + 4 * TILE * (2 + 3 * _MOST_GROUPS + most_rows + MAX_ROWS))
     unpacked_at = memory.ctypes.data
     panel_at = unpacked_at + CHUNK * TILE
     sums_at = panel_at + CHUNK * TILE * size
@@ -164,8 +173,16 @@ def value_matmul(arguments, thread, team):
     scales, lows = floats_at(rest, (_MOST_GROUPS * TILE,)), floats_at(rest + 4 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
     taken = floats_at(rest + 8 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
     of_supers = floats_at(rest + 12 * _MOST_GROUPS * TILE, (TILE,))
+    one, halves = floats_at(rest + 12 * _MOST_GROUPS * TILE + 4 * TILE, (1,)), unpacked[:8].view(np.uint8)
+    one[0] = np.float32(1.0)
     for i in range(_MOST_GROUPS * TILE):
         lows[i], taken[i] = np.float32(0.0), np.float32(offset)
+    direct = scaled_after(tag) and in_one_pass(num_rows, step_bytes, width, group, low, unpacker, kind == E4M3)
+    factors_at, factor_row, factor_group = x_scales, 4 * x_groups, 4
+    if x_groups <= 1:
+        factors_at, factor_row, factor_group = one.ctypes.data, 0, 0
+    if direct and kind != E4M3:
+        _split_numbers(kind, values, np.float32(offset), halves)
     for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
@@ -180,6 +197,19 @@ def value_matmul(arguments, thread, team):
                     taken[i] = lows[i]
                     lows[i] = np.float32(0.0)
             codes = record + codes_at(k, group, scale, low)
+            if direct:
+                at, of_x = x + begin * x_stride + chunk * CHUNK * size, factors_at + chunk * CHUNK // group * factor_group
+                if kind == E4M3:
+                    few_of_e4m3(
+                        end - begin, codes, scales.ctypes.data, k // STEP, group // STEP, at, x_stride, of_x, factor_row,
+                        factor_group, groups, sums_at, chunk, 0, asked_ahead,
+                    )  # fmt: skip
+                else:
+                    few_of_table(
+                        end - begin, codes, scales.ctypes.data, k // STEP, group // STEP, at, x_stride, of_x, factor_row,
+                        factor_group, groups, sums_at, chunk, halves.ctypes.data, asked_ahead,
+                    )  # fmt: skip
+                continue
             if step_bytes != 8 * UNIT_BYTES:
                 unpack_panel(step_bytes, unpacker, table, codes, k, unpacked_at, codes + PREFETCH_BYTES)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)

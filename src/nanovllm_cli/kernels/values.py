@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import cpu_values
+from nanovllm_cli.kernels import ahead, cpu_values
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
 from nanovllm_cli.kernels.integer import Packed
 
@@ -51,6 +51,7 @@ def matmul(
         0 if x.scales is None else address_of(x.scales, torch.float32, tokens, groups), groups, weight.data.data_ptr(),
         layout.num_rows, *weight.numbers, kind, 0 if numbers is None else address_of(numbers, torch.float32, 16),
         0 if bias is None else address_of(bias, out.dtype, layout.num_rows), out.data_ptr(), out.stride(0) * out.itemsize,
+        ahead.distance(),
     )  # fmt: skip
     launch(cpu_values.value_matmul, tokens * layout.num_rows * width, tags_of(rows.dtype, out.dtype), ints)
 

@@ -1,0 +1,212 @@
+"""The inner loop of few rows of bf16 over weights whose codes stand for numbers of bf16, in one pass from codes to products,
+without a panel (cpu_values.py has the formula; the sums are those of its panels, to the bit).
+
+A number's two bytes are looked up apart: its upper byte and its lower one by the code. Of e4m3, whose codes are sign and
+magnitude, the tables have 128 entries, which AVX512-VBMI finds for 64 codes at once; of 4 bits they have 16. The same instruction
+puts bytes together to the pairs that are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from nanovllm_cli.kernels.inner import inner
+from nanovllm_cli.kernels.record_kinds import NO_LOW, STEP
+from nanovllm_cli.kernels.simd import VECTORS, WIDE, pair_multiply_add
+from nanovllm_cli.kernels.simd_ir import (
+    BYTES,
+    F32,
+    I32,
+    I64,
+    LANES,
+    STEP_UNITS,
+    UNIT_BYTES,
+    VF,
+    VI,
+    ask_for,
+    at_address,
+    code_bytes,
+    host_has,
+    keep_order,
+    known_function,
+    look_up_bytes,
+    multiple,
+    splat,
+    table_of_bytes,
+)  # fmt: skip
+from nanovllm_cli.kernels.simd_unpack import in_turn
+
+AVAILABLE = WIDE and host_has("avx512vbmi")
+MOST_ROWS = 8
+"""That passes of four are quicker for than a panel."""
+_PLACES = range(4 * LANES)
+
+
+def _e4m3_bytes() -> list[list[int]]:
+    """The lower and the upper bytes of the bf16 of each magnitude."""
+    codes = np.arange(128)
+    exponents, fractions = codes >> 3, codes & 7
+    numbers = np.where(exponents > 0, (1 + fractions / 8) * 2.0 ** (exponents - 7), fractions * 2.0**-9).astype(np.float32)
+    bits = numbers.view(np.uint32) >> 16
+    return [(bits & 255).tolist(), (bits >> 8).tolist()]
+
+
+def _bytes_of(values: Any) -> ir.Constant:
+    return ir.Constant(BYTES, list(values))
+
+
+def _of_two(b: ir.IRBuilder, first: Any, places: Any, second: Any) -> Any:
+    """Of each place the byte of two vectors behind each other."""
+    look = known_function(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, BYTES, BYTES, BYTES)
+    return b.call(look, [first, places, second])
+
+
+def _make_rows(rows: int, bits: int) -> Any:
+    """An intrinsic for so many rows and all 64 columns: pass(codes, scales, steps, group_steps, x, x_stride, factors, factor_row,
+    factor_group, groups, out, accumulate, table, ahead).
+
+    codes: in steps of 32 k's, of e4m3, or of 4 bits, of which table, address of 32 bytes, has the lower bytes and the upper ones.
+    scales fp32 [groups][64]. A row's numbers of x are bf16, x_stride bytes from the next one's. What multiplies a group's sum
+    beside its scale is fp32 at factors, so many bytes further for a row or a group. out fp32 [rows][64]. ahead: see
+    `ahead.distance`.
+    """
+    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        codes, scales, steps, group_steps, x, x_stride, factors, factor_row, factor_group, *rest = args
+        groups, out, accumulate, table, ahead = rest
+        if bits == 4:
+            tables = [table_of_bytes(b, b.add(table, I64(16 * i))) for i in range(2)]
+        x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
+        out_at = {(r, v): at_address(b, out, I64(4 * LANES * (VECTORS * r + v)), VF) for r, v in cells}
+
+        def looked_up(whole: Any) -> list[Any]:
+            """Lower and upper bytes."""
+            if bits == 4:
+                return [look_up_bytes(b, each, whole) for each in tables]
+            lower, upper = (
+                _of_two(b, _bytes_of(each[:64]), whole, _bytes_of(each[64:])) for each in _e4m3_bytes()
+            )
+            return [lower, b.or_(upper, b.and_(whole, _bytes_of([0x80] * len(_PLACES))))]
+
+        def products(step: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+            read = b.add(codes, multiple(b, step, UNIT_BYTES * bits))
+            packed: dict[tuple[int, int], Any] = {}
+
+            def whole_codes(unit: int, v: int) -> Any:
+                def in_order(row: int) -> Any:
+                    for each in in_turn(packed, row, v):
+                        line = b.add(read, I64(row * UNIT_BYTES + 64 * each))
+                        ask_for(b, b.add(line, ahead), near=False)
+                        packed[row, each] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
+                        keep_order(b)
+                    return packed[row, v]
+
+                return code_bytes(b, (bits,), unit, in_order)
+
+            for unit in range(STEP_UNITS):
+                at = b.add(multiple(b, step, 2 * STEP), I64(8 * unit))
+                spread = {
+                    (r, pair): splat(b, b.load(at_address(b, x_rows[r], b.add(at, I64(4 * pair)), I32), align=4), VI)
+                    for r in range(rows)
+                    for pair in range(2)
+                }
+                for v in range(VECTORS):
+                    lower, upper = looked_up(whole_codes(unit, v))
+                    for pair in range(2):  # bytes 2 pair and 2 pair + 1 of each column
+                        first = [4 * (i // 4) + 2 * pair + i % 4 // 2 for i in _PLACES]
+                        places = _bytes_of([place + 64 * (i % 2) for i, place in enumerate(first)])
+                        w = b.bitcast(_of_two(b, lower, places, upper), VI)
+                        for r in range(rows):
+                            sums[r, v] = pair_multiply_add(b, sums[r, v], w, spread[r, pair])
+            return sums
+
+        def fold(g: Any, sums: dict[tuple[int, int], Any]) -> None:
+            for v in range(VECTORS):
+                scale = b.load(at_address(b, scales, b.add(multiple(b, g, UNIT_BYTES), I64(64 * v)), VF), align=4)
+                for r in range(rows):
+                    place = b.add(multiple(b, factor_row, r), b.mul(g, factor_group))
+                    of_x = splat(b, b.load(at_address(b, factors, place, F32), align=4), VF)
+                    own = b.fmul(b.fmul(sums[r, v], scale), of_x)
+                    b.store(b.fadd(own, b.load(out_at[r, v], align=4)), out_at[r, v], align=4)
+
+        clear, group, loop, done, end = (
+            b.function.append_basic_block(n) for n in ("clear", "group", "loop", "fold", "end")
+        )
+        entry = b.block
+        b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), group, clear)
+        b.position_at_end(clear)
+        zero = ir.Constant(VF, [0.0] * LANES)
+        for at in out_at.values():
+            b.store(zero, at, align=4)
+        b.branch(group)
+
+        b.position_at_end(group)
+        g, first = b.phi(I64), b.phi(I64)
+        for block in (entry, clear):
+            g.add_incoming(I64(0), block)
+            first.add_incoming(I64(0), block)
+        last = b.add(first, group_steps)
+        last = b.select(b.icmp_signed("<", last, steps), last, steps)
+        b.branch(loop)
+
+        b.position_at_end(loop)
+        step, sums = b.phi(I64), {cell: b.phi(VF) for cell in cells}
+        step.add_incoming(first, group)
+        for phi in sums.values():
+            phi.add_incoming(zero, group)
+        new = products(step, dict(sums))
+        after = b.add(step, I64(1))
+        step.add_incoming(after, loop)
+        for cell, phi in sums.items():
+            phi.add_incoming(new[cell], loop)
+        b.cbranch(b.icmp_signed("<", after, last), loop, done)
+
+        b.position_at_end(done)
+        fold(g, new)
+        following = b.add(g, I64(1))
+        g.add_incoming(following, done)
+        first.add_incoming(last, done)
+        b.cbranch(b.icmp_signed("<", following, groups), group, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def one_pass(typing: Any, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 14), code
+
+    return one_pass
+
+
+def _make_few(bits: int) -> Any:
+    """One compiled function for any number of rows: four in a pass, and then what is left. row, group: bytes between factors."""
+    one_row, two_rows, three_rows, four_rows = (_make_rows(rows, bits) for rows in range(1, 5))
+
+    @inner
+    def few(rows, codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead):
+        while rows >= 4:
+            four_rows(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+            rows, x, out, factors = rows - 4, x + 4 * xs, out + 4 * UNIT_BYTES, factors + 4 * row
+        if rows == 3:
+            three_rows(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+        elif rows == 2:
+            two_rows(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+        elif rows == 1:
+            one_row(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+
+    return few
+
+
+few_of_e4m3, few_of_table = _make_few(8), _make_few(4)
+
+
+@njit(inline="always")
+def in_one_pass(rows, step_bytes, width, group, low, unpacker, is_e4m3):
+    """True where these have the kind of weight and so many rows, and are quicker than a panel."""
+    known = step_bytes == (8 if is_e4m3 else 4) * UNIT_BYTES and unpacker == 0 and low == NO_LOW
+    return AVAILABLE and known and rows <= MOST_ROWS and width % STEP == 0 and group % STEP == 0

@@ -1,0 +1,78 @@
+"""Few rows of bf16 over fp8, nf4 and whole numbers of 4 bits: products without a panel give the bits of those with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm_cli.kernels import simd_values
+from nanovllm_cli.quant.cpu_formats import make_storage
+from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4
+from nanovllm_cli.quant.rows import Fp8Rows
+
+FORMS: list[Format] = [
+    Fp8(128, "none"), Fp8(128), Fp8(0, "none"), Fp8(), Nf4(), Nf4(32), Integer(4, 32, activation="none"),
+    Integer(4, 128, activation="none"), Integer(4, 32, zeros=True, activation="none"),
+]  # fmt: skip
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("width", [32, 256, 640, 672, 100])
+def test_a_row_has_the_same_bits_in_any_batch(width: int, form: Format) -> None:
+    """13 rows go through a panel; so does each width that is not whole steps."""
+    if getattr(form, "group", 0) and width % getattr(form, "group", 0):
+        pytest.skip("the format has whole groups")
+    weight = make_storage(form, 130, width, torch.bfloat16, rounds=True)
+    weight.load_rows(0, randn(130, width) / 8)
+    x, bias = randn(13, width).bfloat16(), randn(130).bfloat16()
+    whole = weight.matmul(x, bias, torch.bfloat16)
+    for first, last in [(0, 1), (12, 13), (3, 5), (0, 3), (4, 8), (0, 5), (1, 7), (2, 9), (5, 13)]:
+        assert torch.equal(weight.matmul(x[first:last].contiguous(), bias, torch.bfloat16), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+def test_every_code_is_the_number_that_torch_has_for_it(rows: int) -> None:
+    """Numbers below the smallest normal one too: a processor that multiplies pairs of bf16 would take theirs for zero."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0  # NaN, which no reader lets in
+    weight = make_storage(Fp8(0, "none"), 256, 64, torch.bfloat16, rounds=True)
+    table = codes[:, None].repeat(1, 64)
+    weight.load_rows(0, Fp8Rows(table, torch.full((256, 1), 0.5)))
+    x = torch.zeros(rows, 64).bfloat16()
+    for row in range(rows):
+        x[row, 9 * row + row % 4] = 2.0 * (row + 1)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    out = weight.matmul(x, None, torch.float32)
+    for row in range(rows):
+        assert torch.equal(out[row], expected * (row + 1))
+
+
+def test_against_float64() -> None:
+    weight = make_storage(Nf4(), 70, 512, torch.bfloat16, rounds=True)
+    values = randn(70, 512)
+    weight.load_rows(0, values)
+    ids = torch.arange(70)
+    # nf4's numbers are rounded to bf16, its scales are not
+    x, dense = randn(4, 512).bfloat16(), weight.rows(ids, None).double()
+    out = weight.matmul(x, None, torch.float32).double()
+    exact = x.double() @ dense.T
+    assert ((out - exact).norm() / exact.norm()) < 2e-3
+    assert ((out - x.double() @ values.double().T).norm() / exact.norm()) < 0.12
+
+
+def test_which_weights_have_it() -> None:
+    if not simd_values.AVAILABLE:
+        pytest.skip("this processor looks up no tables of 128 bytes")
+    has = simd_values.in_one_pass.py_func
+    assert has(1, 8 * 256, 1024, 128, 0, 0, True)
+    assert has(8, 4 * 256, 1024, 64, 0, 0, False)
+    assert not has(9, 8 * 256, 1024, 128, 0, 0, True), "panels are quicker"
+    assert not has(1, 8 * 256, 1024, 128, 0, 0, False), "whole numbers of 8 bits are no e4m3"
+    assert not has(1, 8 * 256, 1000, 128, 0, 0, True), "a step reads 32 columns"
+    assert not has(1, 4 * 256, 1024, 16, 0, 0, False)
+    assert not has(1, 4 * 256, 1024, 64, 1, 0, False), "zero points differ from column to column"
+    assert not has(1, 4 * 256, 1024, 64, 0, 1, False), "a codebook"
