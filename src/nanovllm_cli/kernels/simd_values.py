@@ -1,9 +1,9 @@
 """The inner loop of few rows of bf16 over weights whose codes stand for numbers of bf16, in one pass from codes to products,
 without a panel (cpu_values.py has the formula; the sums are those of its panels, to the bit).
 
-A number's two bytes are looked up apart: its upper byte and its lower one by the code. Of e4m3, whose codes are sign and
-magnitude, the tables have 128 entries, which AVX512-VBMI finds for 64 codes at once; of 4 bits they have 16. The same instruction
-puts bytes together to the pairs that are multiplied.
+A number's two bytes are looked up apart, the upper one and the lower one by the code, and put together to the pairs that are
+multiplied. Of 4 bits the tables have 16 entries; of e4m3, whose codes are sign and magnitude, 128, which AVX512-VBMI finds for 64
+codes at once. Where there is none e4m3 becomes fp32 by shifts: its exponent and fraction where fp32 has them, times 2**120.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import NO_LOW, STEP
-from nanovllm_cli.kernels.simd import VECTORS, WIDE, pair_multiply_add
+from nanovllm_cli.kernels.simd import HAS_BF16_DOT, VECTORS, WIDE, pair_multiply_add
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
@@ -31,6 +31,7 @@ from nanovllm_cli.kernels.simd_ir import (
     ask_for,
     at_address,
     code_bytes,
+    fma,
     host_has,
     keep_order,
     known_function,
@@ -41,9 +42,13 @@ from nanovllm_cli.kernels.simd_ir import (
 )  # fmt: skip
 from nanovllm_cli.kernels.simd_unpack import in_turn
 
-AVAILABLE = WIDE and host_has("avx512vbmi")
-MOST_ROWS = 8
-"""That passes of four are quicker for than a panel."""
+_BY_TABLES = WIDE and host_has("avx512vbmi")
+AVAILABLE = _BY_TABLES or not HAS_BF16_DOT
+"""Whether sums of e4m3, too, are those of panels, which some processors add up in pairs."""
+ROWS_AT_ONCE = 4 if WIDE else 1
+"""Whose sums, of 64 columns, fit the registers."""
+MOST_ROWS = 8 if WIDE else 3
+"""That such passes are quicker for than a panel."""
 _PLACES = range(4 * LANES)
 
 
@@ -64,6 +69,35 @@ def _of_two(b: ir.IRBuilder, first: Any, places: Any, second: Any) -> Any:
     """Of each place the byte of two vectors behind each other."""
     look = known_function(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, BYTES, BYTES, BYTES)
     return b.call(look, [first, places, second])
+
+
+def _looked_up_pair(b: ir.IRBuilder, lower: Any, upper: Any, pair: int) -> Any:
+    """add(sums, x): the products of bytes 2 pair and 2 pair + 1 of each column."""
+    first = [4 * (i // 4) + 2 * pair + i % 4 // 2 for i in _PLACES]
+    places = [place + 64 * (i % 2) for i, place in enumerate(first)]
+    if _BY_TABLES:
+        w = _of_two(b, lower, _bytes_of(places), upper)
+    else:
+        w = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, len(places)), places))
+    pairs = b.bitcast(w, VI)
+    return lambda sums, x: pair_multiply_add(b, sums, pairs, x)
+
+
+def _e4m3_pair(b: ir.IRBuilder, whole: Any, pair: int) -> Any:
+    """The same by shifts."""
+    words = lambda value: ir.Constant(VI, [value] * LANES)
+    numbers = []
+    for byte in (2 * pair, 2 * pair + 1):
+        placed = b.and_(b.ashr(b.shl(whole, words(24 - 8 * byte)), words(4)), words(0x87F00000))
+        numbers.append(b.fmul(b.bitcast(placed, VF), ir.Constant(VF, [2.0**120] * LANES)))
+
+    def add(sums: Any, x: Any) -> Any:
+        halves = b.shl(x, words(16)), b.and_(x, words(0xFFFF0000))
+        for number, half in zip(numbers, halves, strict=True):
+            sums = fma(b, number, b.bitcast(half, VF), sums)
+        return sums
+
+    return add
 
 
 def _make_rows(rows: int, bits: int) -> Any:
@@ -89,9 +123,7 @@ def _make_rows(rows: int, bits: int) -> Any:
             """Lower and upper bytes."""
             if bits == 4:
                 return [look_up_bytes(b, each, whole) for each in tables]
-            lower, upper = (
-                _of_two(b, _bytes_of(each[:64]), whole, _bytes_of(each[64:])) for each in _e4m3_bytes()
-            )
+            lower, upper = (_of_two(b, _bytes_of(each[:64]), whole, _bytes_of(each[64:])) for each in _e4m3_bytes())
             return [lower, b.or_(upper, b.and_(whole, _bytes_of([0x80] * len(_PLACES))))]
 
         def products(step: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
@@ -117,13 +149,15 @@ def _make_rows(rows: int, bits: int) -> Any:
                     for pair in range(2)
                 }
                 for v in range(VECTORS):
-                    lower, upper = looked_up(whole_codes(unit, v))
-                    for pair in range(2):  # bytes 2 pair and 2 pair + 1 of each column
-                        first = [4 * (i // 4) + 2 * pair + i % 4 // 2 for i in _PLACES]
-                        places = _bytes_of([place + 64 * (i % 2) for i, place in enumerate(first)])
-                        w = b.bitcast(_of_two(b, lower, places, upper), VI)
+                    whole = whole_codes(unit, v)
+                    if bits == 8 and not _BY_TABLES:
+                        pairs = [_e4m3_pair(b, b.bitcast(whole, VI), pair) for pair in range(2)]
+                    else:
+                        lower, upper = looked_up(whole)
+                        pairs = [_looked_up_pair(b, lower, upper, pair) for pair in range(2)]
+                    for pair, add in enumerate(pairs):
                         for r in range(rows):
-                            sums[r, v] = pair_multiply_add(b, sums[r, v], w, spread[r, pair])
+                            sums[r, v] = add(sums[r, v], spread[r, pair])
             return sums
 
         def fold(g: Any, sums: dict[tuple[int, int], Any]) -> None:
@@ -184,22 +218,29 @@ def _make_rows(rows: int, bits: int) -> Any:
 
 
 def _make_few(bits: int) -> Any:
-    """One compiled function for any number of rows: four in a pass, and then what is left. row, group: bytes between factors."""
-    one_row, two_rows, three_rows, four_rows = (_make_rows(rows, bits) for rows in range(1, 5))
+    """One compiled function for any number of rows: as many in a pass as can be, and then what is left. row, group: bytes between
+    factors."""
+    one_row, two_rows, three_rows, four_rows = (_make_rows(min(rows, ROWS_AT_ONCE), bits) for rows in range(1, 5))
 
     @inner
-    def few(rows, codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead):
+    def of_four(rows, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):
         while rows >= 4:
-            four_rows(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+            four_rows(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
             rows, x, out, factors = rows - 4, x + 4 * xs, out + 4 * UNIT_BYTES, factors + 4 * row
         if rows == 3:
-            three_rows(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+            three_rows(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
         elif rows == 2:
-            two_rows(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+            two_rows(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
         elif rows == 1:
-            one_row(codes, scales, steps, group_steps, x, xs, factors, row, group, groups, out, add, table, ahead)
+            one_row(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
 
-    return few
+    @inner
+    def of_one(rows, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):
+        for _ in range(rows):
+            one_row(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
+            x, out, factors = x + xs, out + UNIT_BYTES, factors + row
+
+    return of_four if ROWS_AT_ONCE == 4 else of_one
 
 
 few_of_e4m3, few_of_table = _make_few(8), _make_few(4)
