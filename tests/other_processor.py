@@ -22,7 +22,9 @@ from nanovllm_cli.folders import cache_folder
 from nanovllm_cli.kernels import cpu, integer, reference, simd, simd_compact, simd_products
 from nanovllm_cli.kernels.compact import Compact
 from nanovllm_cli.kernels.record_kinds import F16, NO_LOW, RecordLayout
+from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_records import pack_rows
+from nanovllm_cli.quant.format import Fp8, Nf4
 from test_cpu_records import CODEBOOKS, KINDS, codebook_layout, random_rows
 from test_kernels_cpu import Paged
 
@@ -88,6 +90,21 @@ def floats() -> float:
     return worst
 
 
+def values() -> float:
+    """The largest relative error of bf16 times fp8 and nf4; a row's bits are the same whatever the number of rows."""
+    worst, generator = 0.0, torch.Generator().manual_seed(0)
+    for form in (Fp8(128, "none"), Nf4()):
+        weight = make_storage(form, 70, 320, torch.bfloat16, rounds=False)
+        weight.load_rows(0, torch.randn(70, 320, generator=generator))
+        x = torch.randn(11, 320, generator=generator).bfloat16()
+        whole = weight.matmul(x, None, torch.float32)
+        expected = x.double() @ weight.rows(torch.arange(70), None).double().T  # whose numbers are rounded to bf16
+        worst = max(worst, float((whole - expected).norm() / expected.norm()))
+        for tokens in range(1, 5):
+            assert torch.equal(weight.matmul(x[:tokens].contiguous(), None, torch.float32), whole[:tokens])
+    return worst
+
+
 def attention() -> float:
     """The largest relative error of attention in bf16, one chunk of 70 tokens and one of 20."""
     worst, generator = 0.0, torch.Generator().manual_seed(0)
@@ -105,5 +122,5 @@ if __name__ == "__main__":
     found = {
         "bf16 dot": simd.HAS_BF16_DOT, "wide": simd.WIDE, "byte dot": simd_products.HAS_BYTE_DOT, "integers": integers(),
     }  # fmt: skip
-    errors = {} if "integers" in sys.argv else {"floats": floats(), "attention": attention()}
+    errors = {} if "integers" in sys.argv else {"floats": floats(), "attention": attention(), "values": values()}
     print(json.dumps(found | errors))

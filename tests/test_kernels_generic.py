@@ -42,3 +42,4 @@ def test_kernels_of_another_processor(name: str) -> None:
     if not integers:
         assert found["floats"] < 1e-6
         assert found["attention"] < 4e-3
+        assert found["values"] < 3e-3
