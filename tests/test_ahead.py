@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nanovllm_cli.kernels import ahead, simd_planes
+from nanovllm_cli.kernels import ahead, simd_planes, simd_values
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.dense import DenseStorage
-from nanovllm_cli.quant.format import Blocks, Integer
+from nanovllm_cli.quant.format import Blocks, Fp8, Integer, Nf4
 
 WEIGHTS = (*(f"Q{bits}_K" for bits in (2, 3, 4, 5, 6)), "MXFP4", "TQ2_0", "int4", "bf16")
 
@@ -52,6 +52,10 @@ def test_what_weights_ask_for() -> None:
     for name in ("Q4_K", "Q5_K", "int4"):
         weight = storage_of(name)
         assert weight.asking_bytes == weight.num_bytes
+    for form in (Fp8(128), Nf4()):
+        assert make_storage(form, 64, 512, torch.float32, rounds=True).asking_bytes == 0
+        if simd_values.AVAILABLE:
+            assert (weight := make_storage(form, 64, 512, torch.bfloat16, rounds=True)).asking_bytes == weight.num_bytes
     assert make_storage(Integer(8), 64, 512, torch.bfloat16, rounds=True).asking_bytes == 0
     assert DenseStorage(64, 512, torch.float32).asking_bytes == 0
 

@@ -9,6 +9,7 @@ import torch
 from nanovllm_cli.kernels import ahead, cpu_values
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
 from nanovllm_cli.kernels.integer import Packed
+from nanovllm_cli.kernels.simd_values import in_one_pass
 
 CODE, E4M3, TABLE = cpu_values.CODE, cpu_values.E4M3, cpu_values.TABLE
 
@@ -54,6 +55,13 @@ def matmul(
         ahead.distance(),
     )  # fmt: skip
     launch(cpu_values.value_matmul, tokens * layout.num_rows * width, tags_of(rows.dtype, out.dtype), ints)
+
+
+def asks_ahead(weight: Packed, kind: int, dtype: torch.dtype) -> bool:
+    """True where a single row's kernel asks for codes ahead of their use."""
+    layout = weight.layout
+    of_weight = layout.step_bytes, layout.width, layout.group, layout.low, weight.unpacker, kind == E4M3
+    return dtype == torch.bfloat16 and bool(in_one_pass.py_func(1, *of_weight))
 
 
 def rows(weight: Packed, ids: torch.Tensor, kind: int, numbers: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

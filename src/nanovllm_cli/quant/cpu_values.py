@@ -40,6 +40,10 @@ class CpuValues(CpuStorage):
     def recordable(self) -> bool:
         return self._order is None and cpu.recordable(self.width, self._dtype)
 
+    @property
+    def asking_bytes(self) -> int:
+        return self.num_bytes if values.asks_ahead(self._weight, self._kind, self._dtype) else 0
+
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         quantized = self._form.quantize(rows) if isinstance(rows, torch.Tensor) else rows
         if isinstance(quantized, IntegerRows) and quantized.order is not None:
