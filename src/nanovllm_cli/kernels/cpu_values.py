@@ -27,7 +27,7 @@ from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, Z
 from nanovllm_cli.kernels.simd import MAX_ROWS, by_type, typed_pointer
 from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES
-from nanovllm_cli.kernels.simd_values import few_of_e4m3, few_of_table, in_one_pass
+from nanovllm_cli.kernels.simd_values import expand_e4m3, expand_table, few_of_e4m3, few_of_table, in_one_pass, is_known
 
 CODE, E4M3, TABLE = range(3)
 ROWS_PER_TASK = 96
@@ -177,11 +177,12 @@ def value_matmul(arguments, thread, team):
     one[0] = np.float32(1.0)
     for i in range(_MOST_GROUPS * TILE):
         lows[i], taken[i] = np.float32(0.0), np.float32(offset)
-    direct = scaled_after(tag) and in_one_pass(num_rows, step_bytes, width, group, low, unpacker, kind == E4M3)
+    known = scaled_after(tag) and is_known(step_bytes, low, unpacker, kind == E4M3)
+    direct = known and in_one_pass(num_rows, step_bytes, width, group, low, unpacker, kind == E4M3)
     factors_at, factor_row, factor_group = x_scales, 4 * x_groups, 4
     if x_groups <= 1:
         factors_at, factor_row, factor_group = one.ctypes.data, 0, 0
-    if direct and kind != E4M3:
+    if known and kind != E4M3:
         _split_numbers(kind, values, np.float32(offset), halves)
     for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
@@ -210,7 +211,12 @@ def value_matmul(arguments, thread, team):
                         factor_group, groups, sums_at, chunk, halves.ctypes.data, asked_ahead,
                     )  # fmt: skip
                 continue
-            if step_bytes != 8 * UNIT_BYTES:
+            if known:
+                if kind == E4M3:
+                    expand_e4m3(codes, k // STEP, panel_at, 0, asked_ahead)
+                else:
+                    expand_table(codes, k // STEP, panel_at, halves.ctypes.data, asked_ahead)
+            elif step_bytes != 8 * UNIT_BYTES:
                 unpack_panel(step_bytes, unpacker, table, codes, k, unpacked_at, codes + PREFETCH_BYTES)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)
             else:

@@ -8,6 +8,8 @@ codes at once. Where there is none e4m3 becomes fp32 by shifts: its exponent and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from nanovllm_cli.kernels.simd_ir import (
     ask_for,
     at_address,
     code_bytes,
+    counted,
     fma,
     host_has,
     keep_order,
@@ -71,33 +74,110 @@ def _of_two(b: ir.IRBuilder, first: Any, places: Any, second: Any) -> Any:
     return b.call(look, [first, places, second])
 
 
-def _looked_up_pair(b: ir.IRBuilder, lower: Any, upper: Any, pair: int) -> Any:
-    """add(sums, x): the products of bytes 2 pair and 2 pair + 1 of each column."""
-    first = [4 * (i // 4) + 2 * pair + i % 4 // 2 for i in _PLACES]
-    places = [place + 64 * (i % 2) for i, place in enumerate(first)]
-    if _BY_TABLES:
-        w = _of_two(b, lower, _bytes_of(places), upper)
+def _tables(b: ir.IRBuilder, bits: int, address: Any) -> list[Any]:
+    """Of the lower and the upper bytes, where codes have 4 bits."""
+    return [table_of_bytes(b, b.add(address, I64(16 * i))) for i in range(2)] if bits == 4 else []
+
+
+def _codes_read(b: ir.IRBuilder, read: Any, bits: int, ahead: Any) -> Callable[[int, int], Any]:
+    """codes(unit, vector) of the step at an address, which is read in order."""
+    packed: dict[tuple[int, int], Any] = {}
+
+    def codes(unit: int, v: int) -> Any:
+        def in_order(row: int) -> Any:
+            for each in in_turn(packed, row, v):
+                line = b.add(read, I64(row * UNIT_BYTES + 64 * each))
+                ask_for(b, b.add(line, ahead), near=False)
+                packed[row, each] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
+                keep_order(b)
+            return packed[row, v]
+
+        return code_bytes(b, (bits,), unit, in_order)
+
+    return codes
+
+
+def _pairs(b: ir.IRBuilder, tables: list[Any], codes: Any) -> list[Any]:
+    """What bytes 0 and 1, and 2 and 3, of each column stand for, as pairs of bf16. tables: none for e4m3."""
+    if tables:
+        lower, upper = (look_up_bytes(b, table, codes) for table in tables)
     else:
-        w = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, len(places)), places))
-    pairs = b.bitcast(w, VI)
-    return lambda sums, x: pair_multiply_add(b, sums, pairs, x)
+        lower, upper = (_of_two(b, _bytes_of(each[:64]), codes, _bytes_of(each[64:])) for each in _e4m3_bytes())
+        upper = b.or_(upper, b.and_(codes, _bytes_of([0x80] * len(_PLACES))))
+    pairs = []
+    for pair in range(2):
+        places = [4 * (i // 4) + 2 * pair + i % 4 // 2 + 64 * (i % 2) for i in _PLACES]
+        if _BY_TABLES:
+            found = _of_two(b, lower, _bytes_of(places), upper)
+        else:
+            found = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, len(places)), places))
+        pairs.append(b.bitcast(found, VI))
+    return pairs
 
 
-def _e4m3_pair(b: ir.IRBuilder, whole: Any, pair: int) -> Any:
-    """The same by shifts."""
-    words = lambda value: ir.Constant(VI, [value] * LANES)
-    numbers = []
-    for byte in (2 * pair, 2 * pair + 1):
-        placed = b.and_(b.ashr(b.shl(whole, words(24 - 8 * byte)), words(4)), words(0x87F00000))
-        numbers.append(b.fmul(b.bitcast(placed, VF), ir.Constant(VF, [2.0**120] * LANES)))
+def _words(value: int) -> ir.Constant:
+    return ir.Constant(VI, [value] * LANES)
 
-    def add(sums: Any, x: Any) -> Any:
-        halves = b.shl(x, words(16)), b.and_(x, words(0xFFFF0000))
-        for number, half in zip(numbers, halves, strict=True):
+
+def _e4m3_numbers(b: ir.IRBuilder, codes: Any) -> list[Any]:
+    """What bytes 0 to 3 of each column stand for, in fp32."""
+    whole, placed = b.bitcast(codes, VI), []
+    for byte in range(4):
+        moved = b.ashr(b.shl(whole, _words(24 - 8 * byte)), _words(4))
+        number = b.bitcast(b.and_(moved, _words(0x87F00000)), VF)
+        placed.append(b.fmul(number, ir.Constant(VF, [2.0**120] * LANES)))
+    return placed
+
+
+def _products(b: ir.IRBuilder, tables: list[Any], codes: Any) -> list[Callable[[Any, Any], Any]]:
+    """Of two pairs of each column: add(sums, x)."""
+    if tables or _BY_TABLES:
+
+        def add_pair(sums: Any, x: Any, pair: Any) -> Any:
+            return pair_multiply_add(b, sums, pair, x)
+
+        return [partial(add_pair, pair=pair) for pair in _pairs(b, tables, codes)]
+    numbers = _e4m3_numbers(b, codes)
+
+    def add(sums: Any, x: Any, first: int) -> Any:
+        halves = b.shl(x, _words(16)), b.and_(x, _words(0xFFFF0000))
+        for number, half in zip(numbers[first : first + 2], halves, strict=True):
             sums = fma(b, number, b.bitcast(half, VF), sums)
         return sums
 
-    return add
+    return [partial(add, first=first) for first in (0, 2)]
+
+
+def _make_expand(bits: int) -> Any:
+    """An intrinsic expand(codes, steps, panel, table, ahead): steps of 32 k's to pairs of bf16 [16 steps][64] at panel."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        codes, steps, panel, table, ahead = args
+        tables = _tables(b, bits, table)
+        with counted(b, steps) as step:
+            read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
+            write = b.add(panel, multiple(b, step, 2 * STEP_UNITS * UNIT_BYTES))
+            for unit in range(STEP_UNITS):
+                for v in range(VECTORS):
+                    if tables or _BY_TABLES:
+                        pairs = _pairs(b, tables, read(unit, v))
+                    else:
+                        numbers = [b.bitcast(number, VI) for number in _e4m3_numbers(b, read(unit, v))]
+                        pairs = [
+                            b.or_(b.lshr(numbers[i], _words(16)), b.and_(numbers[i + 1], _words(0xFFFF0000))) for i in (0, 2)
+                        ]
+                    for pair, found in enumerate(pairs):
+                        b.store(found, at_address(b, write, I64((2 * unit + pair) * UNIT_BYTES + 64 * v), VI), align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def expand(typing: Any, codes, steps, panel, table, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 5), code
+
+    return expand
+
+
+expand_e4m3, expand_table = _make_expand(8), _make_expand(4)
 
 
 def _make_rows(rows: int, bits: int) -> Any:
@@ -114,33 +194,12 @@ def _make_rows(rows: int, bits: int) -> Any:
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, scales, steps, group_steps, x, x_stride, factors, factor_row, factor_group, *rest = args
         groups, out, accumulate, table, ahead = rest
-        if bits == 4:
-            tables = [table_of_bytes(b, b.add(table, I64(16 * i))) for i in range(2)]
+        tables = _tables(b, bits, table)
         x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
         out_at = {(r, v): at_address(b, out, I64(4 * LANES * (VECTORS * r + v)), VF) for r, v in cells}
 
-        def looked_up(whole: Any) -> list[Any]:
-            """Lower and upper bytes."""
-            if bits == 4:
-                return [look_up_bytes(b, each, whole) for each in tables]
-            lower, upper = (_of_two(b, _bytes_of(each[:64]), whole, _bytes_of(each[64:])) for each in _e4m3_bytes())
-            return [lower, b.or_(upper, b.and_(whole, _bytes_of([0x80] * len(_PLACES))))]
-
         def products(step: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
-            read = b.add(codes, multiple(b, step, UNIT_BYTES * bits))
-            packed: dict[tuple[int, int], Any] = {}
-
-            def whole_codes(unit: int, v: int) -> Any:
-                def in_order(row: int) -> Any:
-                    for each in in_turn(packed, row, v):
-                        line = b.add(read, I64(row * UNIT_BYTES + 64 * each))
-                        ask_for(b, b.add(line, ahead), near=False)
-                        packed[row, each] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
-                        keep_order(b)
-                    return packed[row, v]
-
-                return code_bytes(b, (bits,), unit, in_order)
-
+            read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
             for unit in range(STEP_UNITS):
                 at = b.add(multiple(b, step, 2 * STEP), I64(8 * unit))
                 spread = {
@@ -149,13 +208,7 @@ def _make_rows(rows: int, bits: int) -> Any:
                     for pair in range(2)
                 }
                 for v in range(VECTORS):
-                    whole = whole_codes(unit, v)
-                    if bits == 8 and not _BY_TABLES:
-                        pairs = [_e4m3_pair(b, b.bitcast(whole, VI), pair) for pair in range(2)]
-                    else:
-                        lower, upper = looked_up(whole)
-                        pairs = [_looked_up_pair(b, lower, upper, pair) for pair in range(2)]
-                    for pair, add in enumerate(pairs):
+                    for pair, add in enumerate(_products(b, tables, read(unit, v))):
                         for r in range(rows):
                             sums[r, v] = add(sums[r, v], spread[r, pair])
             return sums
@@ -247,7 +300,13 @@ few_of_e4m3, few_of_table = _make_few(8), _make_few(4)
 
 
 @njit(inline="always")
+def is_known(step_bytes, low, unpacker, is_e4m3):
+    """True where `expand_e4m3` or `expand_table` have the kind of weight."""
+    return AVAILABLE and step_bytes == (8 if is_e4m3 else 4) * UNIT_BYTES and unpacker == 0 and low == NO_LOW
+
+
+@njit(inline="always")
 def in_one_pass(rows, step_bytes, width, group, low, unpacker, is_e4m3):
-    """True where these have the kind of weight and so many rows, and are quicker than a panel."""
-    known = step_bytes == (8 if is_e4m3 else 4) * UNIT_BYTES and unpacker == 0 and low == NO_LOW
-    return AVAILABLE and known and rows <= MOST_ROWS and width % STEP == 0 and group % STEP == 0
+    """True where few rows are quicker without a panel."""
+    known = is_known(step_bytes, low, unpacker, is_e4m3)
+    return known and rows <= MOST_ROWS and width % STEP == 0 and group % STEP == 0
