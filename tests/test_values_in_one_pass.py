@@ -11,7 +11,7 @@ from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import Fp8Rows
 
 FORMS: list[Format] = [
-    Fp8(128, "none"), Fp8(128), Fp8(0, "none"), Fp8(), Nf4(), Nf4(32), Integer(4, 32, activation="none"),
+    Fp8(128, "none"), Fp8(128), Fp8(0, "none"), Fp8(), Nf4(), Nf4(32), Nf4(16), Integer(4, 32, activation="none"),
     Integer(4, 128, activation="none"), Integer(4, 32, zeros=True, activation="none"),
 ]  # fmt: skip
 
@@ -23,7 +23,7 @@ def randn(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("width", [32, 256, 640, 672, 100])
 def test_a_row_has_the_same_bits_in_any_batch(width: int, form: Format) -> None:
-    """13 rows go through a panel; so does each width that is not whole steps."""
+    """13 rows go through a panel; so does each width that is not whole steps, or a group of half a one."""
     if getattr(form, "group", 0) and width % getattr(form, "group", 0):
         pytest.skip("the format has whole groups")
     weight = make_storage(form, 130, width, torch.bfloat16, rounds=True)
@@ -51,13 +51,14 @@ def test_every_code_is_the_number_that_torch_has_for_it(rows: int) -> None:
         assert torch.equal(out[row], expected * (row + 1))
 
 
-def test_against_float64() -> None:
+@pytest.mark.parametrize("rows", [4, 200])
+def test_against_float64(rows: int) -> None:
     weight = make_storage(Nf4(), 70, 512, torch.bfloat16, rounds=True)
     values = randn(70, 512)
     weight.load_rows(0, values)
     ids = torch.arange(70)
     # nf4's numbers are rounded to bf16, its scales are not
-    x, dense = randn(4, 512).bfloat16(), weight.rows(ids, None).double()
+    x, dense = randn(rows, 512).bfloat16(), weight.rows(ids, None).double()
     out = weight.matmul(x, None, torch.float32).double()
     exact = x.double() @ dense.T
     assert ((out - exact).norm() / exact.norm()) < 2e-3
@@ -73,6 +74,6 @@ def test_which_weights_have_it() -> None:
     assert not has(most + 1, 8 * 256, 1024, 128, 0, 0, True), "panels are quicker"
     assert not has(1, 8 * 256, 1024, 128, 0, 0, False), "whole numbers of 8 bits are no e4m3"
     assert not has(1, 8 * 256, 1000, 128, 0, 0, True), "a step reads 32 columns"
-    assert not has(1, 4 * 256, 1024, 16, 0, 0, False)
+    assert not has(1, 4 * 256, 1024, 16, 0, 0, False), "a group is half a step"
     assert not has(1, 4 * 256, 1024, 64, 1, 0, False), "zero points differ from column to column"
     assert not has(1, 4 * 256, 1024, 64, 0, 1, False), "a codebook"
