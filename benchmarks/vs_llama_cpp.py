@@ -14,7 +14,7 @@ ATEN_CPU_CAPABILITY=avx2 and a llama-cpp-python built with CMAKE_ARGS="-DGGML_NA
 
 --lora R gives both sides an adapter of rank R of all matrices in the blocks.
 
-Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of 16 sequences
+Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of --sequences N (16)
 together (both after prompts of 32 tokens); with --depth N instead prefill of 512 tokens behind N others, and decode of one
 sequence behind those. Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is
 llama_decode alone, which flatters it. Reported: the median over rounds, and the ratio.
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from common import made_up, medians, said_by, save
 
-PREFILL, PROMPT, STEPS, BATCH = 512, 32, 48, 16
+PREFILL, PROMPT, STEPS = 512, 32, 48
 # Pair: (our --quant or None, llama.cpp's type or None, whether we load llama.cpp's file)
 PAIRS = {
     "bf16": (None, None, False),
@@ -48,7 +48,9 @@ PAIRS = {
 }
 
 
-def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: str | None) -> dict[str, float]:
+def measure_ours(
+    path: str, threads: int, quant: str | None, depth: int, lora: str | None, sequences: int
+) -> dict[str, float]:
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
     from nanovllm_cli.config import Lora
 
@@ -56,7 +58,7 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: s
         threads=threads,
         max_model_len=depth + 2048,
         num_blocks=depth // 16 + 2048,
-        max_num_seqs=BATCH,
+        max_num_seqs=sequences,
         max_num_batched_tokens=PREFILL,
         enable_prefix_caching=False,
         quant=quant,
@@ -105,7 +107,7 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: s
         base[0] = llm.stats().generated_tokens
         return PREFILL / (time.perf_counter() - begin)
 
-    return measured(prefill, decode, deep if depth else None)
+    return measured(prefill, decode, deep if depth else None, sequences)
 
 
 @functools.cache
@@ -114,7 +116,9 @@ def silent(lib: Any) -> Any:
     return lib.llama_log_callback(lambda *_: None)
 
 
-def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: str | None) -> dict[str, float]:
+def measure_llama_cpp(
+    path: str, threads: int, quant: None, depth: int, lora: str | None, sequences: int
+) -> dict[str, float]:
     import ctypes
 
     import llama_cpp as lib
@@ -126,9 +130,9 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: st
 
     adapter = None if lora is None else lib.llama_adapter_lora_init(model, lora.encode())
 
-    def new_context(sequences: int, length: int) -> Any:
+    def new_context(count: int, length: int) -> Any:
         options = lib.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = sequences * length, 512, 512, sequences
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = count * length, 512, 512, count
         options.n_threads = options.n_threads_batch = threads
         context = lib.llama_init_from_model(model, options)
         if adapter is not None:
@@ -136,7 +140,7 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: st
             assert lib.llama_set_adapters_lora(context, (lib.llama_adapter_lora_p_ctypes * 1)(adapter), 1, one) == 0
         return context
 
-    contexts = {1: new_context(1, depth + 1024), BATCH: new_context(BATCH, 256)}
+    contexts = {1: new_context(1, depth + 1024), sequences: new_context(sequences, 256)}
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
 
     def run(context: Any, tokens: list[tuple[int, int, int, bool]]) -> None:
@@ -159,15 +163,15 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: st
         run(contexts[1], [(t, i, 0, i == PREFILL - 1) for i, t in enumerate(prompt(PREFILL, 99))])
         return PREFILL / (time.perf_counter() - begin)
 
-    def decode(sequences: int) -> float:
-        context = contexts[sequences]
+    def decode(count: int) -> float:
+        context = contexts[count]
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
-        for s in range(sequences):
+        for s in range(count):
             run(context, [(t, i, s, i == PROMPT - 1) for i, t in enumerate(prompt(PROMPT, s))])
         begin = time.perf_counter()
         for step in range(STEPS):
-            run(context, [((step * 31 + s) % vocab, PROMPT + step, s, True) for s in range(sequences)])
-        return sequences * STEPS / (time.perf_counter() - begin)
+            run(context, [((step * 31 + s) % vocab, PROMPT + step, s, True) for s in range(count)])
+        return count * STEPS / (time.perf_counter() - begin)
 
     def deep() -> dict[str, float]:
         lib.llama_memory_clear(lib.llama_get_memory(contexts[1]), True)
@@ -181,18 +185,18 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: st
             run(contexts[1], [(step * 31 % vocab, depth + PREFILL + step, 0, True)])
         return deep_rates(*times, time.perf_counter())
 
-    return measured(prefill, decode, deep if depth else None)
+    return measured(prefill, decode, deep if depth else None, sequences)
 
 
 def measured(
-    prefill: Callable[[], float], decode: Callable[[int], float], deep: Callable[[], dict[str, float]] | None
+    prefill: Callable[[], float], decode: Callable[[int], float], deep: Callable[[], dict[str, float]] | None, sequences: int
 ) -> dict[str, float]:
     """Tokens a second. What runs first is for what is made on first use."""
     prefill(), decode(1)
     if deep is not None:
         return deep()
-    decode(BATCH)
-    return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+    decode(sequences)
+    return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {sequences}": decode(sequences)}
 
 
 def deep_rates(begin: float, first: float, end: float) -> dict[str, float]:
@@ -226,11 +230,13 @@ def main() -> None:
     parser.add_argument("--pair", choices=PAIRS, default="bf16")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--depth", type=int, default=0, help="tokens in front of everything")
+    parser.add_argument("--sequences", type=int, default=16, help="together, from 2 on")
     parser.add_argument("--lora", help="an adapter's rank; of a side, its file")
     parser.add_argument("--quant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(SIDES[options.side](str(options.file), options.threads, options.quant, options.depth, options.lora)))
+        asked = str(options.file), options.threads, options.quant, options.depth, options.lora, options.sequences
+        print(json.dumps(SIDES[options.side](*asked)))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = options.file or Path(folder) / "random.gguf"
@@ -257,6 +263,7 @@ def main() -> None:
         for number in range(options.rounds):
             for side in SIDES:
                 given = {"--side": side, "--file": files[side], "--threads": options.threads, "--depth": options.depth}
+                given |= {"--sequences": options.sequences}
                 given |= {"--quant": quant} if side == "nanovllm" and quant is not None else {}
                 given |= {"--lora": lora} if lora is not None else {}
                 rounds[side].append(said_by(__file__, *(word for pair in given.items() for word in pair)))
@@ -270,7 +277,7 @@ def main() -> None:
     print("|---|---|---|---|")
     for k, ratio in ratios.items():
         print(f"| {k} | {found['nanovllm'][k]:.1f} | {found['llama.cpp'][k]:.1f} | {ratio:.2f} |")
-    settings = {name: getattr(options, name) for name in ("shape", "layers", "pair", "threads", "depth")}
+    settings = {name: getattr(options, name) for name in ("shape", "layers", "pair", "threads", "depth", "sequences")}
     settings["lora"] = options.lora and int(options.lora)
     save(options.output, settings | {"rounds": rounds, "ratios": ratios})
 

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from nanovllm_cli.kernels.simd_ir import I32, I64, known_function
 
 LOOKS = 2000
-"""That one takes for others before it lets somebody else have its processor: some microseconds."""
+"""That one takes for others before it lets somebody else have its processor: some microseconds, or tens of them with rests."""
 
 
 @intrinsic
