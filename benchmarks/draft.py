@@ -172,7 +172,7 @@ def main() -> None:
     def measured(batch: int, guesses: int) -> tuple[float, float]:
         """Tokens a second, and the share of guesses that held."""
         llm._worker._draft, llm._worker.model.taps = (draft, taps) if guesses else (None, None)
-        strategy = Drafted(guesses) if guesses else Standard()
+        strategy = Drafted(guesses, llm._worker.most_drafted) if guesses else Standard()
         sizes = {"vocab_size": llm.spec.vocab_size, "max_model_len": llm.max_model_len, "num_blocks": llm._worker.num_blocks}
         engine = Engine(llm._worker, config, strategy=strategy, **sizes)
         seconds, tokens, guessed, held = decode(engine, prompt, batch, range(16))

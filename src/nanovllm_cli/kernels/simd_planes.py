@@ -44,7 +44,7 @@ from nanovllm_cli.kernels.simd_unpack import in_turn
 _ONE_PASS = WIDE or HAS_BYTE_DOT
 _ONE_PASS_OF_FEW_BITS = _ONE_PASS or host_has("avx2")
 """Of 1 and 2, of which a panel is far larger than what is read."""
-_SEVERAL = WIDE and HAS_BYTE_DOT
+SEVERAL = WIDE and HAS_BYTE_DOT
 """Whether the products of four rows and 64 columns fit the registers."""
 MOST_ROWS = 8
 """That passes of four are quicker for than a panel."""
@@ -259,7 +259,7 @@ def _make_few(one_row: Any, two_rows: Any, three_rows: Any, four_rows: Any) -> A
     @inner
     def few(rows, bits, codes, scales, lows, steps, group_units, offset, x, xs, groups, out, add, table, ahead, next_record):
         many, asked = group_units // STEP_UNITS, ahead if rows <= 4 else next_record
-        if _SEVERAL:
+        if SEVERAL:
             while rows >= 4:
                 now = asked if rows == 4 else JUST_READ
                 four_rows(bits, codes, scales, lows, steps, many, offset, x, xs, groups, out, add, table, now)
@@ -281,7 +281,7 @@ few_rows_low = _make_few(_make_one_row_low(), *map(_make_several_low, (2, 3, 4))
 @njit(inline="always")
 def in_one_pass(rows, bits, group, table, with_low):
     """True where `few_rows`, or with lows `few_rows_low`, has this kind and so many rows, and is quicker than a panel."""
-    if rows > 1 and not (_SEVERAL and rows <= MOST_ROWS and table == 0):
+    if rows > 1 and not (SEVERAL and rows <= MOST_ROWS and table == 0):
         return False
     if group < 32:
         known = bits == 2 and rows == 1 if with_low else (bits == 6 and WIDE) or (bits == 3 and rows == 1)
