@@ -42,6 +42,12 @@ FEW = 6
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=40, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever pays on this processor."""
+    monkeypatch.setattr(CpuPlatform, "most_drafted", 8)
+
+
 class Saved(NamedTuple):
     model: Any
     assistant: Any
