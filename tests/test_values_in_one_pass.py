@@ -7,7 +7,7 @@ import torch
 
 from nanovllm_cli.kernels import simd_values
 from nanovllm_cli.quant.cpu_formats import make_storage
-from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4
+from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import Fp8Rows
 
 FORMS: list[Format] = [
@@ -49,6 +49,16 @@ def test_every_code_is_the_number_that_torch_has_for_it(rows: int) -> None:
     out = weight.matmul(x, None, torch.float32)
     for row in range(rows):
         assert torch.equal(out[row], expected * (row + 1))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 13])
+def test_codes_that_a_table_says_the_numbers_of(rows: int) -> None:
+    """MXFP4 with exact activations: whole numbers, by a table of the layout's own."""
+    weight = make_storage(Blocks("MXFP4"), 70, 512, torch.bfloat16, rounds=False)
+    weight.load_rows(0, randn(70, 512))
+    x = randn(rows, 512).bfloat16()
+    exact = x.double() @ weight.rows(torch.arange(70), None).double().T  # whose numbers bf16 has
+    assert ((weight.matmul(x, None, torch.float32) - exact).norm() / exact.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [4, 200])

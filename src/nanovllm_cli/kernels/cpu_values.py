@@ -132,10 +132,13 @@ def scaled_after(tag):
 
 
 @inner
-def _split_numbers(kind, table, offset, halves):
-    """halves u8 [32]: the lower and the upper bytes of the bf16 that codes of 4 bits stand for."""
+def _split_numbers(kind, numbers, table, offset, halves):
+    """halves u8 [32]: the lower and the upper bytes of the bf16 that codes of 4 bits stand for. table: as in `value_matmul`."""
     for i in range(16):
-        bits = _upper(_value(np.uint32(i), kind, table, offset))
+        code = np.uint32(i)
+        if table != 0:
+            code = np.uint32(carray(typed_pointer(table, np.uint8(0)), (16,))[i])
+        bits = _upper(_value(code, kind, numbers, offset))
         halves[i], halves[16 + i] = np.uint8(bits & np.uint32(255)), np.uint8(bits >> np.uint32(8))
 
 
@@ -183,7 +186,7 @@ def value_matmul(arguments, thread, team):
     if x_groups <= 1:
         factors_at, factor_row, factor_group = one.ctypes.data, 0, 0
     if known and kind != E4M3:
-        _split_numbers(kind, values, np.float32(offset), halves)
+        _split_numbers(kind, values, table, np.float32(offset), halves)
     for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
