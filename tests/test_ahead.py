@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.kernels import ahead, simd_planes, simd_values
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_storage import CpuStorage
@@ -87,3 +90,12 @@ def test_where_little_is_read_nothing_is_measured() -> None:
     ahead.choose([])
     assert not seen
     assert ahead.distance() == ahead.JUST_READ
+
+
+def test_a_platform_keeps_no_weight_that_its_layer_has_let_go() -> None:
+    platform = CpuPlatform(EngineConfig(), None)
+    kept, gone = (platform.make_storage(Integer(8), 64, 512, torch.bfloat16) for _ in range(2))
+    there = weakref.ref(gone), weakref.ref(kept)
+    del gone
+    assert there[0]() is None
+    assert there[1]() is kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakSet
 
 import torch
 
@@ -56,8 +57,8 @@ class CpuPlatform:
         self._thread: int | None = None
         self._kinds: dict[str, None] = {}
         """Of kernels beside those of every model, by `kernels.warm`, that weights and layers made so far need."""
-        self._made: list[CpuStorage] = []
-        """Weights of which no runner has been made yet."""
+        self._made: WeakSet[CpuStorage] = WeakSet()
+        """Weights of which no runner has been made yet. Who walks through a model layer by layer makes none, and lets them go."""
         self.ops = CpuOps()
 
     @property
@@ -130,7 +131,7 @@ class CpuPlatform:
             storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
         if isinstance(storage, CpuInteger):
             self._kinds["integer"] = None
-        self._made.append(storage)
+        self._made.add(storage)
         return storage
 
     def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
