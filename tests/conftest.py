@@ -144,3 +144,9 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         keep_loaded()
+
+
+@pytest.fixture
+def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever pays on this processor."""
+    monkeypatch.setattr("nanovllm_cli.engine.cpu_platform.CpuPlatform.most_drafted", 8)

@@ -42,10 +42,7 @@ FEW = 6
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever pays on this processor."""
-    monkeypatch.setattr(CpuPlatform, "most_drafted", 8)
+pytestmark = pytest.mark.usefixtures("eight_rows_may_have_guesses")
 
 
 class Saved(NamedTuple):

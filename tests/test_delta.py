@@ -17,7 +17,6 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3_5TextConfig
 from deltas import CASES, CHANNELS, SPACES, TURNED, Case, Kept, check, check_same_bits
 from emulation.compare import GENERATOR, close_to_rounding, random
 from engines import SMALL, engine_for, failing_once, greedy, random_model, run, save, worker_for
-from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, delta, gates, reference
@@ -36,10 +35,7 @@ from test_quant_engine import difference, logits_of
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(autouse=True)
-def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever pays on this processor."""
-    monkeypatch.setattr(CpuPlatform, "most_drafted", 8)
+pytestmark = pytest.mark.usefixtures("eight_rows_may_have_guesses")
 
 
 @pytest.mark.parametrize("threads", [1, 3])

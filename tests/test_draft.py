@@ -36,10 +36,7 @@ LONG = [(7 * i * i + i) % 250 for i in range(90)]
 """Of which nothing comes again."""
 
 
-@pytest.fixture(autouse=True)
-def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever pays on this processor."""
-    monkeypatch.setattr(CpuPlatform, "most_drafted", 8)
+pytestmark = pytest.mark.usefixtures("eight_rows_may_have_guesses")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from fake_model import make_engine
-from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.mtp import MTPDraft
 from nanovllm_cli.engine.states import StatePool
 from nanovllm_cli.sampling_params import SamplingParams
@@ -19,10 +18,7 @@ from test_mtp import with_layer
 STATES = "granite 4 h"
 
 
-@pytest.fixture(autouse=True)
-def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever pays on this processor."""
-    monkeypatch.setattr(CpuPlatform, "most_drafted", 8)
+pytestmark = pytest.mark.usefixtures("eight_rows_may_have_guesses")
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,7 @@ KINDS = ["qwen3.5", "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and sh
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def eight_rows_may_have_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever pays on this processor."""
-    monkeypatch.setattr(CpuPlatform, "most_drafted", 8)
+pytestmark = pytest.mark.usefixtures("eight_rows_may_have_guesses")
 
 
 class Layer(NamedTuple):
