@@ -161,7 +161,7 @@ def test_products_of_bytes_are_one_instruction_each_in_registers(
     monkeypatch.setattr(simd_products, "_ARM_DOT", True)
     monkeypatch.setattr(simd_products, "_ARM_MIXED_DOT", dot == "usdot")
     vectors = simd_int.tiles(wide=False, neon=True, byte_dot=True)[rows]
-    loop = inner_loop(simd_int._make_tile(rows, vectors, True, True), 14, *processor)
+    loop = inner_loop(lambda b, args: simd_int._write_tile(b, rows, vectors, 1, 1, *args), 14, *processor)
     assert Counter(re.match(r"\w+", line)[0] for line in loop)[dot] == 4 * rows * vectors
     assert not touching_the_stack(loop)
 
@@ -174,7 +174,8 @@ def test_sums_stay_in_registers_and_activations_come_from_a_lane(
     rows: int, processor: tuple[str, str, str], products: simd._Products
 ) -> None:
     vectors = {1: 4, 2: 2}.get(rows, 1)
-    loop = inner_loop(simd._make_tile(rows, vectors, products, False, False), 12, *processor)
+    _, code = simd._make_tile(rows, vectors, products, False, False)._defn(None, *[None] * 12)
+    loop = inner_loop(lambda b, args: code(SimpleNamespace(get_dummy_value=lambda: None), b, None, args), 12, *processor)
     multiplied = [line for line in loop if line.startswith("fmla")]
     assert len(multiplied) == 4 * rows * vectors * len(products)
     assert all(line.endswith("[0]") for line in multiplied), "from one lane: none was spread by an instruction of its own"
@@ -185,9 +186,9 @@ def touching_the_stack(lines: list[str]) -> list[str]:
     return [line for line in lines if "[sp" in line]
 
 
-def inner_loop(intrinsic: Any, num_arguments: int, triple: str, cpu: str, features: str) -> list[str]:
+def inner_loop(write: Callable[[ir.IRBuilder, list[Any]], object], num_arguments: int, *processor: str) -> list[str]:
     """The instructions of the longest loop without another one in it."""
-    assembly = built_for(intrinsic, num_arguments, triple, cpu, features)
+    assembly = built_for(write, num_arguments, *processor)
     loops: list[list[str]] = []
     for block in re.split(r"^(?=\.?LBB\w+:)", assembly, flags=re.MULTILINE):
         label, *lines = (line.strip() for line in block.splitlines())
@@ -196,13 +197,14 @@ def inner_loop(intrinsic: Any, num_arguments: int, triple: str, cpu: str, featur
     return max(loops, key=len)
 
 
-def built_for(intrinsic: Any, num_arguments: int, triple: str, cpu: str, features: str) -> str:
+def built_for(
+    write: Callable[[ir.IRBuilder, list[Any]], object], num_arguments: int, triple: str, cpu: str, features: str
+) -> str:
     """What LLVM makes of a loop, as text."""
-    _, code = intrinsic._defn(None, *[None] * num_arguments)
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * num_arguments), "tile")
     b = ir.IRBuilder(function.append_basic_block())
-    code(SimpleNamespace(get_dummy_value=lambda: None), b, None, list(function.args))
+    write(b, list(function.args))
     b.ret_void()
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

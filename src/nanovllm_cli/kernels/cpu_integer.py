@@ -25,7 +25,6 @@ from nanovllm_cli.kernels.record_kinds import (
     F32,
     MIN,
     NIBBLE,
-    NO_LOW,
     ROW_PLACES,
     STEP,
     SUB_I8,
@@ -36,17 +35,9 @@ from nanovllm_cli.kernels.record_kinds import (
     UE4M3,
     ZERO,
 )
-from nanovllm_cli.kernels.simd import WIDE, typed_pointer
-from nanovllm_cli.kernels.simd_codebook import call_unpacker
-from nanovllm_cli.kernels.simd_int import (
-    FEW_ROWS,
-    TILE_ROWS,
-    dot_panel,
-    dot_panel_low,
-)
+from nanovllm_cli.kernels.simd import WIDE, call_at, typed_pointer
+from nanovllm_cli.kernels.simd_int import FEW_ROWS, TILE_ROWS
 from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
-from nanovllm_cli.kernels.simd_planes import few_rows, few_rows_low, in_one_pass
-from nanovllm_cli.kernels.simd_products import MOST_SMALL
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
     minus_u8,
@@ -222,19 +213,9 @@ def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
     """A record's codes, as they lie at `codes`, to u8 at `panel`: [width / 4][64 columns][4]. What lies at `ahead` is asked for
     meanwhile. unpacker, table: as in `integer_matmul`."""
     if unpacker != 0:
-        call_unpacker(unpacker, codes, width // STEP, panel, ahead, table)
+        call_at(unpacker, (codes, width // STEP, panel, ahead, table))
     else:
         unpack_codes(step_bytes // UNIT_BYTES, codes, width // STEP, panel, ahead, table)
-
-
-@inner
-def _largest_code(bits, table):
-    if table == 0:
-        return (1 << bits) - 1
-    most = 0
-    for code in carray(typed_pointer(table, np.uint8(0)), (16,)):
-        most = max(most, np.int64(code))
-    return most
 
 
 @kernel()
@@ -243,15 +224,15 @@ def integer_matmul(arguments, thread, team):
 
     x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. step_bytes … unit: as in
     RecordLayout. table: address of 16 bytes, or 0. unpacker: address of a codebook's function, which reads its tables at `table`,
-    or 0. bias: address of [n] in the output's type, or 0. asked_ahead: see `ahead.distance`.
+    or 0. few, most_few: address of `simd_planes.few_rows`, and how many it is for; dot: that of `simd_int.dot_rows`. bias:
+    address of [n] in the output's type, or 0. asked_ahead: see `ahead.distance`.
     """
     (
         out_tag, x, num_rows, x_stride, weight, n, width, step_bytes, group, scale, low, offset, unit, table, unpacker,
-        bias, out, out_stride, asked_ahead,
+        few, most_few, dot, bias, out, out_stride, asked_ahead,
     ) = fields(arguments)  # fmt: skip
     bits = step_bytes // UNIT_BYTES
     padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
-    small = unpacker == 0 and _largest_code(bits, table) <= MOST_SMALL
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     added = carray(typed_pointer(bias, out_tag), (n,))
@@ -276,18 +257,12 @@ def integer_matmul(arguments, thread, team):
                 for i in range(groups * TILE):
                     lows[i] *= -scales[i]
             codes = record + codes_at(k, group, scale, low)
-            if unpacker == 0 and in_one_pass(end - begin, bits, group, table, low != NO_LOW):
+            if end - begin <= most_few:
                 at = x + (chunk * num_rows + begin) * x_stride
-                if low == NO_LOW:
-                    few_rows(
-                        end - begin, bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, x_stride, groups, sums_at,
-                        chunk, table, asked_ahead, full,
-                    )  # fmt: skip
-                else:
-                    few_rows_low(
-                        end - begin, bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, x_stride, groups,
-                        sums_at, chunk, table, asked_ahead, full,
-                    )  # fmt: skip
+                call_at(few, (
+                    end - begin, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, x_stride, groups, sums_at, chunk,
+                    table, asked_ahead, full,
+                ))  # fmt: skip
                 continue
             asking = max(1, (end - begin) // TILE_ROWS + int((end - begin) % TILE_ROWS > FEW_ROWS))
             ahead, ahead_step = codes + PREFETCH_BYTES, step_bytes // STEP_UNITS
@@ -301,16 +276,10 @@ def integer_matmul(arguments, thread, team):
                 rows = min(TILE_ROWS, end - row)
                 at = x + (chunk * num_rows + row) * x_stride
                 target = sums_at + (row - begin) * TILE * 4
-                if low == NO_LOW:
-                    dot_panel(
-                        small, rows, codes, scales_at, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
-                        chunk, ahead, ahead_step,
-                    )  # fmt: skip
-                else:
-                    dot_panel_low(
-                        small, rows, codes, scales_at, lows_at, k // 4, group // 4, offset, at, x_stride, groups, target,
-                        TILE * 4, chunk, ahead, ahead_step,
-                    )  # fmt: skip
+                call_at(dot, (
+                    rows, codes, scales_at, lows_at, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4, chunk,
+                    ahead, ahead_step,
+                ))  # fmt: skip
                 ahead += full // asking
         for r in range(end - begin):
             line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))
@@ -347,7 +316,7 @@ def integer_rows(arguments, thread, team):
             unpack_scales(record, k, group, scale, low, unit, scales, lows, factors)
             codes = record + codes_at(k, group, scale, low)
             if unpacker != 0:
-                call_unpacker(unpacker, codes, k // STEP, panel, codes, table)
+                call_at(unpacker, (codes, k // STEP, panel, codes, table))
                 codes = panel
             planes = carray(typed_pointer(codes, np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):

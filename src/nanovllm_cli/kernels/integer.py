@@ -6,14 +6,14 @@ All of it can be recorded in a cpu.Program. Work of several weights on the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import ahead, cpu_blocks, cpu_integer, simd_codebook
+from nanovllm_cli.kernels import ahead, cpu_blocks, cpu_integer, simd_codebook, simd_int, simd_planes
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of, zeros
-from nanovllm_cli.kernels.record_kinds import NO_LOW, RecordLayout
-from nanovllm_cli.kernels.simd_planes import in_one_pass
+from nanovllm_cli.kernels.record_kinds import RecordLayout
 
 
 class Rounding(NamedTuple):
@@ -102,17 +102,22 @@ def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Ten
     assert weight.data.numel() == layout.num_bytes
     added = 0 if bias is None else address_of(bias, out.dtype, layout.num_rows)
     ints = (
-        x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, added,
+        x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, *_loops(layout), added,
         out.data_ptr(), out.stride(0) * out.itemsize, ahead.distance(),
     )  # fmt: skip
     launch(cpu_integer.integer_matmul, x.tokens * layout.num_rows * layout.width, tags_of(out.dtype), ints)
 
 
+@cache
+def _loops(layout: RecordLayout) -> tuple[int, int, int]:
+    """What a weight's rows are multiplied by: few, most_few, dot of `cpu_integer.integer_matmul`."""
+    most = simd_planes.most_rows(layout)
+    return simd_planes.few_rows(layout) if most else 0, most, simd_int.dot_rows(layout)
+
+
 def asks_ahead(weight: Packed) -> bool:
     """True where a single row's kernel asks for codes ahead of their use."""
-    layout = weight.layout
-    kind = layout.bits, layout.group, int(weight.table is not None), layout.low != NO_LOW
-    return layout.bits in range(1, 8) and bool(in_one_pass.py_func(1, *kind))
+    return simd_planes.most_rows(weight.layout) > 0
 
 
 def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -331,6 +331,18 @@ def typed_pointer(typing: Any, address: Any, tag: Any) -> Any:
 
 
 @intrinsic
+def call_at(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the function of int64 (a tuple of them) at an address."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), cgutils.unpack_tuple(builder, args[1]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.UniTuple(types.int64, len(arguments))), code
+
+
+@intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at an address, to be read soon. Any address will do; nothing happens otherwise."""
 

@@ -68,18 +68,6 @@ def tables(codebook: Codebook) -> torch.Tensor:
     return aligned.copy_(torch.from_numpy(data))
 
 
-@intrinsic
-def call_unpacker(typing: Any, function, source, steps, target, ahead, table):  # type: ignore[no-untyped-def]
-    """Call what `unpacker` has compiled."""
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 5)
-        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), code
-
-
 @cache
 def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
     # Closed over numbers alone: numba's cache knows a function by what it is closed over, and other functions are new each time.
