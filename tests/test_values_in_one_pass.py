@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from nanovllm_cli.kernels import record_kinds as kinds
 from nanovllm_cli.kernels import simd_values
+from nanovllm_cli.kernels.record_kinds import Codebook, RecordLayout
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import Fp8Rows
@@ -78,12 +82,12 @@ def test_against_float64(rows: int) -> None:
 def test_which_weights_have_it() -> None:
     if not simd_values.AVAILABLE:
         pytest.skip("this processor adds products up in pairs, and finds no e4m3 in pairs")
-    has, most = simd_values.in_one_pass.py_func, simd_values.MOST_ROWS
-    assert has(1, 8 * 256, 1024, 128, 0, 0, True)
-    assert has(most, 4 * 256, 1024, 64, 0, 0, False)
-    assert not has(most + 1, 8 * 256, 1024, 128, 0, 0, True), "panels are quicker"
-    assert not has(1, 8 * 256, 1024, 128, 0, 0, False), "whole numbers of 8 bits are no e4m3"
-    assert not has(1, 8 * 256, 1000, 128, 0, 0, True), "a step reads 32 columns"
-    assert not has(1, 4 * 256, 1024, 16, 0, 0, False), "a group is half a step"
-    assert not has(1, 4 * 256, 1024, 64, 1, 0, False), "zero points differ from column to column"
-    assert not has(1, 4 * 256, 1024, 64, 0, 1, False), "a codebook"
+    eight, four = RecordLayout(64, 1024, 8, 128, kinds.BF16), RecordLayout(64, 1024, 4, 64, kinds.BF16)
+    rows_of, most = simd_values.most_rows, simd_values.MOST_ROWS
+    assert rows_of(eight, True) == rows_of(four, False) == most
+    assert rows_of(eight, False) == 0, "whole numbers of 8 bits are no e4m3"
+    assert rows_of(replace(eight, width=1000), True) == 0, "a step reads 32 columns"
+    assert rows_of(replace(four, group=16), False) == 0, "a group is half a step"
+    assert rows_of(replace(four, low=kinds.ZERO), False) == 0, "zero points differ from column to column"
+    points = Codebook(8, 4, kinds.NO_SIGNS, bytes(4 << 8), ((0, 1, 2, 3),) * 2)
+    assert rows_of(replace(four, bits=0, codebook=points), False) == 0

@@ -37,6 +37,8 @@ LOCK_SECONDS = 120.0
 """That a process waits for another one, which takes seconds, before it compiles for itself and keeps nothing."""
 logger = logging.getLogger(__name__)
 _keeps = True
+_made: list[Any] = []
+"""All of them: who has an address need not have what lies there, and of two threads that compiled the same one may forget it."""
 _passes_over: ContextVar[bool] = ContextVar("passes_over", default=False)
 
 
@@ -58,6 +60,7 @@ def compile_once(function: Callable[..., None], signature: Any, **options: Any) 
             made._cache = _cache_of(function)
         with whole_kernels():
             made.compile()
+        _made.append(made)
         return made
 
 

@@ -24,10 +24,9 @@ from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, floats_at
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, ZERO
-from nanovllm_cli.kernels.simd import MAX_ROWS, by_type, typed_pointer
+from nanovllm_cli.kernels.simd import MAX_ROWS, by_type, call_at, typed_pointer
 from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES
-from nanovllm_cli.kernels.simd_values import expand_e4m3, expand_table, few_of_e4m3, few_of_table, in_one_pass, is_known
 
 CODE, E4M3, TABLE = range(3)
 ROWS_PER_TASK = 96
@@ -148,12 +147,13 @@ def value_matmul(arguments, thread, team):
 
     x: [num_rows, width rounded up to a pair] of tag's type, x_stride bytes apart. x_scales: address of fp32 [num_rows, x_groups]
     that multiply a row's groups (x_groups 1: the whole row), or 0. width: along k. step_bytes … unit: as in RecordLayout; table,
-    unpacker: as in `cpu_integer.integer_matmul`. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias:
+    unpacker: as in `cpu_integer.integer_matmul`. few, most_few: address of `simd_values.few_rows`, and how many it is for;
+    expand: that of `simd_values.expand`, or 0. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias:
     address of [n] in the output's type, or 0. asked_ahead: see `ahead.distance`.
     """
     (
         tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, step_bytes, group, scale, low, offset, unit,
-        table, unpacker, kind, numbers, bias, out, out_stride, asked_ahead,
+        table, unpacker, few, most_few, expand, kind, numbers, bias, out, out_stride, asked_ahead,
     ) = fields(arguments)  # fmt: skip
     size = 4 // _per_word(tag)
     padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
@@ -180,12 +180,10 @@ def value_matmul(arguments, thread, team):
     one[0] = np.float32(1.0)
     for i in range(_MOST_GROUPS * TILE):
         lows[i], taken[i] = np.float32(0.0), np.float32(offset)
-    known = scaled_after(tag) and is_known(step_bytes, low, unpacker, kind == E4M3)
-    direct = known and in_one_pass(num_rows, step_bytes, width, group, low, unpacker, kind == E4M3)
     factors_at, factor_row, factor_group = x_scales, 4 * x_groups, 4
     if x_groups <= 1:
         factors_at, factor_row, factor_group = one.ctypes.data, 0, 0
-    if known and kind != E4M3:
+    if expand != 0 and kind != E4M3:
         _split_numbers(kind, values, table, np.float32(offset), halves)
     for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
@@ -201,24 +199,15 @@ def value_matmul(arguments, thread, team):
                     taken[i] = lows[i]
                     lows[i] = np.float32(0.0)
             codes = record + codes_at(k, group, scale, low)
-            if direct:
+            if num_rows <= most_few:
                 at, of_x = x + begin * x_stride + chunk * CHUNK * size, factors_at + chunk * CHUNK // group * factor_group
-                if kind == E4M3:
-                    few_of_e4m3(
-                        end - begin, codes, scales.ctypes.data, k // STEP, group // STEP, at, x_stride, of_x, factor_row,
-                        factor_group, groups, sums_at, chunk, 0, asked_ahead,
-                    )  # fmt: skip
-                else:
-                    few_of_table(
-                        end - begin, codes, scales.ctypes.data, k // STEP, group // STEP, at, x_stride, of_x, factor_row,
-                        factor_group, groups, sums_at, chunk, halves.ctypes.data, asked_ahead,
-                    )  # fmt: skip
+                call_at(few, (
+                    end - begin, codes, scales.ctypes.data, k // STEP, group // STEP, at, x_stride, of_x, factor_row,
+                    factor_group, groups, sums_at, chunk, halves.ctypes.data, asked_ahead,
+                ))  # fmt: skip
                 continue
-            if known:
-                if kind == E4M3:
-                    expand_e4m3(codes, k // STEP, panel_at, 0, asked_ahead)
-                else:
-                    expand_table(codes, k // STEP, panel_at, halves.ctypes.data, asked_ahead)
+            if expand != 0:
+                call_at(expand, (codes, k // STEP, panel_at, halves.ctypes.data, asked_ahead))
             elif step_bytes != 8 * UNIT_BYTES:
                 unpack_panel(step_bytes, unpacker, table, codes, k, unpacked_at, codes + PREFETCH_BYTES)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)

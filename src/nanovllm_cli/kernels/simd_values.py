@@ -9,16 +9,17 @@ codes at once. Where there is none e4m3 becomes fp32 by shifts: its exponent and
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.inner import inner
-from nanovllm_cli.kernels.record_kinds import NO_LOW, STEP
+from nanovllm_cli.kernels.compiled import compile_once
+from nanovllm_cli.kernels.record_kinds import NO_LOW, STEP, RecordLayout
 from nanovllm_cli.kernels.simd import HAS_BF16_DOT, VECTORS, WIDE, pair_multiply_add
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
@@ -48,8 +49,6 @@ from nanovllm_cli.kernels.simd_unpack import in_turn
 _BY_TABLES = WIDE and host_has("avx512vbmi")
 AVAILABLE = _BY_TABLES or not HAS_BF16_DOT
 """Whether sums of e4m3, too, are those of panels, which some processors add up in pairs."""
-ROWS_AT_ONCE = 4 if WIDE else 1
-"""Whose sums, of 64 columns, fit the registers."""
 MOST_ROWS = 8 if WIDE else 3
 """That such passes are quicker for than a panel."""
 _PLACES = range(4 * LANES)
@@ -148,165 +147,183 @@ def _products(b: ir.IRBuilder, tables: list[Any], codes: Any) -> list[Callable[[
     return [partial(add, first=first) for first in (0, 2)]
 
 
-def _make_expand(bits: int) -> Any:
-    """An intrinsic expand(codes, steps, panel, table, ahead): steps of 32 k's to pairs of bf16 [16 steps][64] at panel."""
-
-    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, steps, panel, table, ahead = args
-        tables = _tables(b, bits, table)
-        with counted(b, steps) as step:
-            read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
-            write = b.add(panel, multiple(b, step, 2 * STEP_UNITS * UNIT_BYTES))
-            for unit in range(STEP_UNITS):
-                for v in range(VECTORS):
-                    if tables or _BY_TABLES:
-                        pairs = _pairs(b, tables, read(unit, v))
-                    else:
-                        numbers = [b.bitcast(number, VI) for number in _e4m3_numbers(b, read(unit, v))]
-                        pairs = [
-                            b.or_(b.lshr(numbers[i], _words(16)), b.and_(numbers[i + 1], _words(0xFFFF0000))) for i in (0, 2)
-                        ]
-                    for pair, found in enumerate(pairs):
-                        b.store(found, at_address(b, write, I64((2 * unit + pair) * UNIT_BYTES + 64 * v), VI), align=4)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def expand(typing: Any, codes, steps, panel, table, ahead):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 5), code
-
-    return expand
+def is_known(layout: RecordLayout, is_e4m3: bool) -> bool:
+    """True where `expand` and `few_rows` have the kind of weight."""
+    return AVAILABLE and layout.bits == (8 if is_e4m3 else 4) and layout.low == NO_LOW
 
 
-expand_e4m3, expand_table = _make_expand(8), _make_expand(4)
+def most_rows(layout: RecordLayout, is_e4m3: bool) -> int:
+    """That `few_rows` is quicker for than a panel; 0: it has none of this kind."""
+    fits = is_known(layout, is_e4m3) and layout.width % STEP == 0 and layout.group % STEP == 0
+    return MOST_ROWS if fits else 0
 
 
-def _make_rows(rows: int, bits: int) -> Any:
-    """An intrinsic for so many rows and all 64 columns: pass(codes, scales, steps, group_steps, x, x_stride, factors, factor_row,
-    factor_group, groups, out, accumulate, table, ahead).
+def expand(layout: RecordLayout) -> int:
+    """The address of expand(codes, steps, panel, table, ahead): steps of 32 k's to pairs of bf16 [16 steps][64] at panel. table,
+    ahead: as in `few_rows`."""
+    return int(_compiled_expand(layout.bits).address)
+
+
+def few_rows(layout: RecordLayout) -> int:
+    """The address of few(rows, codes, scales, steps, group_steps, x, x_stride, factors, factor_row, factor_group, groups, out,
+    accumulate, table, ahead) for up to `most_rows`: as many in a pass as can be, and then what is left.
 
     codes: in steps of 32 k's, of e4m3, or of 4 bits, of which table, address of 32 bytes, has the lower bytes and the upper ones.
     scales fp32 [groups][64]. A row's numbers of x are bf16, x_stride bytes from the next one's. What multiplies a group's sum
     beside its scale is fp32 at factors, so many bytes further for a row or a group. out fp32 [rows][64]. ahead: see
     `ahead.distance`.
     """
-    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
+    return int(_compiled_few(layout.bits).address)
+
+
+@cache
+def _compiled_expand(bits: int) -> Any:
+    # Closed over numbers alone: numba's cache knows a function by what it is closed over, and other functions are new each time.
+    def expand_codes(codes, steps, panel, table, ahead):
+        _expand(bits, (codes, steps, panel, table, ahead))
+
+    return compile_once(expand_codes, types.void(*[types.int64] * 5), error_model="numpy")
+
+
+@cache
+def _compiled_few(bits: int) -> Any:
+    def of_four(rows, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):
+        of_weight = codes, scales, steps, many, table
+        while rows >= 4:
+            _rows(4, bits, of_weight, (x, xs, factors, row, group, groups, out, add, ahead))
+            rows, x, out, factors = rows - 4, x + 4 * xs, out + 4 * UNIT_BYTES, factors + 4 * row
+        rest = x, xs, factors, row, group, groups, out, add, ahead
+        if rows == 3:
+            _rows(3, bits, of_weight, rest)
+        elif rows == 2:
+            _rows(2, bits, of_weight, rest)
+        elif rows == 1:
+            _rows(1, bits, of_weight, rest)
+
+    def of_one(rows, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):
+        for r in range(rows):
+            place = out + r * UNIT_BYTES
+            rest = x + r * xs, xs, factors + r * row, row, group, groups, place, add, ahead
+            _rows(1, bits, (codes, scales, steps, many, table), rest)
+
+    return compile_once(of_four if WIDE else of_one, types.void(*[types.int64] * 15), error_model="numpy")
+
+
+@intrinsic(prefer_literal=True)
+def _expand(typing, bits, arguments):
+    if not isinstance(bits, types.IntegerLiteral):
+        return None
+    number = bits.literal_value
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, scales, steps, group_steps, x, x_stride, factors, factor_row, factor_group, *rest = args
-        groups, out, accumulate, table, ahead = rest
-        tables = _tables(b, bits, table)
-        x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
-        out_at = {(r, v): at_address(b, out, I64(4 * LANES * (VECTORS * r + v)), VF) for r, v in cells}
-
-        def products(step: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
-            read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
-            for unit in range(STEP_UNITS):
-                at = b.add(multiple(b, step, 2 * STEP), I64(8 * unit))
-                spread = {
-                    (r, pair): splat(b, b.load(at_address(b, x_rows[r], b.add(at, I64(4 * pair)), I32), align=4), VI)
-                    for r in range(rows)
-                    for pair in range(2)
-                }
-                for v in range(VECTORS):
-                    for pair, add in enumerate(_products(b, tables, read(unit, v))):
-                        for r in range(rows):
-                            sums[r, v] = add(sums[r, v], spread[r, pair])
-            return sums
-
-        def fold(g: Any, sums: dict[tuple[int, int], Any]) -> None:
-            for v in range(VECTORS):
-                scale = b.load(at_address(b, scales, b.add(multiple(b, g, UNIT_BYTES), I64(64 * v)), VF), align=4)
-                for r in range(rows):
-                    place = b.add(multiple(b, factor_row, r), b.mul(g, factor_group))
-                    of_x = splat(b, b.load(at_address(b, factors, place, F32), align=4), VF)
-                    own = b.fmul(b.fmul(sums[r, v], scale), of_x)
-                    b.store(b.fadd(own, b.load(out_at[r, v], align=4)), out_at[r, v], align=4)
-
-        clear, group, loop, done, end = (
-            b.function.append_basic_block(n) for n in ("clear", "group", "loop", "fold", "end")
-        )
-        entry = b.block
-        b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), group, clear)
-        b.position_at_end(clear)
-        zero = ir.Constant(VF, [0.0] * LANES)
-        for at in out_at.values():
-            b.store(zero, at, align=4)
-        b.branch(group)
-
-        b.position_at_end(group)
-        g, first = b.phi(I64), b.phi(I64)
-        for block in (entry, clear):
-            g.add_incoming(I64(0), block)
-            first.add_incoming(I64(0), block)
-        last = b.add(first, group_steps)
-        last = b.select(b.icmp_signed("<", last, steps), last, steps)
-        b.branch(loop)
-
-        b.position_at_end(loop)
-        step, sums = b.phi(I64), {cell: b.phi(VF) for cell in cells}
-        step.add_incoming(first, group)
-        for phi in sums.values():
-            phi.add_incoming(zero, group)
-        new = products(step, dict(sums))
-        after = b.add(step, I64(1))
-        step.add_incoming(after, loop)
-        for cell, phi in sums.items():
-            phi.add_incoming(new[cell], loop)
-        b.cbranch(b.icmp_signed("<", after, last), loop, done)
-
-        b.position_at_end(done)
-        fold(g, new)
-        following = b.add(g, I64(1))
-        g.add_incoming(following, done)
-        first.add_incoming(last, done)
-        b.cbranch(b.icmp_signed("<", following, groups), group, end)
-        b.position_at_end(end)
+        _write_expand(b, number, *cgutils.unpack_tuple(b, args[-1]))
         return context.get_dummy_value()
 
-    @intrinsic
-    def one_pass(typing: Any, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 14), code
-
-    return one_pass
+    return types.void(bits, arguments), code
 
 
-def _make_few(bits: int) -> Any:
-    """One compiled function for any number of rows: as many in a pass as can be, and then what is left. row, group: bytes between
-    factors."""
-    one_row, two_rows, three_rows, four_rows = (_make_rows(min(rows, ROWS_AT_ONCE), bits) for rows in range(1, 5))
-
-    @inner
-    def of_four(rows, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):
-        while rows >= 4:
-            four_rows(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
-            rows, x, out, factors = rows - 4, x + 4 * xs, out + 4 * UNIT_BYTES, factors + 4 * row
-        if rows == 3:
-            three_rows(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
-        elif rows == 2:
-            two_rows(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
-        elif rows == 1:
-            one_row(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
-
-    @inner
-    def of_one(rows, codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead):
-        for _ in range(rows):
-            one_row(codes, scales, steps, many, x, xs, factors, row, group, groups, out, add, table, ahead)
-            x, out, factors = x + xs, out + UNIT_BYTES, factors + row
-
-    return of_four if ROWS_AT_ONCE == 4 else of_one
+def _write_expand(b: ir.IRBuilder, bits: int, codes: Any, steps: Any, panel: Any, table: Any, ahead: Any) -> None:
+    tables = _tables(b, bits, table)
+    with counted(b, steps) as step:
+        read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
+        write = b.add(panel, multiple(b, step, 2 * STEP_UNITS * UNIT_BYTES))
+        for unit in range(STEP_UNITS):
+            for v in range(VECTORS):
+                if tables or _BY_TABLES:
+                    pairs = _pairs(b, tables, read(unit, v))
+                else:
+                    numbers = [b.bitcast(number, VI) for number in _e4m3_numbers(b, read(unit, v))]
+                    pairs = [
+                        b.or_(b.lshr(numbers[i], _words(16)), b.and_(numbers[i + 1], _words(0xFFFF0000))) for i in (0, 2)
+                    ]
+                for pair, found in enumerate(pairs):
+                    b.store(found, at_address(b, write, I64((2 * unit + pair) * UNIT_BYTES + 64 * v), VI), align=4)
 
 
-few_of_e4m3, few_of_table = _make_few(8), _make_few(4)
+@intrinsic(prefer_literal=True)
+def _rows(typing, rows, bits, of_weight, rest):
+    if not (isinstance(rows, types.IntegerLiteral) and isinstance(bits, types.IntegerLiteral)):
+        return None
+    count, number = rows.literal_value, bits.literal_value
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _write_rows(b, count, number, *cgutils.unpack_tuple(b, args[-2]), *cgutils.unpack_tuple(b, args[-1]))
+        return context.get_dummy_value()
+
+    return types.void(rows, bits, of_weight, rest), code
 
 
-@njit(inline="always")
-def is_known(step_bytes, low, unpacker, is_e4m3):
-    """True where `expand_e4m3` or `expand_table` have the kind of weight."""
-    return AVAILABLE and step_bytes == (8 if is_e4m3 else 4) * UNIT_BYTES and unpacker == 0 and low == NO_LOW
+def _write_rows(
+    b: ir.IRBuilder, rows: int, bits: int, codes: Any, scales: Any, steps: Any, group_steps: Any, table: Any,
+    x: Any, x_stride: Any, factors: Any, factor_row: Any, factor_group: Any, groups: Any, out: Any, accumulate: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """So many rows and all 64 columns."""
+    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
 
+    tables = _tables(b, bits, table)
+    x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
+    out_at = {(r, v): at_address(b, out, I64(4 * LANES * (VECTORS * r + v)), VF) for r, v in cells}
 
-@njit(inline="always")
-def in_one_pass(rows, step_bytes, width, group, low, unpacker, is_e4m3):
-    """True where few rows are quicker without a panel."""
-    known = is_known(step_bytes, low, unpacker, is_e4m3)
-    return known and rows <= MOST_ROWS and width % STEP == 0 and group % STEP == 0
+    def products(step: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+        read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
+        for unit in range(STEP_UNITS):
+            at = b.add(multiple(b, step, 2 * STEP), I64(8 * unit))
+            spread = {
+                (r, pair): splat(b, b.load(at_address(b, x_rows[r], b.add(at, I64(4 * pair)), I32), align=4), VI)
+                for r in range(rows)
+                for pair in range(2)
+            }
+            for v in range(VECTORS):
+                for pair, add in enumerate(_products(b, tables, read(unit, v))):
+                    for r in range(rows):
+                        sums[r, v] = add(sums[r, v], spread[r, pair])
+        return sums
+
+    def fold(g: Any, sums: dict[tuple[int, int], Any]) -> None:
+        for v in range(VECTORS):
+            scale = b.load(at_address(b, scales, b.add(multiple(b, g, UNIT_BYTES), I64(64 * v)), VF), align=4)
+            for r in range(rows):
+                place = b.add(multiple(b, factor_row, r), b.mul(g, factor_group))
+                of_x = splat(b, b.load(at_address(b, factors, place, F32), align=4), VF)
+                own = b.fmul(b.fmul(sums[r, v], scale), of_x)
+                b.store(b.fadd(own, b.load(out_at[r, v], align=4)), out_at[r, v], align=4)
+
+    clear, group, loop, done, end = (
+        b.function.append_basic_block(n) for n in ("clear", "group", "loop", "fold", "end")
+    )
+    entry = b.block
+    b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), group, clear)
+    b.position_at_end(clear)
+    zero = ir.Constant(VF, [0.0] * LANES)
+    for at in out_at.values():
+        b.store(zero, at, align=4)
+    b.branch(group)
+
+    b.position_at_end(group)
+    g, first = b.phi(I64), b.phi(I64)
+    for block in (entry, clear):
+        g.add_incoming(I64(0), block)
+        first.add_incoming(I64(0), block)
+    last = b.add(first, group_steps)
+    last = b.select(b.icmp_signed("<", last, steps), last, steps)
+    b.branch(loop)
+
+    b.position_at_end(loop)
+    step, sums = b.phi(I64), {cell: b.phi(VF) for cell in cells}
+    step.add_incoming(first, group)
+    for phi in sums.values():
+        phi.add_incoming(zero, group)
+    new = products(step, dict(sums))
+    after = b.add(step, I64(1))
+    step.add_incoming(after, loop)
+    for cell, phi in sums.items():
+        phi.add_incoming(new[cell], loop)
+    b.cbranch(b.icmp_signed("<", after, last), loop, done)
+
+    b.position_at_end(done)
+    fold(g, new)
+    following = b.add(g, I64(1))
+    g.add_incoming(following, done)
+    first.add_incoming(last, done)
+    b.cbranch(b.icmp_signed("<", following, groups), group, end)
+    b.position_at_end(end)

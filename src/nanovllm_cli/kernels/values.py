@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import ahead, cpu_values
+from nanovllm_cli.kernels import ahead, cpu_values, simd_values
 from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
 from nanovllm_cli.kernels.integer import Packed
-from nanovllm_cli.kernels.simd_values import in_one_pass
+from nanovllm_cli.kernels.record_kinds import RecordLayout
 
 CODE, E4M3, TABLE = cpu_values.CODE, cpu_values.E4M3, cpu_values.TABLE
 
@@ -50,18 +51,26 @@ def matmul(
     ints = (
         address_of(rows, rows.dtype, *rows.shape), tokens, rows.shape[1] * rows.itemsize,
         0 if x.scales is None else address_of(x.scales, torch.float32, tokens, groups), groups, weight.data.data_ptr(),
-        layout.num_rows, *weight.numbers, kind, 0 if numbers is None else address_of(numbers, torch.float32, 16),
+        layout.num_rows, *weight.numbers, *_loops(layout, kind, rows.dtype), kind,
+        0 if numbers is None else address_of(numbers, torch.float32, 16),
         0 if bias is None else address_of(bias, out.dtype, layout.num_rows), out.data_ptr(), out.stride(0) * out.itemsize,
         ahead.distance(),
     )  # fmt: skip
     launch(cpu_values.value_matmul, tokens * layout.num_rows * width, tags_of(rows.dtype, out.dtype), ints)
 
 
+@cache
+def _loops(layout: RecordLayout, kind: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """few, most_few, expand of `cpu_values.value_matmul`."""
+    if dtype != torch.bfloat16 or not simd_values.is_known(layout, kind == E4M3):
+        return 0, 0, 0
+    most = simd_values.most_rows(layout, kind == E4M3)
+    return simd_values.few_rows(layout) if most else 0, most, simd_values.expand(layout)
+
+
 def asks_ahead(weight: Packed, kind: int, dtype: torch.dtype) -> bool:
     """True where a single row's kernel asks for codes ahead of their use."""
-    layout = weight.layout
-    of_weight = layout.step_bytes, layout.width, layout.group, layout.low, weight.unpacker, kind == E4M3
-    return dtype == torch.bfloat16 and bool(in_one_pass.py_func(1, *of_weight))
+    return dtype == torch.bfloat16 and simd_values.most_rows(weight.layout, kind == E4M3) > 0
 
 
 def rows(weight: Packed, ids: torch.Tensor, kind: int, numbers: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
