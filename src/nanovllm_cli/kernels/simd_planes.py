@@ -19,6 +19,7 @@ from nanovllm_cli.kernels.ahead import JUST_READ
 from nanovllm_cli.kernels.compiled import compile_once
 from nanovllm_cli.kernels.record_kinds import NO_LOW, PLANES, ROW_PLACES, STEP, RecordLayout
 from nanovllm_cli.kernels.simd import VECTORS, WIDE
+from nanovllm_cli.kernels.simd_groups import Cells, each_group, each_step
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
@@ -120,7 +121,6 @@ def _write_rows(
 ) -> None:  # fmt: skip
     """So many rows and all 64 columns. group_steps: steps of 32 k's to a group; with `pairs` a step has two groups."""
     planes = PLANES[bits]
-    fold_units = STEP_UNITS // 2 if pairs else STEP_UNITS
     way = products_of(bits < 7 and not has_table)
     cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
     entries = table_of_bytes(b, table) if has_table else None
@@ -132,11 +132,11 @@ def _write_rows(
     def number(r: int, g: Any, part: int, kind: ir.Type) -> Any:
         return b.load(at_address(b, x_rows[r], multiple(b, b.add(multiple(b, groups, part), g), 4), kind), align=4)
 
-    def starts(g: Any) -> dict[tuple[int, int], Any]:
+    def starts(g: Any) -> Cells:
         of_rows = [splat(b, b.mul(number(r, g, 2, I32), negative), VI) for r in range(rows)]
         return {(r, v): of_rows[r] for r, v in cells}
 
-    def products(step: Any, units: range, dots: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+    def products(step: Any, units: range, dots: Cells) -> Cells:
         """dots + the products of these units of a step."""
         read = b.add(codes, multiple(b, step, UNIT_BYTES * bits))
         packed: dict[tuple[int, int], Any] = {}
@@ -161,7 +161,7 @@ def _write_rows(
             dots = way.add(b, dots, unit, codes_at, spread_at)
         return dots
 
-    def fold(g: Any, dots: dict[tuple[int, int], Any]) -> None:
+    def fold(g: Any, dots: Cells) -> None:
         """Onto the sums, which are in memory: beside four rows' dots there are no registers for them."""
         xs = [splat(b, number(r, g, 0, F32), VF) for r in range(rows)]
         xl = [splat(b, number(r, g, 1, F32), VF) for r in range(rows)] if with_low else []
@@ -174,48 +174,16 @@ def _write_rows(
                 total = fma(b, scaled, xs[r], b.load(out_at[r, v], align=4))
                 b.store(fma(b, low, xl[r], total) if with_low else total, out_at[r, v], align=4)
 
-    clear, group, end = (b.function.append_basic_block(n) for n in ("clear", "group", "end"))
-    entry = b.block
-    b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), group, clear)
-    b.position_at_end(clear)
-    for at in out_at.values():
-        b.store(ir.Constant(VF, [0.0] * LANES), at, align=4)
-    b.branch(group)
-
-    b.position_at_end(group)
-    g, first = b.phi(I64), b.phi(I64)
-    for block in (entry, clear):
-        g.add_incoming(I64(0), block)
-        first.add_incoming(I64(0), block)
-    if pairs:
-        following = g
-        for half in range(2):
-            units = range(half * fold_units, (half + 1) * fold_units)
-            fold(following, products(first, units, starts(following)))
-            following = b.add(following, I64(1))
-        last = b.add(first, I64(1))
-    else:
+    def group(g: Any, first: Any) -> tuple[Any, Any]:
         last = b.add(first, group_steps)
         last = b.select(b.icmp_signed("<", last, steps), last, steps)
-        begin, loop = starts(g), b.function.append_basic_block("loop")
-        b.branch(loop)
-        b.position_at_end(loop)
-        step, dots = b.phi(I64), {cell: b.phi(VI) for cell in cells}
-        step.add_incoming(first, group)
-        for cell, phi in dots.items():
-            phi.add_incoming(begin[cell], group)
-        new = products(step, range(STEP_UNITS), dict(dots))
-        after = b.add(step, I64(1))
-        step.add_incoming(after, loop)
-        for cell, phi in dots.items():
-            phi.add_incoming(new[cell], loop)
-        done = b.function.append_basic_block("fold")
-        b.cbranch(b.icmp_signed("<", after, last), loop, done)
-        b.position_at_end(done)
-        fold(g, new)
-        following = b.add(g, I64(1))
-    g.add_incoming(following, b.block)
-    first.add_incoming(last, b.block)
-    b.cbranch(b.icmp_signed("<", following, groups), group, end)
-    b.position_at_end(end)
+        fold(g, each_step(b, first, last, starts(g), lambda step, dots: products(step, range(STEP_UNITS), dots)))
+        return b.add(g, I64(1)), last
 
+    def two_groups(g: Any, step: Any) -> tuple[Any, Any]:
+        for units in (range(STEP_UNITS // 2), range(STEP_UNITS // 2, STEP_UNITS)):
+            fold(g, products(step, units, starts(g)))
+            g = b.add(g, I64(1))
+        return g, b.add(step, I64(1))
+
+    each_group(b, groups, out_at, accumulate, two_groups if pairs else group)

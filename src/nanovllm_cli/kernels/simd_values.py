@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from nanovllm_cli.kernels.compiled import compile_once
 from nanovllm_cli.kernels.record_kinds import NO_LOW, STEP, RecordLayout
 from nanovllm_cli.kernels.simd import HAS_BF16_DOT, VECTORS, WIDE, pair_multiply_add
+from nanovllm_cli.kernels.simd_groups import Cells, each_group, each_step
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
@@ -258,13 +259,11 @@ def _write_rows(
     x: Any, x_stride: Any, factors: Any, factor_row: Any, factor_group: Any, groups: Any, out: Any, accumulate: Any, ahead: Any,
 ) -> None:  # fmt: skip
     """So many rows and all 64 columns."""
-    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
-
     tables = _tables(b, bits, table)
     x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
-    out_at = {(r, v): at_address(b, out, I64(4 * LANES * (VECTORS * r + v)), VF) for r, v in cells}
+    out_at = {(r, v): at_address(b, out, I64(4 * LANES * (VECTORS * r + v)), VF) for r in range(rows) for v in range(VECTORS)}
 
-    def products(step: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+    def products(step: Any, sums: Cells) -> Cells:
         read = _codes_read(b, b.add(codes, multiple(b, step, UNIT_BYTES * bits)), bits, ahead)
         for unit in range(STEP_UNITS):
             at = b.add(multiple(b, step, 2 * STEP), I64(8 * unit))
@@ -279,7 +278,7 @@ def _write_rows(
                         sums[r, v] = add(sums[r, v], spread[r, pair])
         return sums
 
-    def fold(g: Any, sums: dict[tuple[int, int], Any]) -> None:
+    def fold(g: Any, sums: Cells) -> None:
         for v in range(VECTORS):
             scale = b.load(at_address(b, scales, b.add(multiple(b, g, UNIT_BYTES), I64(64 * v)), VF), align=4)
             for r in range(rows):
@@ -288,42 +287,11 @@ def _write_rows(
                 own = b.fmul(b.fmul(sums[r, v], scale), of_x)
                 b.store(b.fadd(own, b.load(out_at[r, v], align=4)), out_at[r, v], align=4)
 
-    clear, group, loop, done, end = (
-        b.function.append_basic_block(n) for n in ("clear", "group", "loop", "fold", "end")
-    )
-    entry = b.block
-    b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), group, clear)
-    b.position_at_end(clear)
-    zero = ir.Constant(VF, [0.0] * LANES)
-    for at in out_at.values():
-        b.store(zero, at, align=4)
-    b.branch(group)
+    def group(g: Any, first: Any) -> tuple[Any, Any]:
+        last = b.add(first, group_steps)
+        last = b.select(b.icmp_signed("<", last, steps), last, steps)
+        zero = ir.Constant(VF, [0.0] * LANES)
+        fold(g, each_step(b, first, last, dict.fromkeys(out_at, zero), products))
+        return b.add(g, I64(1)), last
 
-    b.position_at_end(group)
-    g, first = b.phi(I64), b.phi(I64)
-    for block in (entry, clear):
-        g.add_incoming(I64(0), block)
-        first.add_incoming(I64(0), block)
-    last = b.add(first, group_steps)
-    last = b.select(b.icmp_signed("<", last, steps), last, steps)
-    b.branch(loop)
-
-    b.position_at_end(loop)
-    step, sums = b.phi(I64), {cell: b.phi(VF) for cell in cells}
-    step.add_incoming(first, group)
-    for phi in sums.values():
-        phi.add_incoming(zero, group)
-    new = products(step, dict(sums))
-    after = b.add(step, I64(1))
-    step.add_incoming(after, loop)
-    for cell, phi in sums.items():
-        phi.add_incoming(new[cell], loop)
-    b.cbranch(b.icmp_signed("<", after, last), loop, done)
-
-    b.position_at_end(done)
-    fold(g, new)
-    following = b.add(g, I64(1))
-    g.add_incoming(following, done)
-    first.add_incoming(last, done)
-    b.cbranch(b.icmp_signed("<", following, groups), group, end)
-    b.position_at_end(end)
+    each_group(b, groups, out_at, accumulate, group)
