@@ -45,6 +45,7 @@ GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
     r"^(brew |python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
     r"cuda": GPU,
+    r"--override-kv|--hf-overrides": "the bundled model has no experts; tests/test_overrides.py has it",
     r"--think": "the bundled model's template has no such switch; tests/test_cli_run.py has it",
     r"-x ": "the bundled model writes no code; tests/test_cli_run.py has it",
     r"--against transformers": "takes ten seconds; tests/test_verify.py has it",

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Literal, NamedTuple, get_args
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.overrides import Override, as_overrides
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["auto", "rounded", "exact"]
@@ -76,6 +77,7 @@ class EngineConfig:
     device: cpu, cuda, cuda:N, or auto, which is a GPU where one can be used.
     max_model_len: longest prompt plus answer; None takes the model's own limit.
     rope: rotary positions for longer contexts than a model was trained for, where its publisher says that it takes them.
+    overrides: other settings than the model's files have, of config.json or of a GGUF's metadata: a mapping, of mappings too.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step, decodes and prefill chunks together.
     num_blocks: size of the KV cache in blocks; None sizes it from kv_cache_bytes, or from free memory.
@@ -120,6 +122,7 @@ class EngineConfig:
     activations: Activations = "auto"
     max_model_len: int | None = None
     rope: RopeChange = AS_TRAINED
+    overrides: tuple[Override, ...] = ()
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -152,11 +155,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("lora", "lora_modules", "rope"):
+            if field.name not in ("lora", "lora_modules", "rope", "overrides"):
                 self._check_type(field.name, str(field.type))
         object.__setattr__(self, "lora", tuple(_lora(each) for each in _listed(self.lora)))
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
         object.__setattr__(self, "rope", _rope(self.rope))
+        object.__setattr__(self, "overrides", as_overrides(self.overrides))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "image_max_tokens"):

@@ -124,7 +124,7 @@ class LLM:
         self.draft_model, self.mtp = config.draft_model, config.mtp
         self.resolved = model
         self.name: str = self.resolved.name
-        with open_checkpoint(self.resolved.path) as checkpoint:
+        with open_checkpoint(self.resolved.path, overrides=config.overrides) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
             spec, self.tokenizer = read_spec(checkpoint, open_reader(checkpoint)), load_tokenizer(checkpoint)
             self.embedding: Embedding = use_of(embedding_of(checkpoint), spec)

@@ -14,27 +14,22 @@ from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, 
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.shared_options import (
+    HfOverrides,
     ImageMaxTokens,
     LoraNames,
     LoraScaled,
     Mmproj,
     MmprojAuto,
+    OverrideKv,
     RopeFreqBase,
     RopeScale,
     RopeScaling,
     YarnOrigCtx,
     adapters,
+    overrides,
     rope_change,
 )
-from nanovllm_cli.config import (
-    DRAFTED_TOKENS,
-    MTP_TOKENS,
-    Activations,
-    DTypeName,
-    EngineConfig,
-    Lora,
-    LoraModule,
-)
+from nanovllm_cli.config import DRAFTED_TOKENS, MTP_TOKENS, Activations, DTypeName, EngineConfig, Lora, LoraModule
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -204,6 +199,8 @@ class MemoryOptions:
     rope_scale: RopeScale = None
     rope_freq_base: RopeFreqBase = None
     yarn_orig_ctx: YarnOrigCtx = None
+    override_kv: OverrideKv = None
+    hf_overrides: HfOverrides = None
     batch_size: int | None = option(
         "-b", "--batch-size",
         help=f"Most tokens in one step of the engine. [{_default(EngineConfig, 'max_num_batched_tokens')}]",
@@ -262,6 +259,7 @@ class MemoryOptions:
             "lora_modules": model.modules,
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
             "rope": rope_change(self.rope_scaling, self.rope_scale, self.rope_freq_base, self.yarn_orig_ctx),
+            "overrides": overrides(self.override_kv, self.hf_overrides),
             "max_num_batched_tokens": self.batch_size,
             "kv_cache_bytes": self.kv_cache,
             "n_gpu_layers": None if self.n_gpu_layers == -1 else self.n_gpu_layers,

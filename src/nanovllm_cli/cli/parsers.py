@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -110,6 +110,27 @@ def rope_scaling(text: str) -> RopeChange:
     return RopeChange(kinds[0] if kinds else None, **known)
 
 
+Pairs = tuple[tuple[str, Any], ...]
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__, "str": str,
+}  # fmt: skip
+
+
+def override_kv(text: str) -> Pairs:
+    """KEY=TYPE:VALUE, or several with commas between."""
+    found = []
+    for part in re.split(r",(?=[^,=:]+=(?:int|float|bool|str):)", text):
+        match = re.fullmatch(r"([^=:]+)=(int|float|bool|str):(.*)", part, re.DOTALL)
+        if match is None:
+            raise ValueError(f"{part!r} is not KEY=TYPE:VALUE with int, float, bool or str, such as general.name=str:mine")
+        key, kind, value = match.groups()
+        try:
+            found.append((key, _TYPES[kind](value)))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{key}: {value!r} is no {kind}") from error
+    return tuple(found)
+
+
 def layers(text: str) -> int:
     """How many: a number, all, or auto, which is -1."""
     known = {"auto": -1, "-1": -1, "all": ALL_LAYERS, "-2": ALL_LAYERS}
@@ -170,7 +191,7 @@ FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "top_n_sigma": "--top-nsigma", "bad_words": "--bad-word",
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate", "policy": "--scheduling-policy",
-    "rope": "--rope-scaling",
+    "rope": "--rope-scaling", "overrides": "--override-kv",
 }  # fmt: skip
 """What fields of SamplingParams and EngineConfig are called on the command line: those that are an option of some command."""
 

@@ -56,6 +56,7 @@ OPTIONS = {
     "--speculate": ("--draft", "--draft-n", "--draft-max", "--spec-draft-n-max", "--num-draft-tokens",
                     "--num-speculative-tokens", "--speculative-num-steps"),
     "--head": ("--output-tensor-type",),
+    "--hf-overrides": ("--json-model-override-args",),
     "--embedding": ("--token-embedding-type",),
     "--otlp-endpoint": ("--otlp-traces-endpoint",),
     "--verbose": ("--log-verbosity", "-lv", "--verbosity", "--log-verbose", "--uvicorn-log-level", "--log-level"),
@@ -196,7 +197,7 @@ EXPLAINED = {
     ("--swap-space", "--cache-ram", "-cram", "--kv-offloading-size",
      "--kv-offloading-backend", "--prompt-cache-size"): "there is one cache, in memory: --kv-cache SIZE",
     ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl",
-     "--yarn-ext-factor", "--yarn-attn-factor", "--yarn-beta-slow", "--yarn-beta-fast", "--override-kv", "-gan",
+     "--yarn-ext-factor", "--yarn-attn-factor", "--yarn-beta-slow", "--yarn-beta-fast", "-gan",
      "--grp-attn-n", "-gaw",
      "--grp-attn-w", "--attention", "--cls-separator", "--spm-infill", "--reasoning-preserve", "--no-reasoning-preserve",
      "--convert", "--hf-config-path", "--config-format", "--tokenizer-revision", "--skip-tokenizer-init",
@@ -208,8 +209,6 @@ EXPLAINED = {
         "that follows from the model's own files: leave it out",
     ("--rope-freq-scale",): "here it is --rope-scale, and its inverse",
     ("--rope-theta",): "here it is --rope-freq-base",
-    ("--hf-overrides", "--json-model-override-args"):
-        "of a config rotary positions alone can be changed: --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768",
     ("--no-enable-prefix-caching", "--cache-prompt", "--no-cache-prompt", "--cache-reuse", "-sps", "--slot-prompt-similarity"):
         "the prefix cache changes no answer and is always on: leave it out",
     ("-no-cnv", "--no-conversation", "-st", "--single-turn"): "run answers once and never asks back: leave it out",

@@ -117,6 +117,7 @@ def plan(
 def _planned(
     name: str, source: PlannedWeights, options: PlanOptions, config: EngineConfig, answers: int, screen: Console
 ) -> _Planned:
+    from nanovllm_cli.overrides import check_asked
     from nanovllm_cli.planning.plan import make_plan
     from nanovllm_cli.weights.checkpoint import open_checkpoint
     from nanovllm_cli.weights.source import ResolvedModel, cached_copy, locate
@@ -126,11 +127,13 @@ def _planned(
     found = locate(name, offline=source.offline, revision=source.revision, progress=progress)
     if not isinstance(found, ResolvedModel):
         found = cached_copy(found.hub_name, name) or found
-    with _files(found, progress) as path, open_checkpoint(path) as checkpoint:
+    with _files(found, progress) as path, open_checkpoint(path, overrides=config.overrides) as checkpoint:
         remote = not isinstance(found, ResolvedModel)
         speed = _speed(config, options, screen)
         formats = None if source.quant is None else [source.quant]
         made = make_plan(checkpoint, config, formats, speed, answers=answers, headers_only=remote, progress=progress)
+        for each in check_asked(checkpoint.config):
+            progress.note(f"{each} is not in the model's files, and perhaps nothing asks for it")
     if isinstance(found, ResolvedModel):
         return _Planned(made, f"{found}, here", 0)
     return _Planned(made, f"{found.repo}@{found.listing.commit[:7]}, not in the cache", made.facts.num_bytes)

@@ -94,12 +94,33 @@ YarnOrigCtx = Annotated[
         panel=ENGINE, metavar="SIZE", parser=parsers.count,
     ),
 ]  # fmt: skip
+OverrideKv = Annotated[
+    list[Any] | None,
+    typer_option(
+        "--override-kv",
+        help="Another setting than the model's files have: of a GGUF's metadata, or of config.json. TYPE is int, float, bool or "
+        "str. Repeatable.",
+        panel=MODEL, metavar="KEY=TYPE:VALUE", parser=parsers.override_kv,
+    ),
+]  # fmt: skip
+HfOverrides = Annotated[
+    str | None,
+    typer_option(
+        "--hf-overrides", help="The same as JSON, in which objects may lie in objects.", panel=MODEL, metavar="JSON"
+    ),
+]  # fmt: skip
 
 
 def adapters(names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | None) -> tuple[Lora, ...]:
     """Those of --lora and of --lora-scaled, each of which may name several."""
     plain = [Lora(name) for text in names or () for name in parsers.listed(text)]
     return (*plain, *(Lora(*each) for several in scaled or () for each in several))
+
+
+def overrides(pairs: Sequence[parsers.Pairs] | None, text: str | None) -> dict[str, Any]:
+    """Those of --override-kv, each of which may name several, and of --hf-overrides. Raises UsageError."""
+    said = {} if text is None else parsers.json_object("--hf-overrides", text, '{"num_experts_per_tok": 4}')
+    return {**dict(pair for several in pairs or () for pair in several), **said}
 
 
 def rope_change(told: RopeChange | None, scale: float | None, base: float | None, original_len: int | None) -> RopeChange:

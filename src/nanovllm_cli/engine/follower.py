@@ -62,7 +62,7 @@ def follow(
     try:
         try:
             platform = make_platform(begin.config, None)
-            with open_checkpoint(begin.model) as checkpoint:
+            with open_checkpoint(begin.model, overrides=begin.config.overrides) as checkpoint:
                 model = LoadedModel(checkpoint, begin.config, platform, NullProgress(), platform.group(meeting))
             line.send(Loaded(model.sizes, platform.kind))
             make = line.receive()

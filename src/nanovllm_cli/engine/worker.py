@@ -31,6 +31,7 @@ from nanovllm_cli.engine.platforms import resolved_device, select_platform
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sight import Sight
 from nanovllm_cli.errors import LostProcessError, UnsupportedError
+from nanovllm_cli.overrides import check_asked
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
@@ -78,6 +79,8 @@ class Worker(LoadedModel):
             if ranks is not None:
                 ranks.wait(platform.kind)
             guesser = self._loaded_guesser(checkpoint, progress)
+            for name in check_asked(checkpoint.config):
+                progress.note(f"{name} is not in the model's files, and perhaps nothing asks for it")
             self._make_caches([self] if guesser is None or isinstance(guesser, LoadedAssistant) else [self, guesser])
             self._compiler: Compiler | None = None
             if encode is not None and token_bytes is not None:
@@ -251,6 +254,7 @@ class Worker(LoadedModel):
             "dtypes": [str(self.dtype), str(k), str(v)],
             "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.own_spec.mixers],
             "rope": list(config.rope),
+            "overrides": list(config.overrides),
             "processes": config.tensor_parallel_size,
             "block": [config.block_size, self.block_bytes],
         }

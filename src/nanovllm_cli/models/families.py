@@ -18,6 +18,7 @@ from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf,
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, no_file
 from nanovllm_cli.models.names import MIXTRAL_NAMES, QWEN_NAMES
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, stretched, woven
+from nanovllm_cli.overrides import above_defaults
 
 MAX_LAYERS = 1024
 ACTIVATIONS = {
@@ -126,7 +127,7 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     that reads and writes text."""
     config = family.config(text_config(config))
     check_one_rope(config)
-    read = ConfigReader({**family.defaults, **config}, "config.json")  # null is not the default: it is none
+    read = ConfigReader(above_defaults(config, family.defaults), "config.json")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
     hidden = read.integer("hidden_size")

@@ -16,7 +16,7 @@ from nanovllm_cli.weights.source import resolve
 
 def read_files(path: Path, config: EngineConfig, created: float) -> FileFacts:
     """created: counts as their time where weights are made up, and have no files. Raises NanovllmError."""
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, overrides=config.overrides) as checkpoint:
         facts = facts_of(checkpoint)
     spec = facts.spec
     stamps = file_stamps(path)

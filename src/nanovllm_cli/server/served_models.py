@@ -351,7 +351,7 @@ def _hear(task: asyncio.Task[None]) -> None:
 
 def open_text_side(settings: ModelSettings) -> TextSide:
     """Reads everything but the weights. Raises as `LLM` does."""
-    with open_checkpoint(settings.path) as checkpoint:
+    with open_checkpoint(settings.path, overrides=settings.config.overrides) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
         generation_config, scoring = dict(checkpoint.generation_config), scoring_of(checkpoint, tokenizer, settings.chat_template)
     template = None

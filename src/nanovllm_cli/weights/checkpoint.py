@@ -12,7 +12,7 @@ in `source.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -27,6 +27,7 @@ from nanovllm_cli.errors import (
     UnsupportedError,
     UsageError,
 )
+from nanovllm_cli.overrides import Override, replaced
 from nanovllm_cli.weights.files import (
     ADAPTER_CONFIG,
     PICKLES,
@@ -160,8 +161,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8).reshape(max(1, len(tensor)) if tensor.dim() > 1 else 1, -1)
 
 
-def open_checkpoint(path: str | Path, *, of_tower: bool = False) -> Checkpoint:
+def open_checkpoint(path: str | Path, *, of_tower: bool = False, overrides: Sequence[Override] = ()) -> Checkpoint:
     """The checkpoint at `path`, with its headers checked. of_tower: it may be what a model sees by (`mmproj.py`), too.
+    overrides: other settings than its files have; `overrides.check_asked` finds those that nothing has asked for.
 
     Raises ModelNotFoundError (nothing there), UnsupportedError (pickles, other formats, what is no model), CheckpointError
     (broken, incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
@@ -172,9 +174,9 @@ def open_checkpoint(path: str | Path, *, of_tower: bool = False) -> Checkpoint:
     if str(path).startswith(RANDOM):
         from nanovllm_cli.weights.random_weights import RandomCheckpoint
 
-        return RandomCheckpoint(shape_config(str(path).removeprefix(RANDOM)), path=path)
+        return _with(overrides, RandomCheckpoint(shape_config(str(path).removeprefix(RANDOM)), path=path))
     try:
-        checkpoint = by_published_names(_open_path(path))
+        checkpoint = by_published_names(_with(overrides, _open_path(path)))
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied", "check the permissions of the folder") from error
     except OSError as error:  # a name too long, a loop of links, a disk that fails
@@ -182,6 +184,18 @@ def open_checkpoint(path: str | Path, *, of_tower: bool = False) -> Checkpoint:
     if not of_tower and checkpoint.format == "gguf" and checkpoint.config.get("general.architecture") == TOWER:
         checkpoint.close()
         raise mmproj_error(str(path))
+    return checkpoint
+
+
+def _with(overrides: Sequence[Override], checkpoint: Checkpoint) -> Checkpoint:
+    if overrides:
+        try:
+            checkpoint.config = replaced(checkpoint.config, overrides)
+        except UsageError:
+            checkpoint.close()
+            raise
+        if checkpoint.format == "gguf":
+            checkpoint.generation_config = _sampling_of(checkpoint.config)
     return checkpoint
 
 
@@ -280,8 +294,13 @@ class GGUFCheckpoint(_FilesCheckpoint):
             raise
         self.config = parts[0].metadata
         self.metadata_types = parts[0].metadata_types
-        keys = {f"general.sampling.{key}": name for key, name in SAMPLING_KEYS.items()} | {SUPPRESSED_KEY: "suppress_tokens"}
-        self.generation_config = {name: self.config[key] for key, name in keys.items() if key in self.config}
+        self.generation_config = _sampling_of(self.config)
+
+
+def _sampling_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GGUF says about sampling, as generation_config.json has it."""
+    keys = {f"general.sampling.{key}": name for key, name in SAMPLING_KEYS.items()} | {SUPPRESSED_KEY: "suppress_tokens"}
+    return {name: metadata[key] for key, name in keys.items() if key in metadata}
 
 
 def _open_parts(path: Path) -> list[GGUFFile]:
