@@ -128,8 +128,12 @@ class CpuAttention:
         return CpuBlocks(layers)
 
     def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> CpuStep:
-        starts = batch.query_starts.numpy()  # torch's way takes a hundredth of a step
-        run = torch.from_numpy(np.repeat(starts[1:], np.diff(starts)) - np.arange(batch.num_tokens, dtype=np.int32))
+        starts, count = batch.query_starts.numpy(), batch.num_tokens  # torch's way takes a hundredth of a step
+        if count == len(starts) - 1:  # one token of each: decodes
+            left = np.ones(count, np.int32)
+        else:
+            left = np.repeat(starts[1:], np.diff(starts)) - np.arange(count, dtype=np.int32)
+        run = torch.from_numpy(left)
         lengths, chunks = (batch.kv_lens, batch.known_lens), None
         if self.chunk is not None:
             parts = batch.in_chunks(self.chunk, cpu.BLOCK)

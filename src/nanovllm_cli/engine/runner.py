@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -69,10 +68,10 @@ class Runner:
         self.cache.copy_states(plan.state_copies)
         if not plan.scheduled:
             return StepOutput([], {})
-        batch, owners = build_batch(plan.scheduled, self.block_size)
         with self._let_in():
             images = self.see(plan.scheduled)
-        inputs = self.model.prepare(replace(batch, hidden=hidden, images=images))
+        batch, owners = build_batch(plan.scheduled, self.block_size, hidden, images)
+        inputs = self.model.prepare(batch)
         is_plain = inputs.batch.images is None and all(share.prompt_logprobs is None for share in plan.scheduled)
         draws = draws_of(owners)
         keeps = any(share.keeps_rows for share, _ in owners)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from nanovllm_cli.batch import Batch, WholeImages
+from nanovllm_cli.batch import Batch, ImageRows, WholeImages
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
 
@@ -17,46 +17,79 @@ from nanovllm_cli.engine.sight import rotary_positions
 MIN_TABLE = 8
 
 
-def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, list[tuple[Scheduled, int]]]:
-    """The step's tensors, and for each share that wants rows behind the last norm its first one among them."""
-    lens = np.array([len(share.token_ids) for share in scheduled], np.int32)
-    starts = np.zeros(len(scheduled) + 1, np.int32)
-    np.cumsum(lens, out=starts[1:])
+def build_batch(
+    scheduled: list[Scheduled], block_size: int, hidden: torch.Tensor | None = None, images: ImageRows | None = None
+) -> tuple[Batch, list[tuple[Scheduled, int]]]:
+    """The step's tensors, and for each share that wants rows behind the last norm its first one among them. hidden, images: see
+    Batch."""
+    logit_rows: list[int] = []
+    owners: list[tuple[Scheduled, int]] = []
+    begin, starts = 0, [0]
+    for share in scheduled:
+        if wanted := share.wanted_rows:
+            owners.append((share, len(logit_rows)))
+            logit_rows += range(begin + wanted.start, begin + wanted.stop)
+        begin += len(share.token_ids)
+        starts.append(begin)
+    known_lens = [share.known_len for share in scheduled]
     widest = max(len(share.block_table) for share in scheduled)
     tables = np.zeros((len(scheduled), max(MIN_TABLE, 1 << (widest - 1).bit_length())), np.int32)
     for row, share in zip(tables, scheduled, strict=True):
         row[: len(share.block_table)] = share.block_table
-    seq_of = np.repeat(np.arange(len(scheduled)), lens)
-    first = np.array([share.start for share in scheduled], np.int64)
-    places = np.arange(starts[-1], dtype=np.int64) + (first - starts[:-1])[seq_of]
-    prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
-    logit_rows: list[int] = []
-    owners: list[tuple[Scheduled, int]] = []
-    for i, share in enumerate(scheduled):
-        if wanted := share.wanted_rows:
-            owners.append((share, len(logit_rows)))
-            logit_rows += [int(starts[i]) + row for row in wanted]
-    token_ids = np.fromiter(
-        itertools.chain.from_iterable(s.token_ids for s in scheduled), np.int64, int(starts[-1])
-    )
+    are_decodes = begin == len(scheduled)
+    places, slots, rope_lens = (_of_decodes if are_decodes else _of_chunks)(scheduled, block_size, starts, tables)
     return Batch(
-        token_ids=torch.from_numpy(token_ids),
+        token_ids=_int64(list(itertools.chain.from_iterable(share.token_ids for share in scheduled))),
         positions=torch.from_numpy(rotary_positions(scheduled, places)),
-        rope_lens=torch.from_numpy(np.maximum(places + 1, prompt_lens[seq_of])),
-        query_starts=torch.from_numpy(starts),
-        kv_lens=torch.from_numpy((first + lens).astype(np.int32)),
-        known_lens=torch.tensor([share.known_len for share in scheduled], dtype=torch.int32),
-        slots=torch.from_numpy(
-            tables[seq_of, places // block_size].astype(np.int64) * block_size
-            + places % block_size
-        ),
+        rope_lens=torch.from_numpy(rope_lens),
+        query_starts=_int32(starts),
+        kv_lens=_int32([share.start + len(share.token_ids) for share in scheduled]),
+        known_lens=_int32(known_lens),
+        slots=torch.from_numpy(slots),
         block_tables=torch.from_numpy(tables),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
+        logit_rows=_int64(logit_rows),
+        states=_int32([share.state for share in scheduled]),
         segments=_segments(scheduled),
         whole=_whole(scheduled),
         lora=None if (lora := lora_rows(scheduled)) is None else torch.from_numpy(lora),
+        images=images,
+        hidden=hidden,
     ), owners
+
+
+def _int64(numbers: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(numbers, np.int64))
+
+
+def _int32(numbers: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(numbers, np.int32))
+
+
+def _of_decodes(
+    scheduled: list[Scheduled], block_size: int, starts: list[int], tables: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `_of_chunks` finds, where each sequence has one token. Of few numbers Python makes arrays sooner than numpy's
+    operators, whose code is no longer in a cache when a step ends."""
+    places, slots, rope_lens = [], [], []
+    for share in scheduled:
+        block, within = divmod(share.start, block_size)
+        places.append(share.start)
+        slots.append(share.block_table[block] * block_size + within)
+        rope_lens.append(max(share.start + 1, share.prompt_len))
+    return np.array(places, np.int64), np.array(slots, np.int64), np.array(rope_lens, np.int64)
+
+
+def _of_chunks(
+    scheduled: list[Scheduled], block_size: int, starts: list[int], tables: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each token, int64: its place in its sequence, its slot, and its sequence's length (see `Batch.rope_lens`)."""
+    begins = np.array(starts, np.int64)
+    seq_of = np.repeat(np.arange(len(scheduled)), np.diff(begins))
+    first = np.array([share.start for share in scheduled], np.int64)
+    prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
+    places = np.arange(begins[-1]) + (first - begins[:-1])[seq_of]
+    slots = tables[seq_of, places // block_size] * np.int64(block_size) + places % block_size
+    return places, slots, np.maximum(places + 1, prompt_lens[seq_of])
 
 
 def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:

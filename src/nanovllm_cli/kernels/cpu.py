@@ -380,14 +380,14 @@ def rope_and_cache(
 def attention_tiles(query_starts: torch.Tensor, kv_lens: torch.Tensor, group: int) -> torch.Tensor:
     """How `paged_attention` divides its work, [tiles, 5] int64: sequence, first row, tokens, first position, keys of the
     sequence. Once a step."""
-    starts = query_starts.tolist()
     most = max(1, cpu_attention.MAX_TILE_ROWS // group)
+    starts = query_starts.tolist()
     tiles = []
     for seq, kv_len in enumerate(kv_lens.tolist()):
         begin, end = starts[seq], starts[seq + 1]
         first_position = kv_len - (end - begin)
         tiles += [(seq, row, min(most, end - row), first_position + row - begin, kv_len) for row in range(begin, end, most)]
-    return torch.tensor(tiles, dtype=torch.int64).reshape(-1, 5)
+    return torch.from_numpy(np.array(tiles, np.int64).reshape(-1, 5))
 
 
 def _num_splits(tasks: int, table_width: int) -> int:
