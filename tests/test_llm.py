@@ -99,6 +99,7 @@ def test_what_was_found_is_loaded_as_it_is_and_its_name_not_looked_at_again(mode
 @pytest.mark.parametrize(("settings", "more", "said"), [
     ({"activations": "exact"}, {}, "activations changes nothing: no weight"),
     ({"activations": "exact", "quant": "int8"}, {}, ""),
+    ({"draft_min_p": 0.5}, {}, "draft-min-p changes nothing: no draft model"),
     ({}, {"tool_format": "hermes"}, "the parsers of tool calls and reasoning change nothing"),
 ])  # fmt: skip
 def test_settings_that_change_nothing_for_this_model_are_told(

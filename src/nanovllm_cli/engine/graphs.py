@@ -27,7 +27,7 @@ class DecodeGraph:
 
     def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs, pool: MemoryPool, keeps_hidden: bool) -> None:
         self._model = model
-        self._inputs = inputs
+        self._inputs = list(_tensors(inputs))
         with Program(pool) as self._program:
             hidden = model.run(inputs, cache)
             rows = model.kept(hidden) if keeps_hidden else None
@@ -38,7 +38,7 @@ class DecodeGraph:
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] of this step, which the next replay, of any graph, overwrites; the rows that are kept."""
-        for mine, fresh in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
+        for mine, fresh in zip(self._inputs, _tensors(inputs), strict=True):
             if mine is not fresh:
                 mine.copy_(fresh)
         self._program.replay()

@@ -80,6 +80,8 @@ def _tell_unused(config: EngineConfig, progress: LoadProgress, *, on_gpu: bool) 
         progress.note("gpu-memory-utilization changes nothing: the KV cache has a size of its own")
     if is_changed("kv_cache_dtype") and config.cache_type_k is not None and config.cache_type_v is not None:
         progress.note("kv-cache-dtype changes nothing: keys and values have types of their own")
+    if is_changed("draft_min_p") and config.draft_model is None and not config.mtp:
+        progress.note("draft-min-p changes nothing: no draft model guesses, nor a layer of the model's own (--mtp)")
 
 
 def _index(config: EngineConfig) -> int:

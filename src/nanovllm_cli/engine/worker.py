@@ -117,7 +117,10 @@ class Worker(LoadedModel):
                     return LoadedAssistant(draft, own, self, progress)
                 case "rows":
                     return LoadedEagle(draft, own, self, progress)
-            guesser = LoadedModel(draft, own, self.platform, progress, sees=False)
+            try:
+                guesser = LoadedModel(draft, own, self.platform, progress, sees=False)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"the draft model {config.draft_model}: {error.message}", error.hint) from None
         if not guesser.spec.has_head:
             raise UnsupportedError(f"{config.draft_model} is an embedding model, which guesses nothing", "take another one")
         if guesser.spec.has_states and not self.spec.has_states:
