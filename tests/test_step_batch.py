@@ -12,8 +12,8 @@ import torch
 from nanovllm_cli.engine import step_batch
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
+from nanovllm_cli.kernels import angles
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.layers import rope as rope_layer
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.mixer_spec import RopeSpec
 
@@ -79,7 +79,7 @@ def test_each_token_is_where_its_sequence_has_it(count: int, most: int) -> None:
 @pytest.mark.parametrize("spec", [RopeSpec(32, 10000.0), RopeSpec(32, 500000.0, scaling="linear", factor=4.0)])
 def test_angles_that_are_kept_are_those_of_the_formula(spec: RopeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64; the same bits whoever asked first, and beyond what is kept, too."""
-    monkeypatch.setattr(rope_layer, "MOST_KEPT", 1024)
+    monkeypatch.setattr(angles, "MOST_KEPT", 1024)
     lengths, asked = torch.ones(3, dtype=torch.int64), torch.tensor([[0, 700, 3], [255, 256, 257], [1, 1023, 511], [5, 1024, 2]])
     one_by_one = {}
     upwards, at_once = Rope(spec, CpuOps()), Rope(spec, CpuOps())
@@ -89,8 +89,8 @@ def test_angles_that_are_kept_are_those_of_the_formula(spec: RopeSpec, monkeypat
         one_by_one[position] = upwards.tables(torch.tensor([position]), lengths[:1])
     for positions in asked:
         sides = at_once.tables(positions, lengths)
-        angles = positions.double()[:, None] * (spec.theta ** -(torch.arange(0, 32, 2).double() / 32)) / spec.factor
-        for found, exact in zip(sides, (angles.cos(), angles.sin()), strict=True):
+        turned = positions.double()[:, None] * (spec.theta ** -(torch.arange(0, 32, 2).double() / 32)) / spec.factor
+        for found, exact in zip(sides, (turned.cos(), turned.sin()), strict=True):
             assert found.shape == (3, 16)
             assert found.is_contiguous()
             assert (found.double() - exact).abs().max() < 2e-4, "angles are rounded to fp32"

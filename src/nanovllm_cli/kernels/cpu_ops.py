@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from nanovllm_cli.kernels import altups, cpu, gates, norms, reference, scan
+from nanovllm_cli.kernels.angles import KeptAngles
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.latent import CpuHeadMatrices
 from nanovllm_cli.kernels.mixture import Expert, Scoring
@@ -20,6 +21,7 @@ class CpuOps:
 
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
+    angles = KeptAngles
     head_matrices = CpuHeadMatrices
     add = staticmethod(add_onto)
     gated = staticmethod(gates.gated)

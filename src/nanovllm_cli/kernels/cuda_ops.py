@@ -26,7 +26,7 @@ from nanovllm_cli.kernels import (
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.ops import Addend, Hidden, Normed
+from nanovllm_cli.kernels.ops import Addend, AnglesOf, Hidden, Normed
 
 
 class CudaOps:
@@ -46,6 +46,9 @@ class CudaOps:
         self.sparse_gate = partial(sparse_gate.sparse_gate, launcher)
         self.scan_parts = partial(scan_parts.scan_parts, launcher)
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)
+
+    def angles(self, frequencies: torch.Tensor, attention_factor: float) -> AnglesOf:
+        return partial(self.rope_tables, frequencies=frequencies, attention_factor=attention_factor)
 
     def add_rms_norm(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,7 @@ class Normed(NamedTuple):
 
 Hidden = torch.Tensor | Normed
 """What goes into a matmul. Only a device whose matmuls take `Normed` makes one of it."""
+AnglesOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def take_rows(hidden: Hidden, index: slice | list[int]) -> Hidden:
@@ -76,6 +77,9 @@ class Ops(Protocol):
 
     def join(self, x: Addend, residual: torch.Tensor) -> None:
         """The same without a norm behind it."""
+
+    def angles(self, frequencies: torch.Tensor, attention_factor: float) -> AnglesOf:
+        """What finds cos, sin [T, half] of positions [T] int64, as `rope_tables` has them by these frequencies alone."""
 
     def rope_tables(
         self,

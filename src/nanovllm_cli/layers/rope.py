@@ -7,45 +7,11 @@ Not covered: applying them, which is part of the attention kernels. Sources: RoP
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.mixer_spec import RopeSpec
-
-MOST_KEPT = 1 << 15
-"""Positions whose cos and sin are kept: of 64 frequencies, 16 MiB, if sequences are that long."""
-_AT_ONCE = 256
-
-
-class _Kept:
-    """cos and sin of the first positions, on a CPU, where it takes a hundredth of a small model's step to compute one. Always as
-    many at once, so that the bits of a position are the same whoever asked first."""
-
-    def __init__(self, half: int, compute: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._compute = compute
-        self._sides = np.empty((2, 0, half), np.float32)
-
-    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of positions [T]; None where one is beyond those that are kept."""
-        places = positions.numpy()
-        try:
-            cos, sin = self._sides.take(places, axis=1)
-        except IndexError:
-            if (most := int(places.max())) >= MOST_KEPT:
-                return None
-            self._grow(most + 1)
-            cos, sin = self._sides.take(places, axis=1)
-        return torch.from_numpy(cos), torch.from_numpy(sin)
-
-    def _grow(self, count: int) -> None:
-        """To twice as many, or more."""
-        known = self._sides.shape[1]
-        end = min(MOST_KEPT, max(2 * known, -(-count // _AT_ONCE) * _AT_ONCE))
-        new = [torch.stack(self._compute(torch.arange(i, i + _AT_ONCE))) for i in range(known, end, _AT_ONCE)]
-        self._sides = np.concatenate([self._sides, torch.cat(new, 1).numpy()], 1)
 
 
 class Rope:
@@ -64,8 +30,7 @@ class Rope:
         self._sign = -1.0 if spec.backwards else 1.0
         self._short, self._long = ((self._sign * _frequencies(spec, long)).to(device) for long in (False, True))
         self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
-        keeps = device.type == "cpu" and spec.scaling not in ("dynamic", "longrope")
-        self._kept = _Kept(len(self._short), self._computed) if keeps else None
+        self._angles = ops.angles(self._short, self.attention_factor)
 
     def tables(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [T, dim / 2] fp32 for positions [T], [3, T] or [4, T] (see `Batch`) and lengths [T] (see the class), int64."""
@@ -76,18 +41,13 @@ class Rope:
             index = self._axes.expand(1, len(lengths), -1)
             cos, sin = (torch.stack(each).gather(0, index)[0] for each in zip(*by_axis, strict=True))
             return cos, sin
-        if self._kept is not None and (kept := self._kept.rows(positions)) is not None:
-            return kept
         if self.spec.scaling == "dynamic":
             angles = positions.float()[:, None] * self._sign * self._dynamic(lengths)
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         if self.spec.scaling == "longrope":
             long = self._long
             return self.ops.rope_tables(positions, self._short, self.attention_factor, lengths, long, self.spec.original_len)
-        return self._computed(positions)
-
-    def _computed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.rope_tables(positions, self._short, self.attention_factor, None, None, 0)
+        return self._angles(positions)
 
     def _dynamic(self, lengths: torch.Tensor) -> torch.Tensor:
         """Frequencies [T, dim / 2] with a base that grows with each token's length past the original one.
