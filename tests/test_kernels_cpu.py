@@ -316,6 +316,32 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 5, 17, 20])
+def test_a_value_that_is_not_finite_is_seen_by_those_behind_it_alone(place: int, bad: float, dtype: torch.dtype) -> None:
+    """In the same step, and in one that comes before it is written over, as of a guess that did not hold."""
+    heads, kv_heads, dim, length = 4, 2, 24, 21
+    qkv = randn(length, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    _, expected = Paged([length], kv_heads, dim, dtype).step(qkv, [length], [length], heads)
+    spoilt = qkv.clone()
+    spoilt[place, (heads + kv_heads) * dim + 3] = bad  # of the first head's value
+    _, found = Paged([length], kv_heads, dim, dtype).step(spoilt, [length], [length], heads)
+    assert torch.equal(found[:place], expected[:place])
+    half = heads // kv_heads * dim  # whose queries have that head
+    assert found[place:, :half].isnan().all()
+    assert torch.equal(found[place:, half:], expected[place:, half:])
+
+    again = Paged([length], kv_heads, dim, dtype)
+    again.step(spoilt[: place + 1], [place + 1], [place + 1], heads)
+    _, alone = again.step(qkv[place : place + 1], [1], [place + 1], heads)
+    assert torch.equal(alone[0], expected[place]), "what was there is gone"
+    if place + 1 < length:
+        again.step(spoilt[place : place + 1].repeat(2, 1), [2], [place + 2], heads)
+        _, alone = again.step(qkv[place : place + 1], [1], [place + 1], heads)
+        assert torch.equal(alone[0], expected[place]), "and of one behind it"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "lens", "options"), CASES)
 def test_rope_cache_and_attention_equal_reference(
     heads: int, kv_heads: int, dim: int, lens: list[int], options: dict[str, object], dtype: torch.dtype

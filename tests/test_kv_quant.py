@@ -283,3 +283,24 @@ def test_values_narrower_than_keys_are_as_with_zeros_behind_them(dtype: torch.dt
         out = cpu.paged_attention(q, k, v, tiles, tables, dim**-0.5, 0, 0.0, None, value_dim=width)
         found.append(out.view(tokens, heads, width)[..., :narrow])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_value_that_is_not_finite_spoils_nobody_before_it(dtype: torch.dtype, kept: torch.dtype) -> None:
+    heads, dim, tokens, place = 2, 16, 21, 18
+    positions, angles = torch.arange(tokens), torch.zeros(tokens, dim // 2)
+    qkv = torch.randn(tokens, (heads + 2) * dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    spoilt = qkv.clone()
+    spoilt[place, -1] = torch.nan
+    ends, run = torch.tensor([0, tokens], dtype=torch.int32), torch.arange(tokens, 0, -1, dtype=torch.int32)
+    found = []
+    for rows in (qkv, spoilt):
+        k, v = (torch.zeros(shape, dtype=kept) for shape in cpu.cache_shapes(2, 1, dim, dtype, (kept, kept)))
+        q = cpu.rope_and_cache(
+            rows, heads, 1, dim, None, None, None, 1e-6, 0.0, angles.cos(), angles.sin(), False, positions, run, k, v
+        )
+        tiles, table = cpu.attention_tiles(ends, ends[1:], heads), torch.arange(2, dtype=torch.int32)[None]
+        found.append(cpu.paged_attention(q, k, v, tiles, table, dim**-0.5, 0, 0.0, None))
+    assert torch.equal(found[1][:place], found[0][:place])
+    assert found[1][place:].isnan().all()

@@ -63,6 +63,23 @@ def encode(kind, row, codes):
     return scaled
 
 
+@by_type()
+def is_finite(kind, codes, scale):
+    """Whether that is so of a row that `encode` has made this of."""
+    if not _is_dense(kind):
+        return lambda kind, codes, scale: scale == scale
+    bits_type, infinity = (np.uint16, np.uint16(0x7F80)) if kind == types.uint16 else (np.uint32, _INFINITY_BITS)
+    sign_less = bits_type(0x7FFF) if kind == types.uint16 else bits_type(0x7FFFFFFF)
+
+    def dense(kind, codes, scale):
+        bits, largest = codes.view(bits_type), bits_type(0)
+        for i in range(bits.size):
+            largest = max(largest, bits_type(bits[i] & sign_less))
+        return largest < infinity
+
+    return dense
+
+
 @njit(inline="always")
 def _to_int8(x):
     return np.int8(np.rint(x))

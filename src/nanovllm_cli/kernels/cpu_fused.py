@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
+from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, is_finite, put_scale
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, softplus, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
@@ -322,7 +322,8 @@ def rope_and_cache(arguments, thread, team):
     addresses of [dim], the last of [num_values], or 0; with norm_last q and k are normed behind their rotation.
     cos, sin: [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one
     to the end of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention
-    multiplies a masked value by 0, and stale memory may hold a NaN.
+    multiplies a masked value by 0, and stale memory may hold a NaN. For the same reason a v that is not finite is kept as zeros,
+    and its k as NaN: who sees it finds NaN, and nobody else does.
     """
     (
         tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, num_values, padded, keys, q_norm, k_norm,
@@ -356,10 +357,23 @@ def rope_and_cache(arguments, thread, team):
         if keys == 0:
             continue
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
+        v_scale, sound = np.float32(0.0), True
+        if keys != 1:
+            first = parts * dim + h * num_values
+            row = rows[t, first : first + num_values]
+            _norm_and_rotate(tag, row, value, v_weight, v_norm != 0, eps, norm_offset, False, c, s, 0, interleaved)
+            v_scale = encode(v_kind, value, v_codes)
+            sound = is_finite(v_kind, v_codes, v_scale)
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
         part = source[heads + h]
         _norm_and_rotate(tag, part, buffer, k_weight, k_norm != 0, eps, norm_offset, last, c, s, rotary, interleaved)
+        if not sound:
+            v_scale = np.float32(0.0)
+            for d in range(dim):
+                buffer[d] = np.float32(np.nan)
+            for d in range(num_values):
+                v_codes[d] = v_kind
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         if pair == 2:  # a division of every place would take longer than all the rest
             for p in range(dim // 2):
@@ -376,10 +390,8 @@ def rope_and_cache(arguments, thread, team):
             continue
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
-        first, column = parts * dim + h * num_values, values[offset // pair, :, offset % pair]
-        row = rows[t, first : first + num_values]
-        _norm_and_rotate(tag, row, value, v_weight, v_norm != 0, eps, norm_offset, False, c, s, 0, interleaved)
-        put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, value, v_codes))
+        column = values[offset // pair, :, offset % pair]
+        put_scale(v_kind, record, padded * BLOCK, offset, v_scale)
         for d in range(num_values):
             column[d] = v_codes[d]
         for d in range(num_values, padded):
