@@ -75,6 +75,8 @@ CHOICES: dict[str, tuple[float, list[Any]]] = {
     "top_k": (0.2, [1, 2, 20]), "top_p": (0.2, [0.0, 0.5, 0.9]), "min_p": (0.1, [0.1, 0.5]), "typical_p": (0.06, [0.7]),
     "top_n_sigma": (0.06, [1.0]), "xtc_probability": (0.06, [0.5]), "repetition_penalty": (0.1, [0.8, 1.3]),
     "frequency_penalty": (0.1, [0.4, -0.3]), "penalty_last_n": (0.2, [0, 5, 64]), "dry_multiplier": (0.1, [0.6]),
+    "mirostat": (0.06, [1, 2]), "dynatemp_range": (0.06, [0.5]), "adaptive_target": (0.06, [0.2]),
+    "samplers": (0.12, [("top_k", "top_p", "temperature"), ("xtc", "penalties", "temperature", "dry", "adaptive_p"), ()]),
     "n": (0.25, [2, 3, 5]), "min_tokens": (0.2, [1, 5, 17]), "stop": (0.2, [("#",), ("$#", "&%!"), ("%", "\x00")]),
     "include_stop_str_in_output": (0.5, [True]), "stop_token_ids": (0.1, [(4,)]), "ignore_eos": (0.6, [True]),
     "logprobs": (0.7, [0, 2, 5]), "prompt_logprobs": (0.12, [0, 1, 3]), "logit_bias": (0.1, [{3: 1.0, 4: -100.0}]),

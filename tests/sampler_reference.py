@@ -94,6 +94,45 @@ def _fair_order(distances: list[float], logits: list[float]) -> None:
             raise NearTie
 
 
+def drawn_from(params: SamplingParams, steps: Sequence[str], logits: Floats) -> Floats:
+    """Probabilities behind llama.cpp's samplers in this order, by their formulas. Tokens 0 and 1 were seen before, 2 would repeat
+    something; XTC always happens."""
+    logits = logits.astype(np.float64)
+    for step in steps:
+        left = softmax(logits)
+        likeliest = np.argsort(-left)
+        keep = np.isfinite(logits)
+        match step:
+            case "penalties":
+                seen = logits[:2]
+                logits[:2] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+                logits[:2] -= params.presence_penalty
+            case "dry":
+                logits[2] -= params.dry_multiplier
+            case "temperature" if params.temperature == 0:
+                keep &= left == left.max()
+            case "temperature":
+                logits = logits / params.temperature
+            case "top_n_sigma" if params.top_n_sigma > 0:
+                alive = logits[keep]
+                keep &= logits >= alive.max() - params.top_n_sigma * alive.std() - 1e-9
+            case "min_p":
+                keep &= left >= params.min_p * left.max() * (1 - 1e-9)
+            case "top_k" if params.top_k:
+                keep[likeliest[params.top_k :]] = False
+            case "top_p":
+                keep[likeliest[1:]] &= np.cumsum(left[likeliest])[:-1] < params.top_p
+            case "typ_p":
+                surprise = -np.log(np.maximum(left, 1e-300))
+                nearest = np.argsort(np.abs(surprise - (left * surprise).sum()))
+                keep[nearest[1:]] &= np.cumsum(left[nearest])[:-1] < params.typical_p
+            case "xtc" if params.has_xtc:
+                top = [token for token in likeliest if left[token] >= params.xtc_threshold]
+                keep[top[:-1]] = False
+        logits = np.where(keep, logits, -np.inf)
+    return softmax(logits)
+
+
 # ---- the same in integers, as `kernels.cpu_sampling` defines it: sorted in full, one row, plain numpy ----
 
 

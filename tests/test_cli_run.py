@@ -364,7 +364,34 @@ UNUSED = {
     "--xtc-threshold 0.2": "--xtc-threshold changes nothing: --xtc-probability is 0",
     "--xtc-threshold 0.6 --xtc-probability 0.5": "--xtc-probability changes nothing: --xtc-threshold is above 0.5",
     "--xtc-threshold 0.2 --xtc-probability 0.5": None,
+    "--mirostat 2 --top-k 5 --adaptive-target 0.5": "--top-k and --adaptive-target change nothing: --mirostat is in its place",
+    "--mirostat 2 --temp 0": "--mirostat changes nothing: at --temp 0 the likeliest token is taken",
+    "--mirostat 1 --repeat-penalty 1.1 --mirostat-lr 0.2 --mirostat-ent 3": None,
+    "--mirostat-lr 0.2 --mirostat-ent 3": "--mirostat-tau and --mirostat-eta change nothing: --mirostat is 0",
+    "--dynatemp-exp 2": "--dynatemp-exponent changes nothing: --dynatemp-range is 0",
+    "--adaptive-decay 0.5": "--adaptive-decay changes nothing: --adaptive-target is below 0",
+    "--samplers top_k;temperature --top-p 0.5": "--top-p changes nothing: --samplers leaves that out",
+    "--samplers top-k,top_p,temp --top-p 0.5 --top-k 3": None,
+    "--sampler-seq pt --top-p 0.5 --temp 0.7": None,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--samplers top_k;frobnicate", "--samplers: 'frobnicate' is none of penalties, dry, temperature, "),
+        ("--samplers top_k;top-k", "--samplers: 'top_k' comes twice"),
+        ("--sampler-seq kz", "--samplers: 'z' is none of edtsmkypxa"),
+        ("--samplers top_k --sampler-seq k", "--samplers and --sampler-seq cannot be used together"),
+        ("--mirostat 3", "--mirostat must be a whole number from 0 to 2, not 3"),
+        ("--mirostat-tau -1", "--mirostat-tau must be a number from 0 to 100, not -1.0"),
+        ("--dynatemp-range x", "--dynatemp-range"),
+    ],
+)
+def test_steps_that_make_no_sense_are_refused(tmp_path: Path, flags: str, says: str) -> None:
+    done = nanovllm(tmp_path, "run", "tiny", "say hi", *flags.split())
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
 
 
 @pytest.mark.parametrize("flags", UNUSED)

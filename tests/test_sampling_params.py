@@ -31,12 +31,19 @@ FLOATS = {
     "dry_base": (1, 100),
     "xtc_probability": (0, 1),
     "xtc_threshold": (0, 1),
+    "dynatemp_range": (0, 100),
+    "dynatemp_exponent": (0, 100),
+    "mirostat_tau": (0, 100),
+    "mirostat_eta": (0, 10),
+    "adaptive_target": (-1, 1),
+    "adaptive_decay": (0, 1),
 }
 INTS = {
     "top_k": (-1, 2**31 - 1),
     "penalty_last_n": (-1, 2**31 - 1),
     "dry_allowed_length": (0, 2**31 - 1),
     "dry_penalty_last_n": (-1, 2**31 - 1),
+    "mirostat": (0, 2),
     "n": (1, 128),
     "min_tokens": (0, 2**31 - 1),
     "seed": (-1, 2**64 - 1),
@@ -64,7 +71,8 @@ def refusal(name: str, value: object) -> str:
 
 
 def test_every_field_is_bounded_by_some_test_here() -> None:
-    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, "logit_bias", "lora", "constraint", "reasoning"}
+    elsewhere = {"samplers"}  # test_sampling_chain.py
+    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, *elsewhere, "logit_bias", "lora", "constraint", "reasoning"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == tested
 
 

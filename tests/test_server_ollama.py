@@ -319,7 +319,8 @@ def test_numbers_are_taken_as_clients_send_them() -> None:
         ({"top_k": -2.5}, "options.top_k"), ({"top_p": 2}, "options.top_p"), ({"num_predict": "7"}, "options.num_predict"),
         ({"num_predict": -3}, "options.num_predict"), ({"num_ctx": -1}, "options.num_ctx"), ({"stop": 5}, "options.stop"),
         ({"stop": [""]}, "options.stop"), ({"repeat_penalty": 0}, "options.repeat_penalty"), ({"seed": 2**64}, "options.seed"),
-        ({"mirostat": 2}, "options.mirostat"), ({"tfs_z": 0.5}, "options.tfs_z"), ("hot", "options"), ([], "options"),
+        ({"mirostat": 3}, "options.mirostat"), ({"mirostat_tau": -1}, "options.mirostat_tau"),
+        ({"tfs_z": 0.5}, "options.tfs_z"), ("hot", "options"), ([], "options"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_named(options: Any, named: str) -> None:

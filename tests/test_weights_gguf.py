@@ -235,11 +235,16 @@ def test_sampling_defaults_get_their_usual_names(tmp_path: Path) -> None:
         general__sampling__top_k=40,
         general__sampling__penalty_repeat=1.25,
         general__sampling__mirostat=1,
+        general__sampling__xtc_threshold=0.25,
+        general__sampling__sequence="top_k;top_p;temperature",
         another__top_p=0.5,
     )
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.format == "gguf"
-        assert checkpoint.generation_config == {"temperature": 0.5, "top_k": 40, "repetition_penalty": 1.25}
+        assert checkpoint.generation_config == {
+            "temperature": 0.5, "top_k": 40, "repetition_penalty": 1.25, "mirostat": 1, "xtc_threshold": 0.25,
+            "samplers": ["top_k", "top_p", "temperature"],
+        }  # fmt: skip
 
 
 def test_large_vocabulary_is_read_quickly(tmp_path: Path) -> None:

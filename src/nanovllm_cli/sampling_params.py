@@ -15,6 +15,7 @@ from typing import Any
 from nanovllm_cli.config import MAX_LORA_MODULES, MAX_LORA_NAME, MAX_SCALE, Lora
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.samplers import sampler_names
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (vLLM's limit): dividing logits by them leaves nothing but the largest."""
@@ -38,12 +39,19 @@ FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "dry_base": (1.0, 100.0),
     "xtc_probability": (0.0, 1.0),
     "xtc_threshold": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 10.0),
+    "adaptive_target": (-1.0, 1.0),
+    "adaptive_decay": (0.0, 1.0),
 }
 INT_BOUNDS: dict[str, tuple[int, int]] = {
     "top_k": (-1, MAX_TOKEN_ID),
     "penalty_last_n": (-1, MAX_TOKENS),
     "dry_allowed_length": (0, MAX_TOKENS),
     "dry_penalty_last_n": (-1, MAX_TOKENS),
+    "mirostat": (0, 2),
     "n": (1, MAX_SEQUENCES),
     "min_tokens": (0, MAX_TOKENS),
 }
@@ -65,6 +73,9 @@ ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 
+_ONLY_GGUF = (
+    "penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "samplers",
+)  # fmt: skip
 _FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -72,6 +83,7 @@ _FROM_GENERATION_CONFIG = {
     "min_p": "min_p",
     "typical_p": "typical_p",
     "repetition_penalty": "repetition_penalty",
+    **{name: name for name in _ONLY_GGUF},
     "max_new_tokens": "max_tokens",
 }
 
@@ -120,6 +132,17 @@ class SamplingParams:
     dry_sequence_breakers: strings across which no repetition is counted.
     xtc_probability, xtc_threshold: with this chance at each token, drop all tokens at least this likely but the least
         likely of them ("exclude top choices"); probability 0 and thresholds above 0.5 are off.
+    samplers: the steps from logits to a token in their order, by name, or as one text of letters (`samplers.STEPS`); those that
+        are not named are left out. None: all, in the order of `engine/sampler.py`.
+
+    The following go in llama.cpp's order where `samplers` names no other (`samplers.LLAMA_ORDER`, the temperature last):
+
+    dynatemp_range, dynatemp_exponent: the temperature is at most so far from `temperature`, by the entropy of what is left, as a
+        share of the largest that it could be, to this power; range 0 is off.
+    mirostat: 1 or 2 draws by that version of Mirostat (Basu et al. 2021), in place of all that leaves tokens out; 0 is off.
+    mirostat_tau, mirostat_eta: the surprise that it aims at, in bits, and how fast it learns.
+    adaptive_target, adaptive_decay: tokens near this probability are favoured, and the more so the further off those before it
+        were on average ("adaptive-p"), each counting so much less than the one behind it; below 0 is off.
     """
 
     temperature: float = 1.0
@@ -139,6 +162,14 @@ class SamplingParams:
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    samplers: Sequence[str] | None = None
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
@@ -175,6 +206,10 @@ class SamplingParams:
                 self._set(name, _ids(name, getattr(self, name), most))
         if self.allowed_token_ids == ():
             raise UsageError("allowed_token_ids is empty: nothing could be drawn")
+        if self.samplers is not None:
+            said = self.samplers
+            is_text = isinstance(said, str)
+            self._set("samplers", sampler_names(said if is_text else _strings("samplers", said, 64, 256)))
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("lora", _lora(self.lora))
@@ -186,6 +221,8 @@ class SamplingParams:
             self._set("top_k", 0)
         if self.top_n_sigma < 0.0:
             self._set("top_n_sigma", 0.0)
+        if self.adaptive_target < 0.0:
+            self._set("adaptive_target", -1.0)
         if self.seed == -1:
             self._set("seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -193,21 +230,24 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < GREEDY_BELOW and self._takes("temperature")
 
     @property
     def has_penalties(self) -> bool:
         """True where repetition, presence or frequency change a logit."""
         unchanged = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
-        return not unchanged and self.penalty_last_n != 0
+        return not unchanged and self.penalty_last_n != 0 and self._takes("penalties")
 
     @property
     def has_dry(self) -> bool:
-        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
+        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0 and self._takes("dry")
 
     @property
     def has_xtc(self) -> bool:
-        return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+        return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and self._takes("xtc")
+
+    def _takes(self, step: str) -> bool:
+        return self.samplers is None or step in self.samplers
 
     @property
     def is_guided(self) -> bool:
@@ -229,9 +269,9 @@ class SamplingParams:
         """Defaults from a model's generation_config.json, under what the user gave in `overrides`.
 
         Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, max_new_tokens (max_tokens here),
-        suppress_tokens (biases here, of those in the vocabulary), and `do_sample: false`, which is greedy as in transformers;
-        where do_sample is absent the other fields decide. The rest is ignored, and so is null. A value that makes no sense
-        raises CheckpointError, unless an override takes its place.
+        suppress_tokens (biases here, of those in the vocabulary), what GGUF files say besides, under its names here, and
+        `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The rest is
+        ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes its place.
         """
         known = {field.name for field in fields(cls)}
         unknown = sorted(overrides.keys() - known)

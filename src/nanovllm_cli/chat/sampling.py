@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from nanovllm_cli.cli.command import types_of
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.habits import renamed
-from nanovllm_cli.cli.options import SamplingOptions
+from nanovllm_cli.cli.sampling_options import SamplingOptions
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 
@@ -19,6 +19,7 @@ _FIELDS = {
     "predict": "max_tokens",
     "bad_word": "bad_words",
     "dry_sequence_breaker": "dry_sequence_breakers",
+    "sampler_seq": "samplers",
 }
 DEFAULT = "default"
 NOTHING = ('""', "''")

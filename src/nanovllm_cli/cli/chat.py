@@ -20,16 +20,10 @@ from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
-from nanovllm_cli.cli.options import (
-    EngineOptions,
-    MessageOptions,
-    ModelOptions,
-    ModelWord,
-    SamplingOptions,
-    refuse_both,
-)
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
+from nanovllm_cli.cli.sampling_options import SamplingOptions
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_beside, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError

@@ -26,8 +26,9 @@ from nanovllm_cli.cli.command_tree import Page, root_page
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.cli.log import screen_for
-from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelOptions
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions
 from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.settings import (
     PROJECT_FILE,
     Settings,

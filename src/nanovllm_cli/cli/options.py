@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
+from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, option, typer_option
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.shared_options import (
@@ -49,22 +49,16 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _default(cls: type[SamplingParams] | type[EngineConfig], name: str) -> str:
+def default_of(cls: type[SamplingParams] | type[EngineConfig], name: str) -> str:
     """What a field is where nobody says: for the help."""
     value = next(field.default for field in dataclasses.fields(cls) if field.name == name)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _of_same_name(cls: type[SamplingParams] | type[EngineConfig], *groups: object) -> dict[str, Any]:
+def of_same_name(cls: type[SamplingParams] | type[EngineConfig], *groups: object) -> dict[str, Any]:
     """Fields of `cls` that are options of these groups, by what they say."""
     names = [field.name for field in dataclasses.fields(cls)]
     return {name: getattr(group, name) for group in groups for name in names if hasattr(group, name)}
-
-
-def _sampling(name: str, *flags: str, help: str, **more: Any) -> Any:
-    return option(
-        *flags, help=f"{help} [the model's own, else {_default(SamplingParams, name)}]", panel=SAMPLING, **more
-    )
 
 
 _A_MODEL = "A path, org/repo[:quant][@revision], or a short name; or -m."
@@ -76,7 +70,7 @@ Revision = Annotated[
 ]
 Offline = Annotated[bool, typer_option("--offline", help="Use only what is on this machine.", panel=MODEL)]
 DType = Annotated[
-    DTypeName, typer_option("--dtype", help=f"What it computes in. [{_default(EngineConfig, 'dtype')}]", panel=MODEL)
+    DTypeName, typer_option("--dtype", help=f"What it computes in. [{default_of(EngineConfig, 'dtype')}]", panel=MODEL)
 ]
 Device = Annotated[
     str,
@@ -203,7 +197,7 @@ class MemoryOptions:
     hf_overrides: HfOverrides = None
     batch_size: int | None = option(
         "-b", "--batch-size",
-        help=f"Most tokens in one step of the engine. [{_default(EngineConfig, 'max_num_batched_tokens')}]",
+        help=f"Most tokens in one step of the engine. [{default_of(EngineConfig, 'max_num_batched_tokens')}]",
         panel=ENGINE, metavar="SIZE", parser=parsers.count,
     )
     kv_cache: int | None = option(
@@ -226,7 +220,7 @@ class MemoryOptions:
     gpu_memory_utilization: float = option(
         "--gpu-memory-utilization",
         help="Share of a GPU's memory for weights, KV cache and one step. "
-        f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
+        f"[{default_of(EngineConfig, 'gpu_memory_utilization')}]",
         default=EngineConfig().gpu_memory_utilization, panel=ENGINE, metavar="SHARE",
     )
     n_gpu_layers: int | None = option(
@@ -247,14 +241,14 @@ class MemoryOptions:
         "-tp", "--tensor-parallel-size",
         help="Processes that compute the model together, each with its part of weights and KV cache: on a GPU each, from the one "
         "that --device names on, or beside a memory each of a computer with several (NUMA). "
-        f"[{_default(EngineConfig, 'tensor_parallel_size')}]",
+        f"[{default_of(EngineConfig, 'tensor_parallel_size')}]",
         default=EngineConfig().tensor_parallel_size, panel=ENGINE,
     )
 
     @parsers.by_their_flags()
     def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
-        given = _of_same_name(EngineConfig, model, self) | {
+        given = of_same_name(EngineConfig, model, self) | {
             "lora": model.adapters,
             "lora_modules": model.modules,
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
@@ -324,101 +318,6 @@ class EngineOptions(MemoryOptions):
             draft = settings.resolve(draft)
         config = MemoryOptions.config(self, model, max_num_seqs=max_num_seqs)
         return dataclasses.replace(config, draft_model=draft, num_speculative_tokens=self.speculate)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """How tokens are chosen. Fields that say nothing here are the model's own, or SamplingParams' defaults."""
-
-    predict: int | None = option(
-        "-n", "--predict", "--n-predict",
-        help="Most tokens of an answer; -1 or -2 until the context is full. [the model's own, or -1]",
-        panel=SAMPLING, envvar="NANOVLLM_PREDICT",
-    )
-    temperature: float | None = _sampling("temperature", "--temp", help="Temperature; 0 takes the likeliest token.")
-    top_k: int | None = _sampling("top_k", "--top-k", help="Only the k likeliest tokens; 0 takes all.")
-    top_p: float | None = _sampling("top_p", "--top-p", help="Only the likeliest tokens that make up p.")
-    min_p: float | None = _sampling("min_p", "--min-p", help="Only tokens of at least this share of the likeliest one.")
-    top_n_sigma: float | None = _sampling(
-        "top_n_sigma", "--top-nsigma", help="Only tokens at most n standard deviations below the likeliest; 0 takes all."
-    )
-    typical_p: float | None = _sampling("typical_p", "--typical", help="Locally typical sampling.")
-    seed: int | None = option(
-        "-s", "--seed", help="The same seed gives the same answer. [-1: a new one]", panel=SAMPLING
-    )
-    repetition_penalty: float | None = _sampling(
-        "repetition_penalty", "--repeat-penalty", help="Divides the logits of tokens that occurred."
-    )
-    presence_penalty: float | None = _sampling(
-        "presence_penalty", "--presence-penalty", help="Subtracted once a token has occurred."
-    )
-    frequency_penalty: float | None = _sampling(
-        "frequency_penalty", "--frequency-penalty", help="Subtracted for each time it occurred."
-    )
-    penalty_last_n: int | None = _sampling(
-        "penalty_last_n", "--repeat-last-n", help="How far back penalties look; -1 is everything."
-    )
-    dry_multiplier: float | None = _sampling("dry_multiplier", "--dry-multiplier", help="DRY: strength; 0 is off.")
-    dry_base: float | None = _sampling("dry_base", "--dry-base", help="DRY: growth with the repeated length.")
-    dry_allowed_length: int | None = _sampling(
-        "dry_allowed_length", "--dry-allowed-length", help="DRY: repeats up to this length are free."
-    )
-    dry_penalty_last_n: int | None = _sampling(
-        "dry_penalty_last_n", "--dry-penalty-last-n", help="DRY: how far back; -1 is everything."
-    )
-    dry_sequence_breaker: list[str] | None = option(
-        "--dry-sequence-breaker", help=r"""DRY: ends a repeat. Repeatable; 'none' for none. [\n : " *]""",
-        panel=SAMPLING, metavar="TEXT",
-    )
-    xtc_probability: float | None = _sampling("xtc_probability", "--xtc-probability", help="XTC: how often; 0 is off.")
-    xtc_threshold: float | None = _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
-    logit_bias: list[Any] | None = option(
-        "-l", "--logit-bias", help="Adds to a token's logit: 15043+1, 15043-1.5. Repeatable.",
-        panel=SAMPLING, metavar="ID+BIAS", parser=parsers.logit_bias,
-    )
-    ignore_eos: bool = option("--ignore-eos", help="Go on past the model's own end.", default=False, panel=SAMPLING)
-    stop: list[str] | None = option(
-        "--stop", help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
-        panel=SAMPLING, metavar="TEXT",
-    )
-    bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
-    min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
-
-    @parsers.by_their_flags()
-    def given(self) -> dict[str, Any]:
-        """Fields of SamplingParams that were asked for, and nothing else. Raises UsageError for what no model could
-        do."""
-        others = ("ignore_eos", "logit_bias", "stop")  # of the same name, in another form
-        same = _of_same_name(SamplingParams, self).items()
-        fields = {name: value for name, value in same if value is not None and name not in others}
-        if self.predict is not None:
-            if self.predict < 1 and self.predict not in (-1, -2):
-                wanted = f"--predict must be a whole number from 1 on, -1 or -2, not {self.predict}"
-                raise UsageError(wanted, "-1 and -2: no limit but the context")
-            fields["max_tokens"] = None if self.predict in (-1, -2) else self.predict
-        if self.ignore_eos:
-            fields["ignore_eos"] = True
-        if self.logit_bias:
-            fields["logit_bias"] = dict(self.logit_bias)
-        if self.stop:
-            fields["stop"] = tuple(parsers.escaped(text) for text in self.stop)
-        if self.bad_word:
-            fields["bad_words"] = tuple(self.bad_word)
-        if self.dry_sequence_breaker:
-            breakers = [parsers.escaped(text) for text in self.dry_sequence_breaker]
-            fields["dry_sequence_breakers"] = () if breakers == ["none"] else tuple(breakers)
-        SamplingParams(**fields)  # refuses what is out of bounds, long before the model is there
-        return fields
-
-
-@dataclass(frozen=True, slots=True)
-class AnswersOptions(SamplingOptions):
-    """The same, with what a conversation has no place for."""
-
-    n: int | None = _sampling("n", "-N", "--num-answers", help="How many answers.")
-    logprobs: int | None = option(
-        "--logprobs", help="Log-probabilities of the likeliest k at each token, where answers are JSON.", panel=SAMPLING
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,9 +271,7 @@ EXPLAINED = {
      "--spec-ngram-map-k4v-size-m", "--spec-ngram-map-k4v-min-hits"):
         "--speculate 8 guesses up to eight tokens a step by what the text repeats, --draft-model by a smaller model, --mtp by a "
         "layer of the model's own",
-    ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z",
-     "--adaptive-target", "--adaptive-decay", "--dynatemp-range", "--dynatemp-exp", "--tfs", "--min-tokens-to-keep",
-     "--use-beam-search"):
+    ("--tfs-z", "--tfs", "--min-tokens-to-keep", "--use-beam-search"):
         "that sampler is not supported; --help lists those that are",
     ("-cl", "--cache-list"): "nanovllm models list shows what is in the cache",
     ("--completion-bash",): "nanovllm completion bash prints it",

@@ -23,19 +23,13 @@ from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
-from nanovllm_cli.cli.options import (
-    AnswersOptions,
-    EngineOptions,
-    MessageOptions,
-    ModelOptions,
-    ModelWord,
-    refuse_both,
-)
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import PromptProgress, counted
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
+from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
 from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError

@@ -16,9 +16,10 @@ from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.log import hear, screen_for
 from nanovllm_cli.cli.model import chat_template, named_models, say_parts, template_kwargs
-from nanovllm_cli.cli.options import AnswersOptions, EngineOptions, MessageOptions, ModelWords
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.serve_options import AccessOptions, AddressOptions, LimitOptions, ServedOptions
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError

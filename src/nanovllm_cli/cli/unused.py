@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli.command import flag_of, is_typed
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.samplers import left_out
 
 if TYPE_CHECKING:
     from nanovllm_cli.sampling_params import SamplingParams
 
 # Fields of SamplingParams with the value that switches each of them off.
-_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "xtc_probability": 0.0, "seed": None}
+_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "xtc_probability": 0.0}
+_CHANCE = {**_FILTERS, "dynatemp_range": 0.0, "mirostat": 0, "adaptive_target": -1.0, "seed": None}
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _OF_DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breaker")
 
@@ -34,15 +36,27 @@ def notes_on(flags: Mapping[str, str], params: SamplingParams, known: Collection
     def typed(names: Iterable[str]) -> list[str]:
         return [name for name in names if name in flags]
 
+    def changed(fields: Mapping[str, object]) -> list[str]:
+        return [name for name, off in fields.items() if getattr(params, name) != off]
+
     def certain(*names: str) -> bool:
         return known is None or set(names) <= set(known)
 
     def notes() -> Iterator[tuple[list[str], str]]:
         if params.is_greedy and certain("temperature"):
-            filters = [name for name, off in _FILTERS.items() if getattr(params, name) != off]
-            yield typed(filters), "at --temp 0 the likeliest token is taken"
+            yield typed(changed(_CHANCE)), "at --temp 0 the likeliest token is taken"
+        elif params.mirostat and certain("mirostat"):
+            yield typed(changed({**_FILTERS, "adaptive_target": -1.0})), "--mirostat is in its place"
+        if params.samplers is not None and certain("samplers"):
+            yield typed(changed(left_out(params.samplers))), "--samplers leaves that out"
+        if params.dynatemp_range == 0 and certain("dynatemp_range"):
+            yield typed(["dynatemp_exponent"]), "--dynatemp-range is 0"
+        if params.mirostat == 0 and certain("mirostat"):
+            yield typed(["mirostat_tau", "mirostat_eta"]), "--mirostat is 0"
+        if params.adaptive_target < 0 and certain("adaptive_target"):
+            yield typed(["adaptive_decay"]), "--adaptive-target is below 0"
         if params.penalty_last_n == 0 and certain("penalty_last_n"):
-            yield typed(name for name, off in _PENALTIES.items() if getattr(params, name) != off), "--repeat-last-n is 0"
+            yield typed(changed(_PENALTIES)), "--repeat-last-n is 0"
         if all(getattr(params, name) == off for name, off in _PENALTIES.items()) and certain(*_PENALTIES):
             yield typed(["penalty_last_n"]), "there is no penalty"
         if params.dry_multiplier == 0 and certain("dry_multiplier"):

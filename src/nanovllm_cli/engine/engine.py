@@ -39,6 +39,7 @@ from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.engine.strategy import Drafted, Lookup, Standard, Strategy
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.samplers import settled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import TokenIds
@@ -169,6 +170,7 @@ class Engine:
             )
         self._check_id(request_id)
         self._check_priority(priority)
+        params = settled(params)
         params.check_vocabulary(self._vocab_size)
         lora = self._lora(params.lora)
         prompt = self._checked_prompt(prompt_ids)

@@ -27,7 +27,8 @@ allowed: of what they left without a mask, the likeliest are asked about until t
 sequence's own past alone.
 
 vLLM's parameters come in vLLM's order; top_n_sigma, typical_p and XTC stand where llama.cpp has them, before, between and behind
-top_k and top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
+top_k and top_p, on probabilities at the given temperature. What names another order, or has no place in this one, draws step by
+step (`sampling_chain`). `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
 cannot matter. All rows of a step are changed and drawn from together, in compiled code; a sequence by itself only keeps the
 list of what its own tokens change (`sampling_state`).
 
@@ -174,9 +175,7 @@ class Sampler:
                 state = self._states.get(seq_id)
                 if state is not None and state.position > share.num_drawn:
                     anew = self._states[seq_id] = self._state(state.new)
-                    for i in range(share.num_drawn):
-                        anew.expects_allowed = state.expected[i]
-                        anew.append(state.output_ids[i])
+                    anew.repeat(state, share.num_drawn)
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
         """Begins to compute what constraints allow these sequences, while the model runs elsewhere; where it is not called,
@@ -247,6 +246,8 @@ class Sampler:
     def _draw(self, draws: Sequence[_Draw], logits: torch.Tensor, purpose: int) -> None:
         """A token for each that is not settled, by the random numbers of this purpose."""
         draws = [draw for draw in draws if draw.is_open]
+        self._draw_by_steps([draw for draw in draws if draw.state.chain is not None], logits)
+        draws = [draw for draw in draws if draw.state.chain is None]
         if all(draw.state.takes_the_largest and draw.mask is None for draw in draws):
             best, values = largest(logits) if draws else ([], [])
             for draw in draws:
@@ -274,6 +275,22 @@ class Sampler:
             if draw.mask is not None:
                 is_told = not draw.state.is_filtered or bool(draw.kept[NUM_KEPT])
                 draw.state.expects_allowed = bool(drawn.largest_allowed[index]) and is_told
+
+    def _draw_by_steps(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
+        """Of those that go through steps in an order of their own."""
+        if not draws:
+            return
+        states, matrix = [draw.state for draw in draws], as_rows(logits)
+        numbers = zip(_uniforms(states, DRAW_TOKEN), _uniforms(states, EXCLUDE_TOP_CHOICES), strict=True)
+        for draw, (uniform, chance) in zip(draws, numbers, strict=True):
+            state = draw.state
+            assert state.chain is not None
+            try:
+                allowed = _allowed(state, draw.mask)
+                row, bans = matrix[draw.row], state.bans()
+                draw.found(state.chain.draw(row, bans, allowed, state.edits_of, float(uniform), float(chance)))
+            except Exception as error:  # whatever it is, the other sequences go on
+                draw.error = error
 
     def _edited(
         self, rows: Ids, edits: Sequence[Sequence[Edits]], allowed: Sequence[Words | None]

@@ -13,23 +13,26 @@ import numpy as np
 
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.engine.plan import NewSequence
+from nanovllm_cli.engine.sampling_chain import Chain
 from nanovllm_cli.engine.sampling_dry import DryHistory, DryPrompt
 from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, is_filtered, no_change, packed_bits
 from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS
+from nanovllm_cli.samplers import chain_of
 from nanovllm_cli.sampling_params import SamplingParams
 
 BadWord = tuple[int, ...]
 Ban = tuple[list[int], Edits]
 """What the output has to end in, and what then changes."""
+_NO_EDITS = no_change([])
 
 
 class SequenceState:
     """One registered sequence.
 
     bad_words: by `completion_bans`. dry_prompt: None without DRY. Both are shared with other sequences, and not changed.
-    guide: None without a constraint.
+    guide: None without a constraint. chain: None where it draws in the fixed order.
     is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a
-    draw without it would have been as good; expected: the same behind each token.
+    draw without it would have been as good; expected: the same behind each token. memories: the chain's behind each token.
     """
 
     def __init__(
@@ -46,6 +49,9 @@ class SequenceState:
         self.guide = guide
         self.expects_allowed = False
         self.expected: list[bool] = []
+        self.memories: list[float] = []
+        steps = chain_of(params)
+        self.chain = None if steps is None else Chain(steps, params, vocab_size)
         self.is_filtered = is_filtered(self.draw_settings)
         self.params = params
         self.seed = new.seed
@@ -88,16 +94,25 @@ class SequenceState:
     @property
     def takes_the_largest(self) -> bool:
         """Whether the next draw is nothing but the model's most likely token."""
-        return self.params.is_greedy and self.params.logprobs is None and not self.adjusts
+        return self.params.is_greedy and self.params.logprobs is None and not self.adjusts and self.chain is None
 
     @property
     def _bans_stop_ids(self) -> bool:
         return self.position < self.params.min_tokens and len(self._stop_bans) > 0
 
-    def append(self, token_id: int) -> None:
-        """What was drawn. Raises as its guide does, where that can't follow."""
+    def repeat(self, before: SequenceState, count: int) -> None:
+        """Goes on behind the first tokens that the same sequence drew before."""
+        for i in range(count):
+            self.expects_allowed = before.expected[i]
+            self.append(before.output_ids[i], before.memories[i] if before.memories else None)
+
+    def append(self, token_id: int, memory: float | None = None) -> None:
+        """What was drawn. memory: the chain's, where it was not drawn here. Raises as its guide does, where that can't follow."""
         self.output_ids.append(token_id)
         self.expected.append(self.expects_allowed)
+        if self.chain is not None:
+            self.chain.accept(memory)
+            self.memories.append(self.chain.memory)
         if self._counts is not None:
             self._counts.append(token_id)
         if self._dry is not None:
@@ -107,15 +122,18 @@ class SequenceState:
 
     def edits(self) -> list[Edits]:
         """What changes the next draw's logits, in this order, after what is not `allowed` has been banned."""
+        return [*self.bans(), *(self.edits_of(step) for step in ("penalties", "dry"))]
+
+    def bans(self) -> list[Edits]:
+        """Of these what comes before all steps that have a name."""
         edits = [ban for begin, ban in self._bad_words if not begin or self.output_ids[-len(begin) :] == begin]
-        if self._bans_stop_ids:
-            edits.append(self._stop_bans)
-        edits.append(self._biases)
-        if self._counts is not None:
-            edits.append(self._counts.edits)
-        if self._dry is not None:
-            edits.append(self._dry.edits())
-        return edits
+        return [*edits, *([self._stop_bans] if self._bans_stop_ids else ()), self._biases]
+
+    def edits_of(self, step: str) -> Edits:
+        """What "penalties" change, or "dry"."""
+        if step == "penalties":
+            return _NO_EDITS if self._counts is None else self._counts.edits
+        return _NO_EDITS if self._dry is None else self._dry.edits()
 
 
 class TokenCounts:

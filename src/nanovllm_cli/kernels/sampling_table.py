@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from nanovllm_cli.kernels.cpu_sampling import draw_settings, is_filtered
 from nanovllm_cli.kernels.kernel import Launcher, widest
+from nanovllm_cli.samplers import chain_of
 from nanovllm_cli.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
 MAX_VOCABULARY = 2**18
@@ -63,7 +64,7 @@ def on_device(params: SamplingParams, stop_ids: Sequence[int]) -> bool:
     # The CPU's sampler makes these before it asks their constraint, with a second random number where that says no.
     asks_later = params.constraint is not None and not params.is_greedy and not is_filtered(draw_settings(params))
     filters = params.top_n_sigma > 0.0 or params.typical_p < 1.0 or params.has_xtc
-    others = filters or params.has_dry or params.bad_words or has_window or asks_later
+    others = filters or params.has_dry or params.bad_words or has_window or asks_later or chain_of(params) is not None
     too_many = (params.logprobs or 0) > MAX_LOGPROBS or (params.min_tokens > 0 and len(stop_ids) > MAX_STOP_IDS)
     return not others and not too_many
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.samplers import ORDER, STEPS, chain_of
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.context import ServerContext
@@ -27,7 +28,6 @@ from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routes_completions import MAX_ANSWERS
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.samplers import ORDER
 from nanovllm_cli.server.schemas_openai import (
     MAX_PROMPTS,
     ContinueRequest,
@@ -248,10 +248,7 @@ class _Progress:
         """The end, with all that has not been told."""
         told = self._told(generation, stops=True)
         told["prompt"] = prompt
-        steps = self.body.steps()
-        told["generation_settings"] = generation_settings(
-            generation.model, self.params, draws=self.draws, samplers=ORDER if steps is None else steps
-        )
+        told["generation_settings"] = generation_settings(generation.model, self.params, draws=self.draws)
         return told if self.body.response_fields is None else _selected(told, self.body.response_fields)
 
     def _told(self, generation: Generation, *, stops: bool) -> dict[str, Any]:
@@ -281,21 +278,18 @@ class _Progress:
         return told
 
 
-def generation_settings(
-    model: ServedModel, params: SamplingParams, *, draws: bool = True, samplers: Collection[str] = ORDER
-) -> dict[str, Any]:
-    """What a request is answered with, as /props says it of one that names nothing; llama-server's names are there, too.
-    samplers: in whatever order."""
+def generation_settings(model: ServedModel, params: SamplingParams, *, draws: bool = True) -> dict[str, Any]:
+    """What a request is answered with, as /props says it of one that names nothing; llama-server's names are there, too."""
     limit = -1 if params.max_tokens is None else params.max_tokens
     values = dataclasses.asdict(replace(params, logit_bias=None))
     kept = {name: value for name, value in values.items() if name not in ("constraint", "reasoning", "logit_bias")}
-    applied = [name for name in ORDER if name in samplers]
+    steps = chain_of(params)
     return {
         **kept,
         "repeat_penalty": params.repetition_penalty,
         "repeat_last_n": params.penalty_last_n,
         "n_probs": params.logprobs or 0,
-        "samplers": applied,
+        "samplers": [name for name in (ORDER if steps is None else steps) if name in STEPS],
         "n_ctx": model.facts.context_len,
         "n_predict": limit if draws else 0,
         "model": model.id,

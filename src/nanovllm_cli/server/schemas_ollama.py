@@ -82,6 +82,9 @@ class OllamaOptions(StrictModel):
     repeat_penalty: float | None = bounded("repetition_penalty")
     presence_penalty: float | None = bounded("presence_penalty")
     frequency_penalty: float | None = bounded("frequency_penalty")
+    mirostat: int | None = bounded("mirostat")
+    mirostat_tau: float | None = bounded("mirostat_tau")
+    mirostat_eta: float | None = bounded("mirostat_eta")
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
     stop: Stop = None
 
@@ -96,7 +99,6 @@ class OllamaOptions(StrictModel):
     use_mlock: Tolerated = None
     draft_num_predict: Tolerated = None
 
-    mirostat: Literal[0] | None = None
     tfs_z: Literal[1] | None = None
     penalize_newline: Literal[True] | None = None
 

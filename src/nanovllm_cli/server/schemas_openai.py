@@ -5,14 +5,14 @@ Only shapes and bounds; what the fields mean is the routes' and `schemas_samplin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, Required
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required
 
 from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
 
 from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKENS
 from nanovllm_cli.server.function_tools import NAME
-from nanovllm_cli.server.samplers import names_of
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     MAX_MESSAGES,
@@ -284,8 +284,7 @@ class InfillRequest(NativeRequest):
     input_extra: list[InputFile] | None = Field(default=None, max_length=256)
     prompt: str | None = None
 
-    def steps(self) -> list[str] | None:
-        return None if self.samplers is None else names_of(self.samplers, without=("infill",))
+    steps_left_out: ClassVar[Sequence[str]] = ("infill",)
 
 
 @with_config(OPEN)

@@ -4,9 +4,9 @@ Bounds are SamplingParams' own."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import Field, StringConstraints, with_config
@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from nanovllm_cli.config import MAX_LORA_MODULES, MAX_SCALE
 from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.samplers import sampler_names
 from nanovllm_cli.sampling_params import (
     FLOAT_BOUNDS,
     ID_LISTS,
@@ -27,7 +28,6 @@ from nanovllm_cli.sampling_params import (
 )
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.ports import ServedModel
-from nanovllm_cli.server.samplers import names_of, with_samplers
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     OPEN,
@@ -136,6 +136,13 @@ class SamplingFields(StrictModel):
     )
     xtc_probability: float | None = bounded("xtc_probability")
     xtc_threshold: float | None = bounded("xtc_threshold")
+    dynatemp_range: float | None = bounded("dynatemp_range")
+    dynatemp_exponent: float | None = bounded("dynatemp_exponent")
+    mirostat: int | None = bounded("mirostat")
+    mirostat_tau: float | None = bounded("mirostat_tau")
+    mirostat_eta: float | None = bounded("mirostat_eta")
+    adaptive_target: float | None = bounded("adaptive_target")
+    adaptive_decay: float | None = bounded("adaptive_decay")
     logit_bias: (
         Annotated[
             dict[Annotated[str, _strings("bad_words")], Bias]
@@ -205,9 +212,6 @@ class SamplingFields(StrictModel):
     repetition_detection: Unsupported = None
     watermarking: Literal[False] | None = None
     ec_transfer_params: Unsupported = None
-    mirostat: Literal[0] | None = None
-    dynatemp_range: Literal[0] | None = None
-    adaptive_target: Literal[-1] | None = None
     min_keep: Literal[0] | None = None
     n_indent: int | None = Field(default=None, ge=0, le=0)
     t_max_predict_ms: int | None = Field(default=None, ge=-1, le=0)
@@ -223,6 +227,9 @@ class SamplingFields(StrictModel):
     logits_processors: Unsupported = None
     vllm_xargs: Unsupported = None
     kv_transfer_params: Unsupported = None
+
+    steps_left_out: ClassVar[Sequence[str]] = ()
+    """Of `samplers`, names that are passed over."""
 
     def sampling(self, model: ServedModel, **more: Any) -> SamplingParams:
         """These fields over the model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens
@@ -245,16 +252,13 @@ class SamplingFields(StrictModel):
         if self.seed is not None:  # OpenAI's are signed
             given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
         try:
+            if self.samplers is not None:
+                given["samplers"] = sampler_names(self.samplers, self.steps_left_out)
             params = model.default_params.under(given)
             params.check_vocabulary(model.facts.vocab_size)
         except UsageError as error:  # begins with the field
             raise ApiError.of(error, re.split(r"\W", error.message, maxsplit=1)[0]) from None
-        steps = self.steps()
-        return params if steps is None else with_samplers(params, steps)
-
-    def steps(self) -> list[str] | None:
-        """The steps from logits to a token that are wanted, where that is said."""
-        return None if self.samplers is None else names_of(self.samplers)
+        return params
 
     def form(self) -> tuple[Constraint | None, str | None]:
         """What the answer must look like, and the field that says so. Raises ApiError, which names that field."""
@@ -290,7 +294,7 @@ _OTHER_NAMES = {"repetition_penalty": "repeat_penalty", "penalty_last_n": "repea
 _SAID_AS_THEY_ARE = [
     each.name
     for each in fields(SamplingParams)
-    if each.name in SamplingFields.model_fields.keys() - {"logit_bias", "lora", "seed"}
+    if each.name in SamplingFields.model_fields.keys() - {"logit_bias", "lora", "samplers", "seed"}
 ]
 
 

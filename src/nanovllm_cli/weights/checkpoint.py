@@ -56,6 +56,8 @@ SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+# Of the same what transformers has no field for, as SamplingParams calls it
+_MORE_KEYS = ("penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta")
 SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
 MODELOPT_CONFIG = "hf_quant_config.json"
 """Where NVIDIA's Model Optimizer said how a folder is quantized before it did so in config.json, too."""
@@ -299,8 +301,12 @@ class GGUFCheckpoint(_FilesCheckpoint):
 
 def _sampling_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What a GGUF says about sampling, as generation_config.json has it."""
-    keys = {f"general.sampling.{key}": name for key, name in SAMPLING_KEYS.items()} | {SUPPRESSED_KEY: "suppress_tokens"}
-    return {name: metadata[key] for key, name in keys.items() if key in metadata}
+    named = SAMPLING_KEYS | dict(zip(_MORE_KEYS, _MORE_KEYS, strict=True)) | {"sequence": "samplers"}
+    keys = {f"general.sampling.{key}": name for key, name in named.items()} | {SUPPRESSED_KEY: "suppress_tokens"}
+    found = {name: metadata[key] for key, name in keys.items() if key in metadata}
+    if isinstance(found.get("samplers"), str):
+        found["samplers"] = [name for name in found["samplers"].split(";") if name]
+    return found
 
 
 def _open_parts(path: Path) -> list[GGUFFile]:

@@ -20,7 +20,7 @@ from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.qwen_next import QWEN2_MOE
 from nanovllm_cli.models.registry import HF_ARCHITECTURES, HF_BODIES, hf_family
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
-from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences, shortest
 from nanovllm_cli.weights.convert_rope import scaling_for_config
 from nanovllm_cli.weights.pooling import embedding_of, folder_files
@@ -187,7 +187,7 @@ def _generation(checkpoint: Checkpoint, tokenizer: HFTokenizer) -> dict[str, Any
         del sampling["temperature"]  # transformers wants it positive, and says greedy by do_sample
     return {
         **{key: value for key, value in ids.items() if value is not None},
-        **({"do_sample": not greedy} if sampling.keys() - {"suppress_tokens"} or greedy else {}),
+        **({"do_sample": not greedy} if sampling.keys() & SAMPLING_KEYS.values() or greedy else {}),
         **sampling,
     }
 
