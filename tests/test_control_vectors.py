@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
 from transformers import Qwen3Config
 
 from embedders import body, write_tokenizer
@@ -41,6 +40,7 @@ from test_models import CASES, chosen, prompts, whole_batch
 from test_mtp import DRAWN, every_guess, sure_model
 from test_mtp import guessing as predicting
 from test_quant_engine import difference, logits_of, write_gguf
+from vectors_gguf import named, random_directions, write_vector
 
 KINDS = [
     "llama", "qwen3", "gemma2, caps, window in every other layer", "gemma3, ropes of two bases", "gpt2", "pythia",
@@ -51,30 +51,6 @@ KINDS = [
 """Of those of test_models.py every order of norms, and what else happens to a layer's output."""
 FIVE = Qwen3Config(**SMALL | {"num_hidden_layers": 5})
 PROMPT = prompts(SMALL["vocab_size"])[-1][:37]
-
-
-def write_vector(path: Path, directions: dict[str, Any], architecture: str = "controlvector") -> str:
-    """A control vector's file, as llama.cpp's cvector-generator writes one."""
-    writer = GGUFWriter(path, architecture)
-    writer.add_string("controlvector.model_hint", "llama")
-    writer.add_uint32("controlvector.layer_count", len(directions))
-    for name, each in directions.items():
-        values = each.numpy() if isinstance(each, torch.Tensor) else each
-        writer.add_tensor(name, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
-
-
-def random_directions(width: int, layers: int, seed: int = 0, size: float = 1.0) -> dict[int, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {layer: torch.randn(width, generator=generator) * size for layer in range(1, layers)}
-
-
-def named(directions: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"direction.{layer}": each for layer, each in directions.items()}
 
 
 @contextmanager

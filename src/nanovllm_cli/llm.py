@@ -85,8 +85,8 @@ class LLM:
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
     lora, lora_modules, control_vectors, draft_model, mmproj (what images are read by): by their paths. mtp: whether its own layer
-    guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have as data URLs (`image_url`);
-    hearing: of one that hears sounds (`input_audio`); sense: either.
+    guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have as data URLs
+    (`image_url`); hearing: of one that hears sounds (`input_audio`); sense: either.
     max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
