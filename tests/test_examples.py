@@ -131,6 +131,8 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
     for name in ("adapter", "other"):
         write_adapter(folder / name)
+    for name, word in (("happy.txt", "wonderful"), ("sad.txt", "awful")):
+        (folder / name).write_text(f"What a day! It is {word}\nThis is {word}\n")
     for name in ("happy.gguf", "formal.gguf"):
         write_vector(folder / name, named(random_directions(256, 4, size=0.1)))
     seeing_model(folder / "seeing")

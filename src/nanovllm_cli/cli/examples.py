@@ -28,6 +28,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         'nanovllm chat --url http://127.0.0.1:8080 "Who are you?"': "With a server's model.",
         "nanovllm chat --list-sessions": "All conversations that were kept.",
     },
+    "control-vector": {
+        "nanovllm control-vector tiny --positive happy.txt --negative sad.txt -o happier.gguf":
+            "From pairs of texts, one a line.",
+    },
     "embed": {
         'nanovllm embed tiny "Once upon a time" "The end"': "A line of JSON for each text.",
         "nanovllm embed tiny -f notes.txt -o vectors.jsonl": "A text a line; the output appears whole or not at all.",

@@ -26,7 +26,7 @@ Directions = dict[int, torch.Tensor]
 _PREFIX = "direction."
 _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 _OTHER = "it was made from another model"
-_MADE = "llama.cpp's cvector-generator, or repeng, makes these files"
+_MADE = "nanovllm control-vector makes these files, and llama.cpp's cvector-generator"
 
 
 def read_directions(
