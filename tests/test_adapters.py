@@ -782,12 +782,14 @@ def test_what_a_command_says_of_files(args: list[str], told: str, tiny: Path) ->
 
 def test_a_run_goes_on_with_it(tiny: Path) -> None:
     """Where it was is kept, not how it was called."""
-    first = driven(tiny, "run", "tiny", "config", "--lora-scaled", "adapter:0.5,adapter:2")
-    again = driven(tiny, "run", "--continue", "-p", "config")
+    room = ["-c", "8000"]
+    first = driven(tiny, "run", "tiny", "config", "--lora-scaled", "adapter:0.5,adapter:2", *room)
+    again = driven(tiny, "run", "--continue", "-p", "config", *room)
     assert [done.code for done in (first, again)] == [0, 0], again.err
     kept = [f"Lora(name={str(tiny / 'adapter')!r}, scale={scale})" for scale in (0.5, 2.0)]
     assert all(text in again.out for text in kept)
-    assert "lora=()" in driven(tiny, "run", "tiny", "--continue", "-p", "config").out, "whoever names a model names its adapters"
+    new = driven(tiny, "run", "tiny", "--continue", "-p", "config", *room)
+    assert "lora=()" in new.out, "whoever names a model names its adapters"
 
 
 def test_a_project_does_not_say_which_files_are_read(tiny: Path, tmp_path: Path) -> None:

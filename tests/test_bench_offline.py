@@ -36,7 +36,7 @@ class FakeLLM:
         self.error: str | None = None
         self.name, self.max_model_len, self.threads = "fake", 40, 2
         self.dtype, self.formats, self.weight_bytes, self.kv_bytes = torch.bfloat16, {None: 1}, 11, 22
-        self.spec, self.lora = types.SimpleNamespace(vocab_size=50), ()
+        self.spec, self.lora, self.control_vectors = types.SimpleNamespace(vocab_size=50), (), ()
         self.draft_model, self.mtp, self.senses = None, False, None
         self.tensor_parallel_size = 1
         self.tokenizer = types.SimpleNamespace(encode=lambda text: list(text.encode()))

@@ -38,7 +38,7 @@ SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 VOCABULARY = 0x110000
 CONTEXT = 2000
 SERVE = "--serve-tests"
-WITH_TORCH = ("convert", "quantize", "verify", "plan", "tokenize", "perplexity")
+WITH_TORCH = ("convert", "quantize", "verify", "plan", "tokenize", "perplexity", "control-vector")
 """Commands that import it, in the process that is forked."""
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
 

@@ -27,6 +27,7 @@ from seeing import png, seeing_model
 from sounding import noise, wav
 from test_cli_driver import environment
 from tiny_adapter import write_adapter
+from vectors_gguf import named, random_directions, write_vector
 from warm_command import warm_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +131,10 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
     for name in ("adapter", "other"):
         write_adapter(folder / name)
+    for name, word in (("happy.txt", "wonderful"), ("sad.txt", "awful")):
+        (folder / name).write_text(f"What a day! It is {word}\nThis is {word}\n")
+    for name in ("happy.gguf", "formal.gguf"):
+        write_vector(folder / name, named(random_directions(256, 4, size=0.1)))
     seeing_model(folder / "seeing")
     for name in ("photo.jpg", "page.png", "table.png", "a.png", "b.png", "board.png"):
         (folder / name).write_bytes(png())

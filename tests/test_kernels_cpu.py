@@ -180,6 +180,19 @@ def test_what_is_clipped_equals_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 17), (5, 33), (70, 1000), (0, 16)])
+def test_a_row_is_added_to_each_and_rounded_once(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, row = randn(*shape, dtype=dtype), randn(shape[1], dtype=torch.float32)
+    row[3] = 1e30
+    expected = (x.double() + row.double()).float().to(dtype)
+    alone = x[:1].clone()
+    gates.add_row(x, row)
+    assert torch.equal(x, expected)
+    gates.add_row(alone, row)
+    assert torch.equal(alone, expected[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_rows_are_normed_by_themselves(dtype: torch.dtype) -> None:
     x, weight = randn(7, 3 * 37, dtype=dtype), randn(3 * 37, dtype=dtype)
     found = norms.add_rms_norm(x.view(21, 37), None, weight, 1e-6, 0.5).view(7, 111)

@@ -34,6 +34,7 @@ CALLS = {
     "verify": "verify tiny --tokens 8",
     "tokenize": "tokenize tiny Hello",
     "embed": "embed tiny Hello",
+    "control-vector": "control-vector tiny --positive up.txt --negative down.txt -o v.gguf --force",
     "perplexity": "perplexity tiny -c 32 --chunks 1",
     "bench": "bench tiny -p 8 -n 2 -r 1 --no-warmup --roofline off",
     "bench.throughput": "bench throughput tiny --num-prompts 2 --input-len 8 --output-len 2",
@@ -59,6 +60,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             folder, "nanovllm bench tiny -q -p 8 -n 2 -r 1 -o json --roofline off | tee results.json >again.json"
         )
         assert done.returncode == 0, done.stderr
+        for name, text in {"up": "What a wonderful day", "down": "What an awful day"}.items():
+            (folder / f"{name}.txt").write_text(f"{text}\n")
         yield folder
 
 

@@ -28,6 +28,8 @@ _TYPES: dict[str, tuple[type, str, type]] = {
     "bytes": (bytes, "bytes", bytes),
 }
 
+_CHECKED_APART = ("lora", "lora_modules", "control_vectors", "control_vector_layers", "rope", "overrides")
+
 BLOCK_SIZE = 16
 MAX_GUESSES = 64
 MAX_PROCESSES = 64
@@ -55,6 +57,17 @@ class LoraModule(NamedTuple):
 
     name: str
     path: str
+
+
+class ControlVector(NamedTuple):
+    """What leads a model into a direction (`weights/control_vector.py`), by its file's path. scale: of what is added; below 0 it
+    leads away from there."""
+
+    path: str
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return self.path if self.scale == 1 else f"{self.path}, times {self.scale:g}"
 
 
 class RopeChange(NamedTuple):
@@ -87,6 +100,9 @@ class EngineConfig:
     lora: adapters that are added to the weights, all at once; a name alone is one of scale 1.
     lora_modules: adapters that each request may choose one or several of (`SamplingParams.lora`); nobody who doesn't has them.
         A mapping of names to paths will do.
+    control_vectors: what is added to the residual stream behind layers, all at once; a path alone is one of scale 1.
+    control_vector_layers: the first and the last layer, counted from 0, behind which they are added; None: where they have
+        something for. Nothing is added behind layer 0.
     activations: whether rows that meet a quantized weight are "rounded" to 8 bits where its format says so, or stay "exact".
         "auto" rounds, except in float32, which is asked for to have exact sums. On a CPU.
     kv_cache_dtype: what K and V are kept as. "auto" is the compute type, which may also be named; "int8" and "fp8" (e4m3) take
@@ -119,6 +135,8 @@ class EngineConfig:
     quant: str | None = None
     lora: tuple[Lora, ...] = ()
     lora_modules: tuple[LoraModule, ...] = ()
+    control_vectors: tuple[ControlVector, ...] = ()
+    control_vector_layers: tuple[int, int] | None = None
     activations: Activations = "auto"
     max_model_len: int | None = None
     rope: RopeChange = AS_TRAINED
@@ -155,9 +173,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("lora", "lora_modules", "rope", "overrides"):
+            if field.name not in _CHECKED_APART:
                 self._check_type(field.name, str(field.type))
-        object.__setattr__(self, "lora", tuple(_lora(each) for each in _listed(self.lora)))
+        object.__setattr__(self, "lora", tuple(Lora(*_scaled("lora", "adapters", each)) for each in _listed(self.lora)))
+        vectors = [ControlVector(*_scaled("control_vectors", "files", each)) for each in _listed(self.control_vectors)]
+        object.__setattr__(self, "control_vectors", tuple(vectors))
+        object.__setattr__(self, "control_vector_layers", _layers(self.control_vector_layers, bool(vectors)))
         object.__setattr__(self, "lora_modules", _modules(self.lora_modules))
         object.__setattr__(self, "rope", _rope(self.rope))
         object.__setattr__(self, "overrides", as_overrides(self.overrides))
@@ -253,17 +274,31 @@ def _modules(given: object) -> tuple[LoraModule, ...]:
     return tuple(modules)
 
 
-def _listed(lora: object) -> list[object]:
-    """A name alone is one adapter."""
-    if isinstance(lora, str) or not isinstance(lora, Iterable):
-        return [lora]
-    return list(lora)
+def _listed(named: object) -> list[object]:
+    """A name alone is one of them."""
+    if isinstance(named, str) or not isinstance(named, Iterable):
+        return [named]
+    return list(named)
 
 
-def _lora(each: object) -> Lora:
+def _scaled(field: str, what: str, each: object) -> tuple[str, float]:
+    """A name, or one with its scale."""
     name, scale = (each, 1.0) if not isinstance(each, list | tuple) or len(each) != 2 else each
     if not isinstance(name, str) or not name or isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise UsageError("lora must be names of adapters, or names and scales" + (f", not {each!r}" if name else ""))
+        raise UsageError(f"{field} must be names of {what}, or names and scales" + (f", not {each!r}" if name else ""))
     if not -MAX_SCALE <= scale <= MAX_SCALE:
-        raise UsageError(f"lora: the scale of {name} must lie between -{MAX_SCALE:g} and {MAX_SCALE:g}, not {scale}")
-    return Lora(name, float(scale))
+        raise UsageError(f"{field}: the scale of {name} must lie between -{MAX_SCALE:g} and {MAX_SCALE:g}, not {scale}")
+    return name, float(scale)
+
+
+def _layers(given: object, has_vectors: bool) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or [type(each) for each in given] != [int, int]:
+        raise UsageError(f"control_vector_layers must be two whole numbers, the first and the last, not {given!r}")
+    first, last = given
+    if not 1 <= first <= last:
+        raise UsageError(f"control_vector_layers must be the first, from 1 on, and the last, not {first} and {last}")
+    if not has_vectors:
+        raise UsageError("control_vector_layers has no meaning without control_vectors", "name a control vector too")
+    return first, last

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from nanovllm_cli.config import EngineConfig, Lora, LoraModule
+from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
@@ -84,9 +84,9 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    lora, lora_modules, draft_model, mmproj: the adapters, the draft model and what images are read by, by their paths. mtp:
-    whether its own layer guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have
-    as data URLs (`image_url`); hearing: of one that hears sounds (`input_audio`); sense: either.
+    lora, lora_modules, control_vectors, draft_model, mmproj (what images are read by): by their paths. mtp: whether its own layer
+    guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have as data URLs
+    (`image_url`); hearing: of one that hears sounds (`input_audio`); sense: either.
     max_model_len: longest prompt plus answer, in tokens; context_len: as far as the KV cache goes.
     read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of these, those of experts, of
     which a token takes a share.
@@ -118,8 +118,8 @@ class LLM:
         elif offline or revision is not None:
             raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
         config = find_parts(config, offline=offline, progress=progress)
-        self.lora: tuple[Lora, ...] = config.lora
-        self.lora_modules: tuple[LoraModule, ...] = config.lora_modules
+        self.lora, self.lora_modules = config.lora, config.lora_modules
+        self.control_vectors = config.control_vectors
         self.tensor_parallel_size: int = config.tensor_parallel_size
         self.draft_model, self.mtp = config.draft_model, config.mtp
         self.resolved = model

@@ -161,7 +161,8 @@ def _between(begin: float | None, end: float | None) -> float:
 def _settings(llm: LLM) -> dict[str, Any]:
     settings = {"formats": ", ".join(format_names(llm)), "dtype": str(llm.dtype).removeprefix("torch."), "threads": llm.threads}
     several = llm.tensor_parallel_size if llm.tensor_parallel_size > 1 else None
-    beside = {"tensor_parallel_size": several, "lora": "; ".join(map(str, llm.lora)), "draft_model": llm.draft_model,
+    beside = {"tensor_parallel_size": several, "lora": "; ".join(map(str, llm.lora)),
+              "control_vectors": "; ".join(map(str, llm.control_vectors)), "draft_model": llm.draft_model,
               "mtp": llm.mtp}  # fmt: skip
     return settings | {name: value for name, value in beside.items() if value}
 

@@ -165,6 +165,10 @@ class Answerer(Protocol):
     def adapters(self) -> list[tuple[str, float]]:
         """Of a model in this process: absolute paths, and scales."""
 
+    @property
+    def led_by(self) -> dict[str, Any]:
+        """Its control vectors, by the names of EngineConfig's fields for them; empty without any."""
+
     def settled(self, given: Given) -> Settled: ...
 
     def ask(self, question: Question, given: Given) -> Answering: ...

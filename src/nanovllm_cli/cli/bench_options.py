@@ -11,15 +11,14 @@ from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.bench_output import Plot, Report
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, option
 from nanovllm_cli.cli.options import (
-    ActivationsChoice,
     Deterministic,
     Device,
     DType,
     ModelNames,
     Offline,
     Revision,
-    RooflineChoice,
 )
+from nanovllm_cli.cli.shared_options import ActivationsChoice, RooflineChoice
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
 

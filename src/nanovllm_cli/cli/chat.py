@@ -115,7 +115,8 @@ class _Local:
         options, config = self.options, self.config
         if name != self._begun_with:  # what was said of the first is of it alone
             options = dataclasses.replace(options, revision=None, chat_template=None)
-            config = dataclasses.replace(config, lora=(), draft_model=None, draft_quant=None, mtp=False, mmproj=None)
+            config = dataclasses.replace(config, lora=(), control_vectors=(), control_vector_layers=None, draft_model=None,
+                                         draft_quant=None, mtp=False, mmproj=None)  # fmt: skip
         return find(named_model(self.settings, name, EXAMPLE), options, config, self.screen)
 
 

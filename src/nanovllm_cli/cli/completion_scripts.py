@@ -89,7 +89,8 @@ def _zsh(root: Page) -> Iterator[str]:
 
 def _zsh_option(root: Page, command: Page, option: Parameter) -> Iterator[str]:
     names = (*option.flags, *option.off)
-    many = option.repeats or option.name == "verbose"
+    words = option.value.split()  # of most that take one, it is one
+    many = (option.repeats and len(words) == 1) or option.name == "verbose"
     before = "*" if many else f"({' '.join(names)})" if len(names) > 1 else ""
     text = _zsh_escaped(_short(option.help))
     for name in names:
@@ -97,7 +98,8 @@ def _zsh_option(root: Page, command: Page, option: Parameter) -> Iterator[str]:
             yield f"{before}{name}[{text}]"
         else:
             joined = "=" if name.startswith("--") else ""
-            yield f"{before}{name}{joined}[{text}]:{_zsh_escaped(option.value)}:{_zsh_action(values(root, command, option))}"
+            action = _zsh_action(values(root, command, option))
+            yield f"{before}{name}{joined}[{text}]" + "".join(f":{_zsh_escaped(word)}:{action}" for word in words)
 
 
 def _zsh_argument(number: int, argument: Parameter, found: Values) -> str:

@@ -54,6 +54,7 @@ _VALUES: dict[str, Values] = {
     "FILE": Values("files"),
     "PATH": Values("files"),
     "PATH:SCALE": Values("files"),
+    "FILE:SCALE": Values("files"),
     "NAME=PATH": Values("files"),
     "FOLDER": Values("folders"),
     "JSON|@FILE": Values("files"),

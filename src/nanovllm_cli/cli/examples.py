@@ -16,6 +16,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         'nanovllm run --url http://127.0.0.1:8080 "Once upon a time"':
             "Asks a server: nanovllm serve, or any that is compatible with OpenAI's.",
         'nanovllm run tiny --lora adapter "Once upon a time"': "With an adapter: a folder of PEFT's, or a .gguf file.",
+        'nanovllm run tiny --control-vector-scaled happy.gguf:1.5 "Hello"': "Led into a direction, by llama.cpp's file for it.",
         'nanovllm run tiny --choice yes --choice no "Is it raining?"': "One of these, and nothing else.",
         'nanovllm run tiny --json-object "Describe a cat in JSON"': "JSON; --json-schema says which.",
     },
@@ -26,6 +27,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "nanovllm chat --continue --save-kv": "The last conversation, with its model; the next time it goes on at once.",
         'nanovllm chat --url http://127.0.0.1:8080 "Who are you?"': "With a server's model.",
         "nanovllm chat --list-sessions": "All conversations that were kept.",
+    },
+    "control-vector": {
+        "nanovllm control-vector tiny --positive happy.txt --negative sad.txt -o happier.gguf":
+            "From pairs of texts, one a line.",
     },
     "embed": {
         'nanovllm embed tiny "Once upon a time" "The end"': "A line of JSON for each text.",

@@ -23,6 +23,7 @@ _COMMANDS = {
     "complete": "run", "simple": "run", "server": "serve", "start": "serve", "inspect": "models show", "gguf": "models show",
     "gguf-dump": "models show", "delete": "models rm", "simple-chat": "chat", "convert-hf-to-gguf": "convert",
     "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize", "embedding": "embed", "embeddings": "embed",
+    "cvector-generator": "control-vector",
 }  # fmt: skip
 
 _VALUES = {

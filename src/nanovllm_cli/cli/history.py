@@ -22,12 +22,13 @@ Message = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class LastRun:
     """What was said. messages: a chat, its last answer included. text: prompt and answer of a run without a
-    template. lora: names and scales of the model's adapters."""
+    template. lora: names and scales of the model's adapters. led_by: its control vectors, as `Answerer.led_by` has them."""
 
     model: str
     messages: list[Message] | None = None
     text: str | None = None
     lora: list[tuple[str, float]] = field(default_factory=list)
+    led_by: dict[str, Any] = field(default_factory=dict)
 
 
 def last_run_file() -> Path:
@@ -74,6 +75,8 @@ def _is_whole(run: LastRun) -> bool:
     if not isinstance(run.model, str):
         return False
     if not (isinstance(run.lora, list) and all(isinstance(each, list) and len(each) == 2 for each in run.lora)):
+        return False
+    if not isinstance(run.led_by, dict) or run.led_by.keys() - {"control_vectors", "control_vector_layers"}:
         return False
     if run.messages is None:
         return isinstance(run.text, str)

@@ -177,8 +177,10 @@ class LocalAnswerer:
         own = [str(getattr(llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
         own += [f"{name} {scale}" for name, scale in self.adapters]
         own += [f"{name}={Path(path).resolve()}" for name, path in llm.lora_modules]
-        beside = [*(path for path, _ in llm.lora), *(path for _, path in llm.lora_modules), llm.mmproj]
-        own += [_stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside) if path is not None]
+        own += [str(self.led_by)] if config.control_vectors else []
+        beside = [path for path, _ in (*llm.lora, *config.control_vectors)]
+        beside += [*(path for _, path in llm.lora_modules), *filter(None, [llm.mmproj])]
+        own += [_stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside)]
         settings = {
             "on": "a GPU" if llm.threads is None else "a CPU",
             "dtypes": [str(dtype) for dtype in (llm.dtype, *llm.kv_dtypes)],
@@ -194,6 +196,11 @@ class LocalAnswerer:
     @property
     def adapters(self) -> list[tuple[str, float]]:
         return [(str(Path(name).resolve()), scale) for name, scale in self._llm.lora]
+
+    @property
+    def led_by(self) -> dict[str, Any]:
+        vectors = [(str(Path(path).resolve()), scale) for path, scale in self._config.control_vectors]
+        return {"control_vectors": vectors, "control_vector_layers": self._config.control_vector_layers} if vectors else {}
 
     def settled(self, given: Given) -> Settled:
         return Settled(self._prompting.settled_for_all(given))

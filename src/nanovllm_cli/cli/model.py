@@ -96,6 +96,8 @@ def say_parts(config: EngineConfig, console: Console) -> None:
         console.say(f"with the adapter {adapter}", "dim")
     for name, path in config.lora_modules:
         console.say(f"with the adapter {path} for requests that choose {name}", "dim")
+    for vector in config.control_vectors:
+        console.say(f"led by the control vector {vector}", "dim")
     if config.draft_model is not None:
         console.say(f"with guesses by {config.draft_model}", "dim")
     if config.mmproj is not None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, option, typer_option
+from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, option, typer_option
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.shared_options import (
+    ActivationsChoice,
+    ControlVectorLayers,
+    ControlVectors,
+    ControlVectorsScaled,
     HfOverrides,
     ImageMaxTokens,
     LoraNames,
@@ -26,10 +30,11 @@ from nanovllm_cli.cli.shared_options import (
     RopeScaling,
     YarnOrigCtx,
     adapters,
+    control_vectors,
     overrides,
     rope_change,
 )
-from nanovllm_cli.config import DRAFTED_TOKENS, MTP_TOKENS, Activations, DTypeName, EngineConfig, Lora, LoraModule
+from nanovllm_cli.config import DRAFTED_TOKENS, MTP_TOKENS, DTypeName, EngineConfig, Lora, LoraModule
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -76,15 +81,6 @@ Device = Annotated[
     str,
     typer_option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"),
 ]
-ActivationsChoice = Annotated[
-    Activations,
-    typer_option(
-        "--activations",
-        help="What meets a quantized weight: rounded to 8 bits where its format says so, or exact. auto: rounded, but not "
-        "in float32. [auto]",
-        panel=MODEL,
-    ),
-]
 Quant = Annotated[
     str | None,
     typer_option(
@@ -93,14 +89,6 @@ Quant = Annotated[
         panel=MODEL, metavar="FORMAT",
     ),
 ]  # fmt: skip
-RooflineChoice = Annotated[
-    Literal["cached", "measure", "off"],
-    typer_option(
-        "--roofline",
-        help="What this machine can do at most: as kept from an earlier run, measured anew, or nothing is said of it. [cached]",
-        panel=OUTPUT,
-    ),
-]
 ChatTemplateChoice = Annotated[
     str | None,
     typer_option(
@@ -160,22 +148,34 @@ class WeightsOptions(SourceOptions):
         """Of adapters that requests choose. As above."""
         return ()
 
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """Of control vectors, by EngineConfig's names. As above."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptedOptions(WeightsOptions):
-    """Which model, from where, in which numbers, with which adapters."""
+    """Which model, from where, in which numbers, with which adapters and control vectors."""
 
     lora: LoraNames = None
     lora_scaled: LoraScaled = None
+    control_vector: ControlVectors = None
+    control_vector_scaled: ControlVectorsScaled = None
+    control_vector_layer_range: ControlVectorLayers = None
 
     @property
     def adapters(self) -> tuple[Lora, ...]:
         return adapters(self.lora, self.lora_scaled)
 
+    @property
+    def vectors(self) -> dict[str, Any]:
+        return control_vectors(self.control_vector, self.control_vector_scaled, self.control_vector_layer_range)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions(AdaptedOptions):
-    """Which model, from where, in which numbers, with which adapters, and how it is spoken to."""
+    """The same, and how it is spoken to."""
 
     chat_template: ChatTemplateChoice = None
 
@@ -248,7 +248,7 @@ class MemoryOptions:
     @parsers.by_their_flags()
     def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
-        given = of_same_name(EngineConfig, model, self) | {
+        given = of_same_name(EngineConfig, model, self) | model.vectors | {
             "lora": model.adapters,
             "lora_modules": model.modules,
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,

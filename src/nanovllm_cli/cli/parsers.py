@@ -160,6 +160,15 @@ def listed(text: str) -> list[str]:
 
 def scaled(text: str) -> Scaled:
     """PATH:SCALE of an adapter, or several with commas between them."""
+    return _scaled(text, "an adapter with its scale, such as folder:0.5")
+
+
+def scaled_vector(text: str) -> Scaled:
+    """The same of a control vector's file."""
+    return _scaled(text, "a control vector with its scale, such as happy.gguf:-0.5")
+
+
+def _scaled(text: str, expected: str) -> Scaled:
     found = []
     for each in text.split(","):
         name, colon, scale = each.rpartition(":")
@@ -168,7 +177,7 @@ def scaled(text: str) -> Scaled:
         except ValueError:
             value = math.nan
         if not (name and colon and abs(value) <= MAX_SCALE):
-            raise ValueError(f"{each!r} is not an adapter with its scale, such as folder:0.5")
+            raise ValueError(f"{each!r} is not {expected}")
         found.append((name, value))
     return tuple(found)
 
@@ -191,7 +200,8 @@ FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "top_n_sigma": "--top-nsigma", "bad_words": "--bad-word",
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate", "policy": "--scheduling-policy",
-    "rope": "--rope-scaling", "overrides": "--override-kv",
+    "rope": "--rope-scaling", "overrides": "--override-kv", "control_vectors": "--control-vector",
+    "control_vector_layers": "--control-vector-layer-range",
 }  # fmt: skip
 """What fields of SamplingParams and EngineConfig are called on the command line: those that are an option of some command."""
 

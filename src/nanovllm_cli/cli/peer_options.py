@@ -237,7 +237,6 @@ EXPLAINED = {
      "--base-model-id"):
         "--lora NAME is all that an adapter needs: leave it out",
     ("--lora-init-without-apply",): "here it is --lora-modules NAME=PATH, which requests choose by their field lora",
-    ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
     ("-mmu", "--mmproj-url"): "a hub's file is named like any other: --mmproj org/repo, or org/repo/mmproj-F16.gguf",
     ("--no-mmproj-auto",): "here it is --no-mmproj",
     ("--mmproj-offload", "--no-mmproj-offload", "-mmdev", "--mmproj-device"):

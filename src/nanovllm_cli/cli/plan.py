@@ -16,9 +16,10 @@ from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, is_typed, op
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count
-from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelWord, RooflineChoice, WeightsOptions
+from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelWord, WeightsOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.shared_options import RooflineChoice
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UsageError

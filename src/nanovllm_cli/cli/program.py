@@ -15,6 +15,7 @@ from nanovllm_cli.cli import (
     chat,
     completion,
     config,
+    control_vector,
     convert,
     embed,
     models,
@@ -34,7 +35,7 @@ from nanovllm_cli.errors import UsageError
 PROGRAM = "nanovllm"
 ORDER = (
     "run", "chat", "embed", "serve", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity", "verify",
-    "config", "completion",
+    "control-vector", "config", "completion",
 )  # fmt: skip
 
 
@@ -73,6 +74,7 @@ def build() -> typer.Typer:
     app.command("quantize", cls=Command)(quantize.quantize)
     app.command("perplexity", cls=Command)(perplexity.perplexity)
     app.command("verify", cls=Command)(verify.verify)
+    app.command("control-vector", cls=Command)(control_vector.control_vector)
     benchmarks = group("Measure speed.", DefaultGroup)
     benchmarks.command("bench", cls=Command)(bench.bench)
     benchmarks.command("throughput", cls=Command)(bench_throughput.bench_throughput)

@@ -137,6 +137,10 @@ class RemoteAnswerer:
         return []
 
     @property
+    def led_by(self) -> dict[str, Any]:
+        return {}
+
+    @property
     def identity(self) -> list[str]:
         return [self.endpoint.server.url, self.name]
 

@@ -93,6 +93,7 @@ def run(
         if not name and last is not None:
             name = last.model
             config = dataclasses.replace(config, lora=config.lora or tuple(Lora(*each) for each in last.lora))
+            config = config if config.control_vectors else dataclasses.replace(config, **last.led_by)
         if prompt.lora_modules and prompt.batch is not None:
             config = dataclasses.replace(config, lora_modules=tuple(prompt.lora_modules))
         name = named_model(ctx.obj, name, EXAMPLE)
@@ -228,14 +229,14 @@ def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None
 
 def _save(answerer: Answerer, question: Question, content: str) -> None:
     """Keeps what was said for --continue, an answer without a word too: the run before is not the last."""
-    name, lora = answerer.name, answerer.adapters
+    beside: dict[str, Any] = {"lora": answerer.adapters, "led_by": answerer.led_by}
     if question.messages is None:
-        history.save(history.LastRun(name, text=question.text + content, lora=lora))
+        history.save(history.LastRun(answerer.name, text=question.text + content, **beside))
         return
     messages = list(question.messages)
     before = str(messages.pop().get("content") or "") if question.goes_on else ""
     answer = {"role": "assistant", "content": before + content}
-    history.save(history.LastRun(name, messages=[*messages, answer], lora=lora))
+    history.save(history.LastRun(answerer.name, messages=[*messages, answer], **beside))
 
 
 def _answer(

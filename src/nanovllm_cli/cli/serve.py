@@ -78,6 +78,8 @@ def serve(
     if len(names) > 1:
         own = ["lora", "lora_scaled", "lora_modules"]
         refuse_typed(ctx, own, "has no meaning with several models", "serve the model of the adapter alone")
+        leading = ["control_vector", "control_vector_scaled", "control_vector_layer_range"]
+        refuse_typed(ctx, leading, "has no meaning with several models", "serve the model of the control vector alone")
         beside = ["draft_model", "draft_quant", "mtp", "mmproj"]
         refuse_typed(ctx, beside, "has no meaning with several models", "serve one of them alone")
         spoken = ["think", "chat_template_kwargs", "reasoning_budget"]
@@ -103,7 +105,8 @@ def serve(
         chat = ChatDefaults(variables, None if budget == -1 else budget)
         if len(names) > 1:  # whoever set a default did not say for which
             thinking, chat = None, ChatDefaults()
-            config = replace(config, lora=(), lora_modules=(), draft_model=None, draft_quant=None, mtp=False, mmproj=None)
+            config = replace(config, lora=(), lora_modules=(), control_vectors=(), control_vector_layers=None, draft_model=None,
+                             draft_quant=None, mtp=False, mmproj=None)  # fmt: skip
         config = find_parts(config, offline=model.offline, progress=progress)
         say_parts(config, screen)
         source: dict[str, Any] = {"offline": model.offline, "revision": model.revision, "pick": files_for(config)}

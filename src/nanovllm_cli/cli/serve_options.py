@@ -8,7 +8,6 @@ from typing import Any
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import MESSAGES, MODEL, option
 from nanovllm_cli.cli.options import (
-    ActivationsChoice,
     ChatTemplateChoice,
     Device,
     DType,
@@ -17,7 +16,18 @@ from nanovllm_cli.cli.options import (
     Quant,
     Revision,
 )
-from nanovllm_cli.cli.shared_options import Choice, LoraModules, LoraNames, LoraScaled, adapters
+from nanovllm_cli.cli.shared_options import (
+    ActivationsChoice,
+    Choice,
+    ControlVectorLayers,
+    ControlVectors,
+    ControlVectorsScaled,
+    LoraModules,
+    LoraNames,
+    LoraScaled,
+    adapters,
+    control_vectors,
+)
 from nanovllm_cli.config import EngineConfig, Lora, LoraModule, Policy
 from nanovllm_cli.errors import UsageError
 
@@ -76,6 +86,9 @@ class ServedOptions:
     lora: LoraNames = None
     lora_scaled: LoraScaled = None
     lora_modules: LoraModules = None
+    control_vector: ControlVectors = None
+    control_vector_scaled: ControlVectorsScaled = None
+    control_vector_layer_range: ControlVectorLayers = None
     activations: ActivationsChoice = EngineConfig().activations
     chat_template: ChatTemplateChoice = None
     think: Choice | None = option(
@@ -97,6 +110,10 @@ class ServedOptions:
     @property
     def modules(self) -> tuple[LoraModule, ...]:
         return tuple(self.lora_modules or ())
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        return control_vectors(self.control_vector, self.control_vector_scaled, self.control_vector_layer_range)
 
     def names(self, ids: list[str]) -> list[tuple[str, ...]]:
         """What each model is called, its own id without aliases. Raises UsageError for too few, and for the same twice."""

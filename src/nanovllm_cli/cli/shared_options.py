@@ -1,4 +1,4 @@
-"""Options of several groups: adapters, how a model sees, how it is spoken to. `options.py` has the groups, and others."""
+"""Options of several groups, which `options.py` has: adapters, control vectors, how a model sees, how it is spoken to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.command import ENGINE, MODEL, PROMPT, typer_option
-from nanovllm_cli.config import AS_TRAINED, EngineConfig, Lora, RopeChange
+from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, PROMPT, typer_option
+from nanovllm_cli.config import AS_TRAINED, Activations, ControlVector, EngineConfig, Lora, RopeChange
 
 Choice = Literal["on", "off"]
 
@@ -21,6 +21,23 @@ Think = Annotated[
 TemplateKwargs = Annotated[
     str | None,
     typer_option("--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"),
+]
+ActivationsChoice = Annotated[
+    Activations,
+    typer_option(
+        "--activations",
+        help="What meets a quantized weight: rounded to 8 bits where its format says so, or exact. auto: rounded, but not "
+        "in float32. [auto]",
+        panel=MODEL,
+    ),
+]
+RooflineChoice = Annotated[
+    Literal["cached", "measure", "off"],
+    typer_option(
+        "--roofline",
+        help="What this machine can do at most: as kept from an earlier run, measured anew, or nothing is said of it. [cached]",
+        panel=OUTPUT,
+    ),
 ]
 Mmproj = Annotated[
     str | None,
@@ -70,6 +87,29 @@ LoraModules = Annotated[
         panel=MODEL, metavar="NAME=PATH", parser=parsers.lora_module,
     ),
 ]  # fmt: skip
+ControlVectors = Annotated[
+    list[str] | None,
+    typer_option(
+        "--control-vector",
+        help="A file of llama.cpp's that leads the model into a direction: what is added behind its layers. Repeatable.",
+        panel=MODEL, metavar="FILE",
+    ),
+]  # fmt: skip
+ControlVectorsScaled = Annotated[
+    list[Any] | None,
+    typer_option(
+        "--control-vector-scaled", help="The same, of another strength, below 0 away from there: FILE:-0.5. Repeatable.",
+        panel=MODEL, metavar="FILE:SCALE", parser=parsers.scaled_vector,
+    ),
+]  # fmt: skip
+ControlVectorLayers = Annotated[
+    tuple[int, int] | None,
+    typer_option(
+        "--control-vector-layer-range",
+        help="The first and the last layer behind which control vectors are added, counted from 0; 0 itself has none. [all]",
+        panel=MODEL, metavar="FIRST LAST",
+    ),
+]  # fmt: skip
 
 RopeScaling = Annotated[
     Any,
@@ -115,6 +155,15 @@ def adapters(names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | Non
     """Those of --lora and of --lora-scaled, each of which may name several."""
     plain = [Lora(name) for text in names or () for name in parsers.listed(text)]
     return (*plain, *(Lora(*each) for several in scaled or () for each in several))
+
+
+def control_vectors(
+    names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | None, layers: tuple[int, int] | None
+) -> dict[str, Any]:
+    """What EngineConfig has of --control-vector, --control-vector-scaled and --control-vector-layer-range."""
+    plain = [ControlVector(name) for text in names or () for name in parsers.listed(text)]
+    vectors = (*plain, *(ControlVector(*each) for several in scaled or () for each in several))
+    return {"control_vectors": vectors, "control_vector_layers": layers}
 
 
 def overrides(pairs: Sequence[parsers.Pairs] | None, text: str | None) -> dict[str, Any]:

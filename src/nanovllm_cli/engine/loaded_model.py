@@ -35,6 +35,8 @@ from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.control_vector import LESS, Directions, read_directions
+from nanovllm_cli.weights.fingerprint import stamps_of
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import matrix_types
@@ -56,8 +58,9 @@ class LoadedModel:
     own_spec: spec with what this process computes of each layer's heads; its KV cache is for these. group: the processes that
     compute the model together, if there are several.
     formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
-    are multiplied as whole numbers, int8 by int8. lora: scales and files of its adapters. recordable: whether the weights'
-    formats allow a step to be recorded. placement: where its weights are. sight: of a model that reads images.
+    are multiplied as whole numbers, int8 by int8. lora, led_by: scales and files of its adapters and of its control vectors.
+    recordable: whether the weights' formats allow a step to be recorded. placement: where its weights are. sight: of a model that
+    reads images.
     block_bytes: of one block of its KV cache over all layers; state_bytes: of one state.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
@@ -85,6 +88,8 @@ class LoadedModel:
         self._chosen = Chosen() if config.lora_modules else None
         self.lora = [(each.scale, stamps(Path(each.name))) for each in config.lora]
         self.dtype = platform.resolve_dtype(matrix_types(checkpoint))
+        directions = self._directions(config)
+        self.led_by = [(each.scale, stamps_of([Path(each.path)])) for each in config.control_vectors]
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
         self.own_spec = self.spec if group is None else own_spec(self.spec, group.rank, group.size)
@@ -101,8 +106,22 @@ class LoadedModel:
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
+        self.model.directions = {layer: each.to(self.model.device) for layer, each in directions.items()}
         self._beside = {}
         self._count()
+
+    def _directions(self, config: EngineConfig) -> Directions:
+        """Of control vectors, that can be added in the compute type."""
+        if config.control_vectors and self.spec.streams is not None:
+            raise UnsupportedError(
+                f"a {self.spec.architecture} model has several residual streams, and a control vector is for one", "leave it out"
+            )
+        width, layers = self.spec.hidden_size, len(self.spec.blocks)
+        found = read_directions(config.control_vectors, config.control_vector_layers, width, layers)
+        for layer, direction in found.items():
+            if not direction.to(self.dtype).isfinite().all():
+                raise CheckpointError(f"what control vectors add behind layer {layer} is too large for {self.dtype}", LESS)
+        return found
 
     def _sight(self, checkpoint: Checkpoint, config: EngineConfig, progress: LoadProgress) -> Sight | None:
         """A model whose images or sounds nothing here can read still reads texts. Where several processes compute together

@@ -110,8 +110,8 @@ class Worker(LoadedModel):
         if config.draft_model is None:
             return None
         with open_checkpoint(config.draft_model) as draft:
-            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), mmproj=None, n_gpu_layers=None, n_cpu_moe=0,
-                          rope=AS_TRAINED)  # fmt: skip
+            own = replace(config, quant=config.draft_quant, lora=(), lora_modules=(), control_vectors=(),
+                          control_vector_layers=None, mmproj=None, n_gpu_layers=None, n_cpu_moe=0, rope=AS_TRAINED)  # fmt: skip
             match assists(config.draft_model):
                 case "cache":
                     return LoadedAssistant(draft, own, self, progress)
@@ -253,6 +253,7 @@ class Worker(LoadedModel):
             "deterministic": config.deterministic,
             "quant": config.quant,
             "lora": self.lora,
+            "control_vectors": [self.led_by, config.control_vector_layers],
             "draft_model": ["mtp"] if config.mtp else self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
             "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.own_spec.mixers],

@@ -139,6 +139,17 @@ def put_columns(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def add_row(arguments, thread, team):
+    """x [num_rows, width] += row [width] fp32, at each of its rows."""
+    tag, x, row, num_rows, width = fields(arguments)
+    lines, added = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(row, np.float32(0)), (width,))
+    for r in share(num_rows, thread, team):
+        line = lines[r]
+        for i in range(width):
+            store(line, i, load(line, i) + added[i])
+
+
+@kernel(fastmath=FAST)
 def activation(arguments, thread, team):
     """x [size] = act(x) of each number by itself. kind: SQUARED_RELU, GELU_TANH or GELU."""
     tag, x, size, kind = fields(arguments)

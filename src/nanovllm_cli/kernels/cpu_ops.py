@@ -25,6 +25,7 @@ class CpuOps:
     head_matrices = CpuHeadMatrices
     add = staticmethod(add_onto)
     gated = staticmethod(gates.gated)
+    add_row = staticmethod(gates.add_row)
     norm_columns = staticmethod(norms.norm_columns)
     norm_sum = staticmethod(norms.norm_sum)
     altup_predict = staticmethod(altups.altup_predict)

@@ -88,6 +88,9 @@ class CudaOps:
     def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         return scale.add(self.launcher, x, y, factor)
 
+    def add_row(self, x: torch.Tensor, row: torch.Tensor) -> None:
+        self.launcher.torch_op(lambda: x.add_(row))
+
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         return activations.gated(self.launcher, gate, up, activation)
 

@@ -49,6 +49,13 @@ def put_columns(x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
     cpu.launch(cpu_fused.put_columns, x.numel(), cpu.tags_of(x.dtype), ints)
 
 
+def add_row(x: torch.Tensor, row: torch.Tensor) -> None:
+    """See `ops.Ops`."""
+    tokens, width = x.shape
+    ints = (cpu.address_of(x, x.dtype, tokens, width), cpu.address_of(row, torch.float32, width), tokens, width)
+    cpu.launch(cpu_fused.add_row, x.numel(), cpu.tags_of(x.dtype), ints)
+
+
 def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
     """See `reference.temper`; x [T, n], which may be columns of a wider tensor, is changed in place."""
     tokens, width = x.shape

@@ -135,6 +135,9 @@ class Ops(Protocol):
     def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         """x itself, changed in place to (x + y) * factor, rounded once."""
 
+    def add_row(self, x: torch.Tensor, row: torch.Tensor) -> None:
+        """row [n] fp32 is added to each row of x [T, n], in place, and rounded once."""
+
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up of [T, n] each, either of which may be columns of a wider tensor; see `reference.gated_activation`."""
 

@@ -226,6 +226,8 @@ def _addend(rows: torch.Tensor | None) -> Addend | None:
 class Decoder:
     """A decoder, or an encoder, made of what the kit has. shared: whose embedding and head it has, if not its own.
     reads_hidden: whether a batch has to bring rows beside its tokens. taps: what its layers read, for what guesses by that.
+    directions: [hidden] fp32 that are added to the residual stream behind layers, by their numbers; a model of several streams
+    has none.
     own_mixers: what this process computes of each layer; its KV cache is for these."""
 
     reads_hidden = False
@@ -233,6 +235,7 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, kit: Kit, shared: Decoder | None = None) -> None:
         self.spec = spec
+        self.directions: dict[int, torch.Tensor] = {}
         self.own_mixers = [mixer and kit.own_mixer(mixer) for mixer in spec.mixers]
         self.dtype = kit.dtype
         self.ops = kit.ops
@@ -321,7 +324,7 @@ class Decoder:
             self.taps.begin(batch.num_tokens)
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             own = None if every is None else every[:, i * width : (i + 1) * width]
-            x = self._tapped(i, x, residual)
+            x = self._tapped(i, self._led(i, x, residual), residual)
             if i != self.last_keeper or all_asked or i <= deepest:
                 x = block(x, residual, inputs, layer, own)
                 if batch.images is not None and i in deep:
@@ -339,13 +342,24 @@ class Decoder:
                 x = block.fed(x, residual, inputs.batch.slots, own)
         if not all_asked:
             x, residual = self._taken(rows, x), residual[..., rows, :]
-        x = self._tapped(len(self.blocks), x, residual)
+        x = self._tapped(len(self.blocks), self._led(len(self.blocks), x, residual), residual)
         residual = residual if self.streams is None else self.streams.leave(residual)
         if self.norm is not None:
             return self.norm(x, residual)
         if x is not None:
             self.ops.join(x, residual)
         return residual
+
+    def _led(self, place: int, x: Addend | None, residual: torch.Tensor) -> Addend | None:
+        """What has still to join the residual stream behind a direction, which joins it now. All of the layer before has joined
+        first: some of it may bring a factor of the whole sum."""
+        direction = self.directions.get(place - 1)
+        if direction is None:
+            return x
+        if x is not None:
+            self.ops.join(x, residual)
+        self.ops.add_row(residual, direction)
+        return None
 
     def _tapped(self, place: int, x: Addend | None, residual: torch.Tensor) -> Addend | None:
         """What has still to join the residual stream behind a tap, which wants it whole."""
