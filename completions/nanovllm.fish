@@ -832,6 +832,8 @@ complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -s c -l ctx-size -x -
 complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l chunks -x -d 'Most windows, passages, or a reranker'\''s queries'
 complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l all -d 'Score all tokens of a window but its first, as quality cards do, and not its second half alone'
 complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l parse-special -l no-parse-special -d 'Whether control tokens written in the text are what they name'
+complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l override-kv -x -d 'Another setting than the model'\''s files have: of a GGUF'\''s metadata, or of config.json'
+complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l hf-overrides -x -d 'The same as JSON, in which objects may lie in objects'
 complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l dtype -x -a 'auto float32 bfloat16 float16' -d 'What it computes in'
 complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -l device -x -a 'auto cpu cuda cuda:0' -d 'auto, cpu, cuda, cuda:N'
 complete -c nanovllm -n '__nanovllm_at '\''perplexity'\''' -s t -l threads -x -d 'CPU threads'

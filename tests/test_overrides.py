@@ -24,6 +24,8 @@ from nanovllm_cli.llm import LLM
 from nanovllm_cli.overrides import Override, as_overrides, check_asked, replaced
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from quantizing import TINY
+from test_cli_driver import nanovllm
 from test_convert import converted
 
 PROMPT = [5, 9, 200, 31, 7, 7, 8]
@@ -174,6 +176,25 @@ def test_words_of_llama_cpp(text: str, found: object) -> None:
 def test_what_is_none_of_these_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"KEY=TYPE:VALUE|is no"):
         parsers.override_kv(text)
+
+
+@pytest.mark.parametrize("words", [["--override-kv", "rms_norm_eps=float:0.1"], ["--hf-overrides", '{"rms_norm_eps": 0.1}']])
+def test_what_other_settings_cost_is_measured(words: list[str], tmp_path: Path) -> None:
+    shutil.copytree(TINY, changed := tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+
+    def measured(*models: str) -> dict[str, Any]:
+        done = nanovllm(tmp_path, "perplexity", *models, "--chunks", "1", "--json")
+        assert done.code == 0, done.err
+        found: dict[str, Any] = json.loads(done.out)
+        return found
+
+    own, other = measured("tiny"), measured(str(changed))
+    assert measured("tiny", *words)["perplexity"] == other["perplexity"] != own["perplexity"]
+    both = measured("tiny", "tiny", *words)["quality"]
+    assert both == measured("tiny", str(changed))["quality"]
+    assert nanovllm(tmp_path, "perplexity", "tiny", "tiny", "--override-kv", "rms_norm_epsi=float:0.1").code == 2
 
 
 @pytest.mark.parametrize(

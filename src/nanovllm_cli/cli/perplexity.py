@@ -20,10 +20,12 @@ from nanovllm_cli.cli.model import named_models
 from nanovllm_cli.cli.options import Device, DType, MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, duration
+from nanovllm_cli.cli.shared_options import HfOverrides, OverrideKv, overrides
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DifferenceError, UnsupportedError, UsageError
+from nanovllm_cli.overrides import as_overrides
 
 if TYPE_CHECKING:
     from nanovllm_cli.quantization.original import Original
@@ -65,6 +67,8 @@ class PerplexityOptions:
         "others, as llama-perplexity has it]",
         panel=MEASURING, envvar=None,
     )  # fmt: skip
+    override_kv: OverrideKv = None
+    hf_overrides: HfOverrides = None
     dtype: DType = EngineConfig().dtype
     device: Device = "auto"
     threads: int | None = option("-t", "--threads", help="CPU threads. [-1: one a core; of a Mac, one a fast core]", panel=ENGINE)
@@ -79,7 +83,8 @@ class PerplexityOptions:
     @parsers.by_their_flags()
     def engine_config(self) -> EngineConfig:
         """Raises UsageError."""
-        return EngineConfig(dtype=self.dtype, device=self.device, threads=None if self.threads == -1 else self.threads)
+        threads, others = None if self.threads == -1 else self.threads, overrides(self.override_kv, self.hf_overrides)
+        return EngineConfig(dtype=self.dtype, device=self.device, threads=threads, overrides=as_overrides(others))
 
 
 @expand
@@ -100,9 +105,10 @@ def perplexity(
     As llama-perplexity does it, so that numbers can be compared: the text is cut into windows, BOS stands in place of a window's
     first token where the tokenizer puts one before a text, and the second half of each window is scored. With OTHER both
     models read the same windows, one after the other: KL divergence of OTHER's next-token probabilities from MODEL's, how often
-    the most likely token is the same, and both perplexities. Models that embed read passages of the text instead: the cosine of
-    each one's two vectors, and whether its nearest passages stay the same; rerankers pairs of a query and a passage: how far
-    their scores differ.
+    the most likely token is the same, and both perplexities. Other settings, by --override-kv, are OTHER's then.
+
+    Models that embed read passages of the text instead: the cosine of each one's two vectors, and whether its nearest passages
+    stay the same; rerankers pairs of a query and a passage: how far their scores differ.
     """
     screen = screen_for(messages)
     names = named_models(ctx.obj, [word for word in (source.model, model_word, other_word) if word], EXAMPLE)
@@ -115,7 +121,7 @@ def perplexity(
         from nanovllm_cli.quantization.passages import PASSAGE, Cut
     progress = ProgressLine(screen)
     parses = options.text is None if options.parse_special is None else options.parse_special
-    with _opened(names, source, progress) as models:
+    with _opened(names, source, config, progress) as models:
         screen.status("cutting the text")
         if len(models) == 1 and not models[0].spec.has_head:
             raise UnsupportedError(
@@ -233,10 +239,15 @@ def measured_text(path: str | None, screen: Console) -> NamedText:
 
 
 @contextmanager
-def _opened(names: Sequence[str], source: SourceOptions, progress: ProgressLine) -> Iterator[list[Original]]:
+def _opened(
+    names: Sequence[str], source: SourceOptions, config: EngineConfig, progress: ProgressLine
+) -> Iterator[list[Original]]:
+    """Other settings are the last one's: they make another form of a model."""
     from nanovllm_cli.quantization.original import open_original
     from nanovllm_cli.weights.source import resolve
 
     found = [resolve(name, offline=source.offline, revision=source.revision, progress=progress) for name in names]
+    given = [(), config.overrides][-len(names) :]
     with ExitStack() as stack:
-        yield [stack.enter_context(open_original(name, each.path)) for name, each in zip(names, found, strict=True)]
+        several = zip(names, found, given, strict=True)
+        yield [stack.enter_context(open_original(name, each.path, others)) for name, each, others in several]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.overrides import Override
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.files import folder_of
@@ -49,9 +50,9 @@ class Original:
 
 
 @contextmanager
-def open_original(name: str, path: Path) -> Iterator[Original]:
-    """Raises what `open_checkpoint`, `open_reader` and `read_spec` raise."""
-    with open_checkpoint(path) as checkpoint:
+def open_original(name: str, path: Path, overrides: Sequence[Override] = ()) -> Iterator[Original]:
+    """overrides: see `open_checkpoint`. Raises what that, `open_reader` and `read_spec` raise."""
+    with open_checkpoint(path, overrides=overrides) as checkpoint:
         reader = open_reader(checkpoint)
         checkpoint = folded(checkpoint)  # what is copied is as what is read
         yield Original(name, checkpoint, reader, read_spec(checkpoint, reader))
