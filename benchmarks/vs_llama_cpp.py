@@ -5,8 +5,8 @@
     python benchmarks/vs_llama_cpp.py --pair int8
     python benchmarks/vs_llama_cpp.py --pair mxfp4 --shape gpt-oss-20b --layers 6
 
-A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 32) ours against its Q8_0 and Q4_0, q4_k_m and
-mxfp4 (experts; the rest Q8_0) the same file, which llama.cpp quantizes.
+A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 32) ours against its Q8_0 and Q4_0, the others
+(q4_k_m; mxfp4: experts, the rest Q8_0) the same file, which llama.cpp quantizes.
 
 A processor without AVX-512 is compared on one that has it by NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c
 ATEN_CPU_CAPABILITY=avx2 and a llama-cpp-python built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON
@@ -43,8 +43,8 @@ PAIRS = {
     "bf16": (None, None, False),
     "int8": ("int8", "Q8_0", False),
     "int4": ("int4:group=32", "Q4_0", False),
-    "q4_k_m": (None, "Q4_K_M", True),
     "mxfp4": (None, "MXFP4_MOE", True),
+    **{kind.lower(): (None, kind, True) for kind in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ3_S", "IQ4_XS")},
 }
 
 
