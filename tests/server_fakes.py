@@ -30,6 +30,7 @@ from nanovllm_cli.server.ports import (
     FileFacts,
     ModelAbout,
     ModelCard,
+    Reading,
     ServedModel,
     Stream,
     TextAsked,
@@ -78,7 +79,7 @@ TIMINGS = Timings(prompt=0.5, answer=2.0)
 @dataclass
 class Script:
     """What a request gets: steps of events. error: raised behind them. waits: the answer stands still before step `waits_at`
-    until the test sets it."""
+    until the test sets it. reading: what a step without events tells."""
 
     steps: Sequence[Sequence[Event]]
     error: ApiError | None = None
@@ -89,6 +90,7 @@ class Script:
     reasoning_tokens: int = 0
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     timings: Timings = TIMINGS
+    reading: Reading | None = None
 
     @classmethod
     def of(cls, *pieces: str, finish: Any = "stop", **more: Any) -> Script:
@@ -102,6 +104,7 @@ class FakeGeneration:
 
     def __init__(self, model: ServedModel, prompt_ids: list[int], script: Script) -> None:
         self.model, self.prompt_ids, self.prompt_logprobs = model, prompt_ids, script.prompt_logprobs
+        self.reading = script.reading
         self.closed = self.finished = self.was_cut = False
         self._script = script
         self._drawn = 0
@@ -198,7 +201,13 @@ class FakeEngine:
     stats: EngineStats | None = field(default_factory=lambda: EngineStats(*[0] * 10))
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tells_reading: bool = False,
     ) -> Stream:
         raise ApiError(503, "this engine is a stand-in")
 

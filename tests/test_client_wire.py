@@ -36,6 +36,19 @@ def test_what_was_not_asked_for_is_not_sent() -> None:
     assert text_body("m", "Once", unset) == {"model": "m", "prompt": "Once", "max_tokens": None, **ALWAYS}
 
 
+def test_servers_that_can_are_asked_how_far_a_prompt_is_read() -> None:
+    assert chat_body("m", [USER], {}, tells_reading=True)["return_progress"] is True
+    assert text_body("m", "Once", {}, tells_reading=True)["return_progress"] is True
+    chunk = {"choices": [{"index": 0, "delta": {}}], "prompt_progress": {"total": 90, "cache": 16, "processed": 48, "time_ms": 5}}
+    stream, deltas = read(chunk)
+    assert (stream.prompt_tokens, stream.read_tokens) == (90, 48)
+    assert [(delta.content, delta.reasoning) for delta in deltas] == [("", "")]
+    for odd in (5, {}, {"total": "90", "processed": 4}, {"total": -1, "processed": 4}, {"total": True}):
+        stream, _ = read({"prompt_progress": odd})
+        assert (stream.prompt_tokens, stream.read_tokens) == (None, None)
+    assert read(chunk, {"prompt_progress": {"total": 90, "processed": [7]}})[0].read_tokens == 48
+
+
 def test_what_was_asked_for_has_the_apis_names() -> None:
     given = {"seed": 1, "temperature": 0.0, "stop": ("a", "b"), "logprobs": 0, "logit_bias": {5: -100.0}, "reasoning_budget": 0}
     wanted = {"seed": 1, "temperature": 0.0, "stop": ["a", "b"], "logit_bias": {"5": -100.0}, "reasoning_budget": 0}

@@ -189,6 +189,25 @@ def test_answers_are_those_of_the_engine_in_process(runner: asyncio.Runner, engi
     assert list(runner.run(engine.embed(PROMPT, "mean"))) == pytest.approx(vector, rel=1e-6)
 
 
+def test_how_far_a_prompt_is_read_is_told_step_by_step(runner: asyncio.Runner, engine: EngineClient) -> None:
+    prompt = [*range(100, 400)] * 5
+
+    async def ask(tells_reading: bool) -> list[Output]:
+        stream = engine.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True), tells_reading=tells_reading)
+        return [output async for output in stream]
+
+    told = runner.run(ask(True))
+    readings = [output.reading for output in told if output.reading is not None]
+    counts = [count for count, _ in readings]
+    assert len(counts) > 1, "some steps; those that were not read apart come as one"
+    assert counts == sorted(set(counts))
+    assert 0 < counts[0] <= counts[-1] <= len(prompt)
+    assert [seconds for _, seconds in readings] == sorted(seconds for _, seconds in readings)
+    assert not any(output.pieces for output in told if output.reading is not None)
+    assert sum(len(piece.token_ids) for output in told for piece in output.pieces) == 3
+    assert not any(output.reading for output in runner.run(ask(False)))
+
+
 def test_what_is_refused_says_why_and_hurts_nobody(runner: asyncio.Runner, engine: EngineClient) -> None:
     async def scenario() -> None:
         good = engine.generate(PROMPT, SamplingParams(max_tokens=8))

@@ -33,6 +33,7 @@ from nanovllm_cli.server.ports import (
     EngineState,
     Event,
     Generation,
+    Reading,
     ServedModel,
     TextAsked,
     Timings,
@@ -70,13 +71,20 @@ class Engine:
         self.priorities: list[int] = []
         self.aborted = 0
         self.streams: list[EngineStream] = []
+        self.told_reading = False
 
     @property
     def stats(self) -> EngineStats | None:
         return None
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tells_reading: bool = False,
     ) -> EngineStream:
         self.asked.append((prompt_ids, params, priority, cache_salt))
         stream = EngineStream(self._abort)
@@ -85,6 +93,7 @@ class Engine:
             finished = self.ends and self.error is None and i == len(self.outputs) - 1
             times = (1.0, 1.5, 4.0 if finished else None)
             stream.feed(Output(1, list(pieces), finished, 5, 0, 7, 3, times))
+        self.told_reading = tells_reading
         if self.error is not None:
             stream.fail(self.error)
         return stream
@@ -265,6 +274,27 @@ def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -
     before, heard = run(under_way())
     assert (before, heard.prompt, heard.num_guessed) == (Timings(), 0.5, 7)
     assert 0 <= heard.answer < 60
+
+
+def test_a_step_that_reads_the_prompt_is_told_without_events_and_counts_for_nothing(run: Any) -> None:
+    house = House()
+
+    async def found() -> list[Any]:
+        async with house.begun(asked(tells_reading=True)) as generation:
+            (stream,), steps = house.engine.streams, aiter(generation)
+            stream.feed(Output(1, [], False, 4, reading=(6, 0.5)))
+            told = [await anext(steps), generation.reading, generation.usage.cached_tokens, generation.timings]
+            stream.feed(Output(1, [], False, 4, reading=(8, 0.75)))
+            stream.feed(Output(1, [piece("yes", finish="stop")], True, 5))
+            (event,) = await anext(steps)
+            return [*told, event.content, [step async for step in steps]]
+
+    assert run(found()) == [[], Reading(6, 0.5), 4, Timings(), "yes", []]
+    assert house.engine.told_reading
+    assert house.log.lines == ["accepted chat", "output", "end None"]
+    other = House([piece("yes", finish="stop")])
+    run(other.chat(asked()))
+    assert not other.engine.told_reading
 
 
 def test_a_conversation_so_far_stands_before_the_prompt(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,13 @@ class Engine(FakeEngine):
         self.prompts: list[Sequence[int]] = []
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tells_reading: bool = False,
     ) -> EngineStream:
         self.prompts.append(prompt_ids)
         stream = EngineStream(lambda: None)

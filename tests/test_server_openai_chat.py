@@ -17,7 +17,7 @@ from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server import context, logprobs
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.ports import Timings
+from nanovllm_cli.server.ports import Reading, Timings
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.server.sse import EventStream, Frames
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -220,6 +220,27 @@ def test_a_streams_timings_are_on_its_last_chunk_or_on_all(fields: dict[str, Any
     chunks = chunks_of(ask(Script(steps), stream=True, **fields)[0])
     assert ["timings" in chunk for chunk in chunks] == having
     assert chunks[-1]["timings"]["predicted_ms"] == 2000.0
+
+
+READ = Script([[], *Script.of("Hel", "lo").steps], cached_tokens=2, reading=Reading(3, 0.25))
+"""A step that only reads the prompt, and two with words."""
+
+
+@pytest.mark.parametrize("more", [{}, {"timings_per_token": True}, {"stream_options": {"include_usage": True}}])
+def test_a_stream_tells_how_far_the_prompt_is_read(more: dict[str, Any]) -> None:
+    answer, generates = ask(READ, stream=True, return_progress=True, **more)
+    assert generates.asked[0].tells_reading
+    chunks = chunks_of(answer)
+    assert [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk] == [
+        {"total": 6, "cache": 2, "processed": 3, "time_ms": 250.0}
+    ]
+    assert chunks[0]["choices"][0]["delta"] == {}
+    assert ("timings" in chunks[0]) == ("timings_per_token" in more)
+    texts = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(filter(None, texts)) == "Hello"
+    assert not ask(Script.of("Hello"), stream=True)[1].asked[0].tells_reading
+    whole, generates = ask(READ, return_progress=True)
+    assert (message_of(whole)["content"], generates.asked[0].tells_reading) == ("Hello", False)
 
 
 def test_a_stream_is_pinged_as_its_request_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,7 +663,7 @@ def test_token_ids_are_shown_where_they_are_asked_for() -> None:
         ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", [2**40]), ("stop_token_ids", [0] * 1025),
         ("logit_bias", {"": 1}), ("logit_bias", {"12345678901": 1}), ("logit_bias", {"-5": 1}), ("logit_bias", {"4096": 1}),
         ("samplers", ["frobnicate"]), ("samplers", ["top_k", "top-k"]), ("samplers", ["infill"]), ("samplers", "kz"),
-        ("samplers", 5), ("n_indent", 4), ("t_max_predict_ms", 5), ("adaptive_target", 1.5), ("return_progress", True),
+        ("samplers", 5), ("n_indent", 4), ("t_max_predict_ms", 5), ("adaptive_target", 1.5), ("return_progress", 5),
         ("verbose", True), ("grammar_lazy", True), ("grammar_triggers", [{}]), ("logprob_token_ids", [1]),
         ("repetition_detection", {}),
         ("watermarking", True), ("length_penalty", 0.5), ("return_prompt_text", True), ("reasoning_control", True),

@@ -23,6 +23,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.ports import Reading
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.vocabulary import TokenizerParts
@@ -332,6 +333,24 @@ def test_infill_is_what_llama_server_answers() -> None:
     streamed, _ = ask(Script.of("mid", "dle"), fakes, "/infill", stream=True, **fields)
     pieces = [json.loads(frame.removeprefix("data: ")) for frame in streamed.text.removesuffix("\n\n").split("\n\n")]
     assert [(piece["content"], piece["stop"]) for piece in pieces] == [("mid", False), ("dle", False), ("", True)]
+
+
+def test_a_stream_tells_how_far_the_prompt_is_read() -> None:
+    script = Script([[], *Script.of("mid", "dle").steps], cached_tokens=1, reading=Reading(2, 0.5))
+    expected = {"total": 4, "cache": 1, "processed": 2, "time_ms": 500.0}
+    answer, generates = ask(script, prompt="Once", stream=True, return_progress=True)
+    assert generates.asked[0].tells_reading
+    chunks = chunks_of(answer)
+    assert [chunk.get("prompt_progress") for chunk in chunks] == [expected, *[None] * (len(chunks) - 1)]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "middle"
+    native, _ = ask(script, path="/completion", prompt=["Once", "Once"], stream=True, return_progress=True)
+    pieces = native_pieces(native)
+    told = {piece["index"]: piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece}
+    assert told == {0: expected, 1: expected}
+    assert all(piece["content"] == "" for piece in pieces if "prompt_progress" in piece)
+    assert "".join(piece["content"] for piece in pieces if piece["index"] == 1) == "middle"
+    assert not ask(script, path="/completion", prompt="Once", return_progress=True)[1].asked[0].tells_reading
+    refused("return_progress", prompt="Once", stream=True, return_progress=True, echo=True)
 
 
 def test_timings_are_those_of_one_prompt() -> None:

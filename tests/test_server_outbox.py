@@ -123,6 +123,31 @@ def test_nobody_waits_longer_than_the_longest_hold(streams: int) -> None:
     assert texts(outbox.take()) == {0: ["1,"]}
 
 
+def test_how_far_a_prompt_is_read_is_told_to_who_asked_until_there_are_words() -> None:
+    outbox, engine, clock = opened(17)
+    outbox.open("20", tells_reading=True)
+    clock.now = 106.5
+    for number in (3, 20):
+        engine.put(number, [0])
+    metrics = RequestMetrics(5.0, 100.0, None, None, 16, 48)
+    engine._now["20"] = engine._now["20"]._replace(metrics=metrics)
+    told = outbox.take()
+    assert told is not None
+    (output,) = told
+    assert isinstance(output, Output)
+    assert (output.request_id, output.pieces, output.num_cached_tokens, output.reading) == (20, [], 16, (48, 6.5))
+    engine.put(20, [1])
+    engine._now["20"] = engine._now["20"]._replace(metrics=metrics._replace(first_scheduled=None))
+    (output,) = outbox.take(everything=True) or ()
+    assert isinstance(output, Output)
+    assert (texts([output]), output.reading) == ({20: ["0,"]}, None)
+    engine.put(20, [1])
+    assert outbox.take(everything=True) == []  # a step without news, of words that have begun
+    waiting = Output(20, [], False, 0, reading=(16, 0.5))
+    assert joined(waiting, Output(20, [], False, 0, reading=(32, 1.0))).reading == (32, 1.0)
+    assert joined(waiting, output).reading is None
+
+
 def test_what_was_dropped_is_not_told() -> None:
     outbox, engine, clock = opened(17)
     engine.put(5, [1])

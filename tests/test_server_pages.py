@@ -27,7 +27,7 @@ from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.metrics import Metrics
-from nanovllm_cli.server.ports import EngineState
+from nanovllm_cli.server.ports import EngineState, Reading
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text.tool_calls import ToolCallDelta as CallDelta
 from otlp_collector import Collected, otlp_collector
@@ -173,6 +173,20 @@ def test_an_answer_grows_as_it_comes(opening: Open, served: Served) -> None:
     assert chat.evaluate("document.activeElement.id") == "input"
     (asked,) = served.generates.asked
     assert list(asked.messages) == [{"role": "user", "content": "Count to two"}]
+    chat.is_clean()
+
+
+def test_a_long_prompt_is_seen_to_be_read(opening: Open, served: Served) -> None:
+    script = Script([[], *Script.of("Read").steps], reading=Reading(1200, 3.0), waits=served.held, waits_at=1)
+    served.answers(script)
+    chat = opening()
+    chat.send("x" * 5000)
+    chat.shows(".assistant .reading", "Reading the prompt: 1,200 of 5,004 tokens")
+    served.release()
+    chat.finished()
+    assert chat.inner_text(".assistant .content") == "Read"
+    assert not chat.is_visible(".assistant .reading")
+    assert served.generates.asked[0].tells_reading
     chat.is_clean()
 
 

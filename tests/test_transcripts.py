@@ -243,7 +243,13 @@ class Engine(FakeEngine):
         self.prompts: list[tuple[Sequence[int], SamplingParams]] = []
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tells_reading: bool = False,
     ) -> EngineStream:
         self.prompts.append((prompt_ids, params))
         stream = EngineStream(lambda: None)

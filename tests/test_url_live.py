@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -18,6 +19,10 @@ import pytest
 
 from forked import Forked, run
 from live_server import LiveServer, live_server
+from nanovllm_cli.cli.question import new_question
+from nanovllm_cli.cli.remote import RemoteAnswerer
+from nanovllm_cli.client.endpoint import Endpoint
+from nanovllm_cli.client.http import Server
 from test_cli_driver import environment
 
 
@@ -79,6 +84,20 @@ def _as_told(entry: dict[str, Any]) -> dict[str, Any]:
 def test_text_is_the_same(server: LiveServer) -> None:
     here, there = here_and_there(server, "run", "-q", "--no-save", "--raw", "tiny", "Once upon", "-n", "30", "-s", "5")
     assert (here, len(here) > 20) == (there, True)
+
+
+def test_how_far_a_long_prompt_is_read_is_known_before_it_is_answered(server: LiveServer) -> None:
+    endpoint = Endpoint(Server.at(server.url))
+    (model,) = asyncio.run(endpoint.models())
+    assert model.tells_reading
+    answerer = RemoteAnswerer(endpoint, model.id, raw=True, tells_reading=model.tells_reading)
+    answering = answerer.ask(new_question("word " * 900, chats=False, system=None), {"max_tokens": 2})
+    told = [(answering.num_read, answering.prompt_len) for _ in answering if not answering.began]
+    answering.close()
+    counts = [count for count, total in told if total is not None and 0 < count < total]
+    assert counts, "at least between the first step and the last"
+    assert counts == sorted(counts)
+    assert answering.result.usage.prompt_tokens == max(total or 0 for _, total in told)
 
 
 def test_a_conversation_is_the_same(server: LiveServer) -> None:

@@ -82,6 +82,7 @@ class RemoteModel(Model):
             for_template(system, messages),
             self.settings.given,
             template_kwargs={**thinking_variables(thinks), **self.settings.kwargs},
+            tells_reading=self._served is not None and self._served.tells_reading,
         )
         return Reply(RemoteAnswering(self._endpoint, CHAT, body))
 

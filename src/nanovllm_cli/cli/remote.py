@@ -83,6 +83,14 @@ class RemoteAnswering(Answering):
         return self._end is not None
 
     @property
+    def prompt_len(self) -> int | None:
+        return self._stream.prompt_tokens
+
+    @property
+    def num_read(self) -> int:
+        return self._stream.read_tokens or 0
+
+    @property
     def result(self) -> Result:
         return _result(self.answers, self._stream)
 
@@ -121,12 +129,13 @@ class RemoteAnswering(Answering):
 
 @dataclass(frozen=True, slots=True)
 class RemoteAnswerer:
-    """A server's model. raw: prompts as they are, without the server's chat template."""
+    """A server's model. raw: prompts as they are, without the server's chat template. tells_reading: see ServedModel."""
 
     endpoint: Endpoint
     name: str
     raw: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tells_reading: bool = False
 
     @property
     def chats(self) -> bool:
@@ -148,7 +157,7 @@ class RemoteAnswerer:
         return settled(given)
 
     def ask(self, question: Question, given: Given) -> Answering:
-        return RemoteAnswering(self.endpoint, *self._request(question, given))
+        return RemoteAnswering(self.endpoint, *self._request(question, given, tells_reading=self.tells_reading))
 
     def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
         steps = interruptible(self._all(questions))
@@ -163,14 +172,15 @@ class RemoteAnswerer:
     def close(self) -> None:
         """Connections are closed with what was asked over them."""
 
-    def _request(self, question: Question, given: Given) -> tuple[str, dict[str, Any]]:
+    def _request(self, question: Question, given: Given, *, tells_reading: bool = False) -> tuple[str, dict[str, Any]]:
         if given.get("prompt_logprobs") is not None:
             raise UnsupportedError("prompt_logprobs are not read from a server", "leave them out")
         if question.messages is None:
-            return TEXT, text_body(self.name, question.text, given)
+            return TEXT, text_body(self.name, question.text, given, tells_reading=tells_reading)
         if self.raw:
             raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw out")
-        return CHAT, chat_body(self.name, question.messages, given, template_kwargs=self.template_kwargs)
+        kwargs = self.template_kwargs
+        return CHAT, chat_body(self.name, question.messages, given, template_kwargs=kwargs, tells_reading=tells_reading)
 
     async def _all(
         self, questions: Iterable[tuple[int, Question, Given]]

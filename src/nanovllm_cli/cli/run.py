@@ -162,13 +162,14 @@ def _remote(
 
     if prompt.raw:
         refuse_template_options("--raw leaves the chat template out", prompt.system_prompt, prompt.think, kwargs)
-    name, spoken = model.model, words
+    name, spoken, tells_reading = model.model, words, False
     if name is None:
         served = waited_for(endpoint.models())
         name, spoken = named_by_word(served, words)
         name = name or only_model(served)
+        tells_reading = any(each.tells_reading for each in served if each.id == name)
     thinks = None if prompt.think is None else prompt.think == "on"
-    answerer = RemoteAnswerer(endpoint, name, prompt.raw, {**thinking_variables(thinks), **kwargs})
+    answerer = RemoteAnswerer(endpoint, name, prompt.raw, {**thinking_variables(thinks), **kwargs}, tells_reading)
     return lambda: answerer, spoken
 
 

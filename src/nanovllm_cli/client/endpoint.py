@@ -35,6 +35,7 @@ MAX_MODELS_BYTES = 4 << 20
 KEY_HINT = "give the key by NANOVLLM_API_KEY or OPENAI_API_KEY, or by --api-key"
 RUNNING_HINT = "is it running? nanovllm serve MODEL starts one; --url says where it is"
 _BUSY = (429, 503)
+_TELL_READING = ("nanovllm", "llamacpp")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # by OpenSSL's version
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error")
 _TOO_LONG_WORDS = ("maximum context length", "context length exceeded", "exceeds the available context")
@@ -45,11 +46,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel(NamedTuple):
-    """context_len: tokens of prompt and answer together, where the server says. is_adapter: of another one that it has."""
+    """context_len: tokens of prompt and answer together, where the server says. is_adapter: of another one that it has.
+    tells_reading: whether its server is one that can tell how far a prompt is read."""
 
     id: str
     context_len: int | None
     is_adapter: bool = False
+    tells_reading: bool = False
 
 
 def checked_key(key: str | None) -> str | None:
@@ -202,7 +205,7 @@ def _model(entry: Any) -> ServedModel:
     meta = entry.get("meta")
     known = [entry.get("max_model_len"), meta.get("n_ctx_train") if isinstance(meta, dict) else None]
     context_len = next((count for value in known if (count := token_count(value))), None)
-    return ServedModel(name, context_len, isinstance(entry.get("parent"), str))
+    return ServedModel(name, context_len, isinstance(entry.get("parent"), str), entry.get("owned_by") in _TELL_READING)
 
 
 def _seconds_to_wait(status: int, headers: Mapping[str, str], attempt: int) -> float | None:

@@ -1,7 +1,8 @@
 """What is asked of an OpenAI-compatible server, and what its streamed answers say.
 
 Requests carry what was asked for and nothing else: a server's own defaults count, and servers differ in what they take. Names
-are OpenAI's, vLLM's where OpenAI has none. Answers are untrusted: what has no meaning is passed over,
+are OpenAI's, vLLM's where OpenAI has none. How far a prompt is read is asked of servers that are known to tell (llama-server's
+return_progress). Answers are untrusted: what has no meaning is passed over,
 and what is missing is None.
 """
 
@@ -30,10 +31,11 @@ def chat_body(
     given: Given,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    tells_reading: bool = False,
 ) -> dict[str, Any]:
-    """A conversation whose last message is to be answered; or, where that is an answer, to be gone on with. Raises
-    UnsupportedError."""
-    body = {"model": model, "messages": list(messages), **_fields(given)}
+    """A conversation whose last message is to be answered; or, where that is an answer, to be gone on with. tells_reading: its
+    server can tell how far the prompt is read. Raises UnsupportedError."""
+    body = {"model": model, "messages": list(messages), **_fields(given, tells_reading)}
     if given.get("reasoning_budget", -1) >= 0:
         body["reasoning_budget"] = given["reasoning_budget"]
     if body.get("logprobs") is not None:
@@ -45,16 +47,18 @@ def chat_body(
     return body
 
 
-def text_body(model: str, prompt: str, given: Given) -> dict[str, Any]:
+def text_body(model: str, prompt: str, given: Given, *, tells_reading: bool = False) -> dict[str, Any]:
     """A text that is to be gone on with. Where no length is given it goes as far as the context does: null, because the default
     of most servers is 16. Raises UsageError and UnsupportedError."""
     if given.get("reasoning_budget", -1) >= 0:
         raise UsageError("a budget for reasoning has no meaning in plain text")
-    return {"model": model, "prompt": prompt, "max_tokens": None, **_fields(given)}
+    return {"model": model, "prompt": prompt, "max_tokens": None, **_fields(given, tells_reading)}
 
 
-def _fields(given: Given) -> dict[str, Any]:
+def _fields(given: Given, tells_reading: bool) -> dict[str, Any]:
     body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    if tells_reading:
+        body["return_progress"] = True
     for name, value in given.items():
         if name == "constraint":
             body |= _form(value)
@@ -115,13 +119,14 @@ class Timings(NamedTuple):
 
 class AnswerStream:
     """Makes deltas of events. prompt_tokens, cached_tokens, answer_tokens: what the server's `usage` has said last; timings:
-    likewise, from the servers that say them."""
+    likewise, from the servers that say them. read_tokens: of the prompt, by the last one that told how far it is read."""
 
     def __init__(self) -> None:
         self.timings: Timings | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.answer_tokens: int | None = None
+        self.read_tokens: int | None = None
         self.done = False
         self._ended: set[int] = set()
 
@@ -136,6 +141,7 @@ class AnswerStream:
             return []
         chunk = event_object(data)
         self._read_usage(chunk.get("usage"))
+        self._read_progress(chunk.get("prompt_progress"))
         self.timings = _timings(chunk.get("timings")) or self.timings
         choices = chunk.get("choices")
         return [_delta(each) for each in (choices if isinstance(choices, list) else ()) if self._is_choice(each)]
@@ -157,6 +163,11 @@ class AnswerStream:
             details = usage.get("prompt_tokens_details")
             if isinstance(details, dict):
                 self.cached_tokens = token_count(details.get("cached_tokens"), self.cached_tokens)
+
+    def _read_progress(self, progress: Any) -> None:
+        if isinstance(progress, dict) and (total := token_count(progress.get("total"))) is not None:
+            self.prompt_tokens = total
+            self.read_tokens = token_count(progress.get("processed"), self.read_tokens)
 
 
 def _timings(value: Any) -> Timings | None:

@@ -207,7 +207,13 @@ class EngineClient:
     # ---- requests ----
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tells_reading: bool = False,
     ) -> EngineStream:
         link = self._checked_link()
         images = list(prompt_ids.images) if isinstance(prompt_ids, TokenIds) else []
@@ -218,7 +224,7 @@ class EngineClient:
         stream = EngineStream(lambda: self._abort(request_id), image_bytes)
         self._note_arrival()
         self._streams[request_id] = stream
-        link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt, images))
+        link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt, images, tells_reading))
         return stream
 
     async def embed(

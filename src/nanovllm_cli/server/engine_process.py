@@ -176,6 +176,7 @@ class Loop:
             self._outbox.drop(request_id)
             return
         try:
+            tells_reading = False
             if isinstance(message, Embed):
                 self._engine.embed(
                     request_id, message.prompt_ids, message.pooling, priority=message.priority, lora=message.lora
@@ -184,7 +185,8 @@ class Loop:
                 salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
                 prompt = TokenIds(message.prompt_ids, message.images)
                 self._engine.add(request_id, prompt, message.params, priority=message.priority, cache_salt=salt)
-            self._outbox.open(request_id)
+                tells_reading = message.tells_reading
+            self._outbox.open(request_id, tells_reading=tells_reading)
         except NanovllmError as error:
             self._channel.send(Refused(message.request_id, type(error).__name__, error.message, error.hint))
 

@@ -33,6 +33,7 @@ from nanovllm_cli.server.ports import (
     ConstraintPool,
     Event,
     FinishReason,
+    Reading,
     ServedModel,
     Stream,
     TextAsked,
@@ -178,7 +179,8 @@ class Generator:
             params = _within(asked.most_tokens, len(prompt_ids), params, param)
         if params.constraint is not None:
             await self._check(params.constraint, tools)
-        stream = model.engine.generate(prompt_ids, params, priority=asked.priority, cache_salt=_salt(asked, caller))
+        salt, tells = _salt(asked, caller), asked.tells_reading
+        stream = model.engine.generate(prompt_ids, params, priority=asked.priority, cache_salt=salt, tells_reading=tells)
         watch = self._observer.accepted(model.id, operation, len(prompt_ids), params, caller)
         # A copy, without the images: they need not wait for the end of the answer.
         return LiveGeneration(model, list(prompt_ids), stream, parsers, watch)
@@ -205,6 +207,7 @@ class LiveGeneration:
         self.model = model
         self.prompt_ids = prompt_ids
         self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+        self.reading: Reading | None = None
         self._stream = stream
         self._parsers = parsers
         self._watch: Watch | None = watch
@@ -232,6 +235,10 @@ class LiveGeneration:
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
         try:
             async for output in self._stream:
+                if output.reading is not None:
+                    self.reading, self._counts.cached = Reading(*output.reading), output.num_cached_tokens
+                    yield []
+                    continue
                 if self._watch is not None:
                     self._watch.output(output)
                 # What was drawn before a failure is told first, whether it was heard together with it or not.

@@ -41,7 +41,7 @@ class Start(Message):
 
 
 class Generate(Message):
-    """Ids below are the server's, and never used twice."""
+    """Ids below are the server's, and never used twice. tells_reading: outputs tell how far the prompt is read."""
 
     request_id: int
     prompt_ids: list[int]
@@ -49,6 +49,7 @@ class Generate(Message):
     priority: int = 0
     cache_salt: str | None = None
     images: list[PlacedImage] = []
+    tells_reading: bool = False
 
 
 class Embed(Message):
@@ -143,6 +144,7 @@ class Output(Message):
     """What a request got in a step. finished: nothing follows. num_preemptions, the guesses and the times are so far.
 
     times: seconds from arrival in the engine to when its prompt first ran, to its first token, to its end; None until then.
+    reading: of a prompt that is being read, without pieces: tokens so far, cached ones included, and seconds since it first ran.
     """
 
     request_id: int
@@ -154,6 +156,7 @@ class Output(Message):
     num_held_tokens: int = 0
     times: tuple[float | None, float | None, float | None] = (None, None, None)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    reading: tuple[int, float] | None = None
 
 
 class Step(Message):

@@ -92,6 +92,14 @@ def timings_fields(generation: Generation, *, draws: bool = True) -> dict[str, A
     return {"timings": answer}
 
 
+def reading_fields(generation: Generation) -> dict[str, Any]:
+    """How far a prompt is read, as llama-server has it: `processed` tokens of `total`, of which `cache` were there already."""
+    assert generation.reading is not None
+    usage, (count, seconds) = generation.usage, generation.reading
+    told = {"total": usage.prompt_tokens, "cache": usage.cached_tokens, "processed": count, "time_ms": seconds * 1000}
+    return {"prompt_progress": told}
+
+
 def _paced(name: str, count: int, seconds: float) -> dict[str, Any]:
     return {
         f"{name}_n": count,
@@ -117,11 +125,11 @@ class Style:
     timings_everywhere: bool = False
     token_ids: bool = False
 
-    def tail(self, generation: Generation, *, is_last: bool = False) -> bytes:
-        """The end of a frame, behind its choices. is_last: of this generation."""
-        timings = b""
+    def tail(self, generation: Generation, *, is_last: bool = False, is_reading: bool = False) -> bytes:
+        """The end of a frame, behind its choices. is_last: of this generation. is_reading: it tells of the prompt alone."""
+        timings = b"," + encode(reading_fields(generation))[1:-1] if is_reading else b""
         if self.timings_everywhere or (is_last and not self.usage):
-            timings = b"," + encode(timings_fields(generation))[1:-1]
+            timings += b"," + encode(timings_fields(generation))[1:-1]
         if self.usage_everywhere:
             return b',"usage":' + encode(usage_fields(generation.usage)) + timings + b"}\n\n"
         return (b',"usage":null' if self.usage else b"") + timings + b"}\n\n"
@@ -150,7 +158,9 @@ class ChatFrames:
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
-        tail = self._style.tail(self._generation)
+        tail = self._style.tail(self._generation, is_reading=not events)
+        if not events:
+            return self._start + b'0,"delta":{},"logprobs":null,"finish_reason":null}]' + tail
         for event in events:
             start = self._start + b"%d" % event.index
             if event.index not in self._counts:

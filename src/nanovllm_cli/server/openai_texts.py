@@ -61,6 +61,9 @@ class TextFrames:
         self._num_ended = 0
 
     def frames(self, events: Sequence[Event]) -> bytes:
+        if not events:
+            tail = self._style.tail(self._generation, is_reading=True)
+            return self._start + b'%d,"text":"","logprobs":null,"finish_reason":null}]%b' % (self._base, tail)
         out: list[bytes] = []
         for event in events if self._style.draws else map(_without_token, events):
             if event.index not in self._counts and (self._style.echo or self._style.token_ids):

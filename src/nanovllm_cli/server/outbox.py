@@ -38,8 +38,9 @@ class Outbox:
         self._told: dict[str, _Told] = {}
         self._emptied = clock()
 
-    def open(self, request_id: str) -> None:
-        self._told[request_id] = _Told()
+    def open(self, request_id: str, *, tells_reading: bool = False) -> None:
+        """tells_reading: whether somebody wants to hear how far its prompt is read."""
+        self._told[request_id] = _Told(tells_reading)
 
     def drop(self, request_id: str) -> None:
         self._told.pop(request_id, None)
@@ -65,7 +66,8 @@ class Outbox:
         if output.pooled is not None:
             return Embedded(int(output.request_id), array("f", output.pooled).tobytes())
         pieces = [piece for answer in output.outputs if (piece := told.news(answer)) is not None]
-        if not pieces:
+        reading = None if pieces or not told.tells_reading else self._reading(output.metrics)
+        if not pieces and reading is None:
             return None
         prompt_logprobs = None
         if output.prompt_logprobs is not None and not told.has_prompt_logprobs:
@@ -81,15 +83,22 @@ class Outbox:
             output.metrics.num_held_tokens,
             _times(output.metrics),
             prompt_logprobs,
+            reading,
         )
+
+    def _reading(self, metrics: RequestMetrics) -> tuple[int, float] | None:
+        if metrics.first_scheduled is None:
+            return None
+        return metrics.num_computed_prompt_tokens, self._clock() - metrics.first_scheduled
 
 
 class _Told:
     """What has been told of a request. ended: answers whose end has."""
 
-    __slots__ = ("ended", "has_prompt_logprobs", "has_words")
+    __slots__ = ("ended", "has_prompt_logprobs", "has_words", "tells_reading")
 
-    def __init__(self) -> None:
+    def __init__(self, tells_reading: bool) -> None:
+        self.tells_reading = tells_reading
         self.ended: set[int] = set()
         self.has_words = False
         self.has_prompt_logprobs = False
@@ -97,7 +106,7 @@ class _Told:
     def news(self, answer: CompletionOutput) -> Piece | None:
         if answer.index in self.ended or not (answer.delta_ids or answer.delta_text or answer.finish_reason):
             return None
-        self.has_words = True
+        self.has_words, self.tells_reading = True, False
         if answer.finish_reason is not None:
             self.ended.add(answer.index)
         logprobs = answer.delta_logprobs

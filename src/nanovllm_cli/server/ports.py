@@ -70,9 +70,15 @@ class EnginePort(Protocol):
     def stats(self) -> EngineStats | None: ...
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tells_reading: bool = False,
     ) -> Stream:
-        """Raises ApiError 503 where it cannot take requests now."""
+        """tells_reading: see ChatAsked. Raises ApiError 503 where it cannot take requests now."""
 
     async def embed(
         self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
@@ -251,6 +257,7 @@ class ChatAsked:
     that is to be less than the model can. begins: tokens that the answer is given to begin with, and that are no part of it.
     param: what the conversation is called in its client's request, for errors. image_paths: where the images of its messages are
     in that request, in their order; empty where that is their place in `messages`. sound_path: the same of its only sound.
+    tells_reading: steps that only read the prompt are told, too: without events, by `Generation.reading`.
     """
 
     messages: Sequence[Message]
@@ -273,11 +280,12 @@ class ChatAsked:
     param: str = "messages"
     image_paths: Sequence[str] = ()
     sound_path: str | None = None
+    tells_reading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TextAsked:
-    """A text to go on with. prompt: text or token ids. most_tokens: see ChatAsked."""
+    """A text to go on with. prompt: text or token ids. most_tokens, tells_reading: see ChatAsked."""
 
     prompt: str | Sequence[int]
     params: SamplingParams
@@ -285,6 +293,7 @@ class TextAsked:
     priority: int = 0
     cache_salt: str | None = None
     most_tokens: int | None = None
+    tells_reading: bool = False
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -328,6 +337,13 @@ class Timings(NamedTuple):
     num_held: int = 0
 
 
+class Reading(NamedTuple):
+    """How far a prompt is read: tokens, those from the cache included, and seconds since it first ran."""
+
+    num_tokens: int
+    seconds: float
+
+
 class Generation(Protocol):
     """Answers on their way. Iterate over it, then read `usage` and `timings`; close it in any case, which aborts what is
     unfinished. Iterating raises ApiError where an answer fails."""
@@ -347,8 +363,12 @@ class Generation(Protocol):
     @property
     def timings(self) -> Timings: ...
 
+    @property
+    def reading(self) -> Reading | None:
+        """Of the prompt so far, where that is told."""
+
     def __aiter__(self) -> AsyncIterator[list[Event]]:
-        """The events of a step, together."""
+        """The events of a step, together; none of a step that only read the prompt."""
 
     async def cut(self) -> None:
         """Closes it where its client's own rules say that enough is there: what is unfinished has stopped."""

@@ -113,6 +113,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         splits_reasoning=body.reasoning_format != "none",
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        tells_reading=bool(body.stream and body.return_progress),
     )
 
 

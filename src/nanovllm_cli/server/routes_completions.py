@@ -69,6 +69,8 @@ def _check(body: CompletionRequest) -> None:
             raise invalid_value("best_of does not go with stream", "best_of")
         if body.best_of < (body.n or 1):
             raise invalid_value("best_of must be at least n", "best_of")
+    if body.return_progress and body.echo:
+        raise invalid_value("return_progress does not go with echo", "return_progress")
     if body.suffix and body.echo:
         raise invalid_value("echo does not go with suffix", "suffix")
     if body.prompt_logprobs is not None and body.stream:
@@ -128,7 +130,8 @@ async def _generations(
         begun: list[Begun] = []
         for prompt in several_texts(body.prompt):
             text = await _with_suffix(model, prompt, body.suffix)
-            asked = TextAsked(text, params, form, body.priority or 0, body.cache_salt)
+            tells = bool(body.stream and body.return_progress)
+            asked = TextAsked(text, params, form, body.priority or 0, body.cache_salt, tells_reading=tells)
             generation = await stack.enter_async_context(context.generation(model, asked, exchange))
             begun.append(Begun(prompt, params, generation))
             check_prompt_logprobs(sum(len(each.generation.prompt_ids) for each in begun), params)

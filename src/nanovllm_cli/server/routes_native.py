@@ -23,7 +23,7 @@ from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.logprobs import TextTokens, native_form
 from nanovllm_cli.server.merging import merged
-from nanovllm_cli.server.openai_answers import timings_fields
+from nanovllm_cli.server.openai_answers import reading_fields, timings_fields
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routes_completions import MAX_ANSWERS
@@ -88,7 +88,9 @@ async def _frames(context: ServerContext, body: NativeRequest, exchange: Exchang
 async def _told(begun: _Begun) -> AsyncGenerator[bytes, None]:
     """The frames of one prompt."""
     async with contextlib.aclosing(begun.steps()) as steps:
-        async for _ in steps:
+        async for has_events in steps:
+            if not has_events:
+                yield data_frame({**begun.progress[0].piece(begun.generation), **reading_fields(begun.generation)})
             for progress in begun.progress:
                 if progress.has_news:
                     yield data_frame(progress.piece(begun.generation))
@@ -108,7 +110,8 @@ async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange
         form = await checked_form(body, context)
         begun: list[_Begun] = []
         for prompt in await asyncio.to_thread(_prompts, model, body):
-            asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
+            tells = bool(body.stream and body.return_progress)
+            asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt, tells_reading=tells)
             generation = await stack.enter_async_context(context.generation(model, asked, exchange))
             base = len(begun) * count
             progress = [_Progress(body, params, TextTokens(model.tokenizer, params), base + index) for index in range(count)]
@@ -158,12 +161,12 @@ class _Begun:
     generation: Generation
     progress: Sequence[_Progress]
 
-    async def steps(self) -> AsyncGenerator[None, None]:
-        """Until all have ended, or are long enough."""
+    async def steps(self) -> AsyncGenerator[bool, None]:
+        """Until all have ended, or are long enough: whether one had events, or only read the prompt."""
         async for events in self.generation:
             for event in events:
                 self.progress[event.index].take(event)
-            yield
+            yield bool(events)
             if all(each.is_over for each in self.progress):
                 break
         await self.generation.cut()  # others may go on

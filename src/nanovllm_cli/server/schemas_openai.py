@@ -150,13 +150,15 @@ class StreamOptions(StrictModel):
 
 class StreamFields(StrictModel):
     """return_token_ids: shows the ids of prompt and answer (vLLM's). llama-server's are timings_per_token: a stream's timings on
-    every chunk; sse_ping_interval: seconds of silence before a stream is pinged."""
+    every chunk; return_progress: a stream tells how far the prompt is read; sse_ping_interval: seconds of silence before a
+    stream is pinged."""
 
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     sse_ping_interval: PingInterval = None
     return_tokens_as_token_ids: Literal[False] | None = None
 
@@ -255,7 +257,7 @@ class InputFile(TypedDict, total=False):
 class NativeRequest(SamplingFields):
     """What llama-server's own endpoints take. t_max_predict_ms: ends the answer at the end of a line, once it took so long.
     n_indent: ends it at a line, not the first, that is indented by fewer blanks. response_fields: what of the answer is wanted;
-    `timings/prompt_n` is that of `timings`."""
+    `timings/prompt_n` is that of `timings`. return_progress: see StreamFields."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -269,6 +271,7 @@ class NativeRequest(SamplingFields):
     n_indent: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     return_tokens: bool | None = None
     response_fields: Annotated[list[ShortText], FIRST_ERROR] | None = Field(default=None, max_length=256)
+    return_progress: bool | None = None
     sse_ping_interval: PingInterval = None
     reasoning_budget_tokens: Literal[-1] | None = None
     image_data: Unsupported = None

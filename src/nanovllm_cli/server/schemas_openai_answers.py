@@ -23,6 +23,15 @@ class UsageAnswer(BaseModel):
     completion_tokens_details: ReasoningTokens
 
 
+class PromptProgress(BaseModel):
+    """Of a prompt's tokens so far: total, cache (were there already) and processed (those included); since it first ran."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
 class Timings(BaseModel):
     """In the engine, its queue not counted. cache_n: tokens of the prompt that were there already, and are not among prompt_n.
     draft_n: tokens guessed ahead, where there were any."""
@@ -211,7 +220,8 @@ class NativeProbability(NativeAlternative):
 
 class NativeAnswer(BaseModel):
     """tokens: their ids, in a stream and where they were asked for. stop_type: what ended it; none while a stream goes on.
-    completion_probabilities: with n_probs, of each token. prompt and generation_settings: at the end of an answer."""
+    completion_probabilities: with n_probs, of each token. prompt_progress: in a stream, ahead of the first token. prompt and
+    generation_settings: at the end of an answer."""
 
     index: int
     content: str
@@ -226,6 +236,7 @@ class NativeAnswer(BaseModel):
     stopping_word: str
     completion_probabilities: list[NativeProbability] | None = None
     timings: Timings
+    prompt_progress: PromptProgress | None = None
     prompt: str | None = None
     generation_settings: dict[str, Any] | None = None
 

@@ -217,7 +217,6 @@ class SamplingFields(StrictModel):
     t_max_predict_ms: int | None = Field(default=None, ge=-1, le=0)
     n_probs: int | None = Field(default=None, ge=0, le=0)
     post_sampling_probs: Literal[False] | None = None
-    return_progress: Literal[False] | None = None
     verbose: Literal[False] | None = None
     grammar_lazy: Literal[False] | None = None
     grammar_triggers: Unsupported = None

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from nanovllm_cli.server.schemas_openai_answers import ChatLogprobs, TextLogprobs, Timings, UsageAnswer
+from nanovllm_cli.server.schemas_openai_answers import ChatLogprobs, PromptProgress, TextLogprobs, Timings, UsageAnswer
 
 
 class Chunk(BaseModel):
     """usage: on the last one, whose choices are empty, where it was asked for; on all where that was. timings: likewise, but
-    always on the last one."""
+    always on the last one. prompt_progress: on those that tell of nothing else."""
 
     id: str
     created: int
@@ -19,6 +19,7 @@ class Chunk(BaseModel):
     system_fingerprint: str
     usage: UsageAnswer | None = None
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class Ends(BaseModel):

@@ -213,6 +213,7 @@ function answerView(message) {
   const thoughts = el("div", { className: "markdown" });
   const summary = el("summary", {});
   const thinking = el("details", { className: "thinking" }, summary, thoughts);
+  const reading = el("p", { className: "reading" });
   const content = el("div", { className: "markdown content" });
   const calls = el("div", { className: "calls" });
   const problem = el("p", { className: "problem", role: "alert" });
@@ -220,7 +221,7 @@ function answerView(message) {
   const copy = copyButton(() => message.content);
   const stats = el("span", { className: "stats" });
   const actions = el("div", { className: "actions" }, again, copy, stats);
-  const node = el("article", { className: "message assistant", "aria-label": "Answer" }, thinking, content, calls, problem, actions);
+  const node = el("article", { className: "message assistant", "aria-label": "Answer" }, thinking, reading, content, calls, problem, actions);
   let touched = false;
   let shownCalls = "";
   summary.addEventListener("click", () => (touched = true));
@@ -235,6 +236,8 @@ function answerView(message) {
       if (!touched) thinking.open = stillThinking;
       showMarkdown(thoughts, message.reasoning);
     }
+    reading.textContent = busy ? (message.reading ?? "") : "";
+    reading.hidden = !reading.textContent;
     showMarkdown(content, message.content);
     content.classList.toggle("waiting", busy && !message.content && !message.reasoning && !message.calls.length);
     const wanted = JSON.stringify([message.calls, busy]);

@@ -70,6 +70,7 @@ function requestOf(conversation, settings) {
     messages: wireMessages(conversation.messages, settings.system),
     stream: true,
     stream_options: { include_usage: true },
+    return_progress: true,
   };
   if (settings.model) request.model = settings.model;
   for (const { name } of NUMBERS) if (settings[name] !== "") request[name] = Number(settings[name]);
@@ -95,11 +96,15 @@ async function streamAnswer(request, answer, signal, changed) {
     const event = JSON.parse(data);
     if (event.error) throw new Error(event.error.message);
     usage = event.usage ?? usage;
+    if (event.prompt_progress) answer.reading = readingOf(event.prompt_progress);
     const choice = event.choices?.[0];
     if (!choice) continue;
     finish = choice.finish_reason ?? finish;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta ?? {};
-    if (content || reasoning || calls) first ??= seconds();
+    if (content || reasoning || calls) {
+      first ??= seconds();
+      delete answer.reading;
+    }
     if (reasoning) answer.reasoning += reasoning;
     if (content || calls) {
       if (answer.reasoning && answer.thought === null) answer.thought = seconds();
@@ -110,6 +115,11 @@ async function streamAnswer(request, answer, signal, changed) {
   }
   if (finish === null) throw new Error("The answer broke off.");
   if (usage) answer.stats = statsOf(usage, first, seconds(), finish);
+}
+
+/** How far the prompt is read, where there is more to come. */
+function readingOf({ processed, total }) {
+  return processed < total ? `Reading the prompt: ${processed.toLocaleString()} of ${total.toLocaleString()} tokens` : "";
 }
 
 function takeCall(calls, piece) {
