@@ -380,7 +380,6 @@ UNUSED = {
     ("flags", "says"),
     [
         ("--samplers top_k;frobnicate", "--samplers: 'frobnicate' is none of penalties, dry, temperature, "),
-        ("--samplers top_k;top-k", "--samplers: 'top_k' comes twice"),
         ("--sampler-seq kz", "--samplers: 'z' is none of edtsmkypxa"),
         ("--samplers top_k --sampler-seq k", "--samplers and --sampler-seq cannot be used together"),
         ("--mirostat 3", "--mirostat must be a whole number from 0 to 2, not 3"),

@@ -662,7 +662,7 @@ def test_token_ids_are_shown_where_they_are_asked_for() -> None:
         ("max_completion_tokens", 0), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 65), ("stop", ["x" * 1025]),
         ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", [2**40]), ("stop_token_ids", [0] * 1025),
         ("logit_bias", {"": 1}), ("logit_bias", {"12345678901": 1}), ("logit_bias", {"-5": 1}), ("logit_bias", {"4096": 1}),
-        ("samplers", ["frobnicate"]), ("samplers", ["top_k", "top-k"]), ("samplers", ["infill"]), ("samplers", "kz"),
+        ("samplers", ["frobnicate"]), ("samplers", "k" * 65), ("samplers", ["infill"]), ("samplers", "kz"),
         ("samplers", 5), ("n_indent", 4), ("t_max_predict_ms", 5), ("adaptive_target", 1.5), ("return_progress", 5),
         ("verbose", True), ("grammar_lazy", True), ("grammar_triggers", [{}]), ("logprob_token_ids", [1]),
         ("repetition_detection", {}),

@@ -390,7 +390,7 @@ def test_completion_is_what_llama_server_answers(path: str) -> None:
         ("n_predict", {"prompt": "a", "n_predict": -2}), ("n_probs", {"prompt": "a", "n_probs": -1}),
         ("lora", {"prompt": "a", "lora": [{"id": 0}]}), ("samplers", {"prompt": "a", "samplers": ["top_k", "infill"]}),
         ("image_data", {"prompt": "a", "image_data": [{"data": "", "id": 1}]}),
-        ("samplers", {"prompt": "a", "samplers": "ptp"}),
+        ("samplers", {"prompt": "a", "samplers": "pqt"}),
         ("post_sampling_probs", {"prompt": "a", "n_probs": 2, "post_sampling_probs": True}),
         ("response_fields", {"prompt": "a", "response_fields": "content"}),
     ],

@@ -23,6 +23,7 @@ LLAMA_ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "mi
 """llama.cpp's own, where nobody names another."""
 ADAPTIVE = "adaptive_p"
 STEPS = (*ORDER, ADAPTIVE)
+MAX_STEPS = 64
 
 _WITHOUT: dict[str, dict[str, float]] = {
     "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -38,6 +39,8 @@ _WITHOUT: dict[str, dict[str, float]] = {
 }
 _LETTERS = dict(zip("edtsmkypxai", (*STEPS, "infill"), strict=True))
 _OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "temp": "temperature", "nucleus": "top_p"}
+_GONE = ("tfs_z", "tail_free")
+"""Clients still send them, with settings under which they would change nothing."""
 _EITHER_WAY = {
     frozenset(pair)
     for pair in (("temperature", "top_k"), ("temperature", "min_p"), ("min_p", "top_k"), ("temperature", "top_n_sigma"))
@@ -47,21 +50,21 @@ factor of m ** (1 / temperature) once logits are divided by it. Deviations are d
 
 
 def sampler_names(said: Sequence[str] | str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Of llama.cpp's names, or of one text of its letters; but for those in `without`. Raises UsageError for what is no step here
-    or comes twice."""
+    """Of llama.cpp's names, or of one text of its letters; but for those in `without`, and those that llama.cpp no longer has and
+    passes over. Raises UsageError for what is no step here."""
+    if len(said) > MAX_STEPS:
+        raise UsageError(f"samplers has {len(said)} entries, at most {MAX_STEPS} are allowed")
     names: list[str] = []
     for each in said:
         name = each.replace("-", "_")
         name = _LETTERS.get(name, name) if isinstance(said, str) else _OTHER_NAMES.get(name, name)
-        if name in without:
+        if name in without or name in _GONE:
             continue
         if name == "infill":
             raise UsageError("samplers: 'infill' is not supported")
         if name not in STEPS:
             known = ", ".join(STEPS) if not isinstance(said, str) else "".join(_LETTERS)[: len(STEPS)]
             raise UsageError(f"samplers: {each[:40]!r} is none of {known}")
-        if name in names:
-            raise UsageError(f"samplers: {name!r} comes twice")
         names.append(name)
     return tuple(names)
 

@@ -15,7 +15,7 @@ from typing import Any
 from nanovllm_cli.config import MAX_LORA_MODULES, MAX_LORA_NAME, MAX_SCALE, Lora
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import CheckpointError, UsageError
-from nanovllm_cli.samplers import sampler_names
+from nanovllm_cli.samplers import MAX_STEPS, sampler_names
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (vLLM's limit): dividing logits by them leaves nothing but the largest."""
@@ -208,8 +208,7 @@ class SamplingParams:
             raise UsageError("allowed_token_ids is empty: nothing could be drawn")
         if self.samplers is not None:
             said = self.samplers
-            is_text = isinstance(said, str)
-            self._set("samplers", sampler_names(said if is_text else _strings("samplers", said, 64, 256)))
+            self._set("samplers", sampler_names(said if isinstance(said, str) else _strings("samplers", said, MAX_STEPS, 256)))
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("lora", _lora(self.lora))
