@@ -167,8 +167,8 @@ def above_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 
 def check_asked(config: Mapping[str, Any]) -> list[str]:
-    """Of a model that has been read: raises UsageError for what was replaced and made no difference to anything. Returns what its
-    files don't have, and perhaps nothing asks for."""
+    """Of a model that has been read: raises UsageError for what was replaced and made no difference to anything. Returns notes on
+    what its files don't have, and perhaps nothing asks for."""
     if not isinstance(config, Settings):
         return []
     for name in (".".join(path) for path in config.watch.waiting):
@@ -177,7 +177,7 @@ def check_asked(config: Mapping[str, Any]) -> list[str]:
             f"no part of this model asks for {name!r}, so that another value would change nothing",
             f"did you mean {near}?" if near else "names are those of its config.json, or of a GGUF file's metadata",
         )
-    return config.watch.unsure
+    return [f"{name} is not in the model's files, and perhaps nothing asks for it" for name in config.watch.unsure]
 
 
 def _names(values: dict[str, Any]) -> Iterator[str]:

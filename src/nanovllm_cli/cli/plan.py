@@ -133,8 +133,8 @@ def _planned(
         speed = _speed(config, options, screen)
         formats = None if source.quant is None else [source.quant]
         made = make_plan(checkpoint, config, formats, speed, answers=answers, headers_only=remote, progress=progress)
-        for each in check_asked(checkpoint.config):
-            progress.note(f"{each} is not in the model's files, and perhaps nothing asks for it")
+        for note in check_asked(checkpoint.config):
+            progress.note(note)
     if isinstance(found, ResolvedModel):
         return _Planned(made, f"{found}, here", 0)
     return _Planned(made, f"{found.repo}@{found.listing.commit[:7]}, not in the cache", made.facts.num_bytes)

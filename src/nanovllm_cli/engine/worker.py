@@ -79,8 +79,8 @@ class Worker(LoadedModel):
             if ranks is not None:
                 ranks.wait(platform.kind)
             guesser = self._loaded_guesser(checkpoint, progress)
-            for name in check_asked(checkpoint.config):
-                progress.note(f"{name} is not in the model's files, and perhaps nothing asks for it")
+            for note in check_asked(checkpoint.config):
+                progress.note(note)
             self._make_caches([self] if guesser is None or isinstance(guesser, LoadedAssistant) else [self, guesser])
             self._compiler: Compiler | None = None
             if encode is not None and token_bytes is not None:
