@@ -151,7 +151,7 @@ def test_what_nobody_asks_for_is_refused_and_the_nearest_name_told(mixture: Path
 def test_who_goes_through_all_settings_may_have_asked_for_each() -> None:
     settings = replaced({"a": 1, "b": 2}, as_overrides({"a": 3, "c": 4}))
     assert {**settings} == dict(settings) == settings | {} == {} | settings == {"a": 3, "b": 2, "c": 4}
-    assert [note.split()[0] for note in check_asked(settings)] == ["c"], "a is in the files, so that its name is none that was mistyped"
+    assert [note.split()[0] for note in check_asked(settings)] == ["c"], "a is in the files: nobody mistyped it"
     for ask in (lambda s: s["c"], lambda s: s.get("c"), lambda s: "c" in s):
         settings = replaced({"a": 1}, as_overrides({"c": 4}))
         ask(settings)
