@@ -88,9 +88,13 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
     if blocks * size < length:
         if config.max_model_len is not None:
             raise DoesNotFitError(
-                f"a context of {length} tokens needs {-(-length // size) * block_bytes / GIB:.2f} GiB of KV cache, and it gets "
-                f"{blocks * block_bytes / GIB:.2f} GiB",
+                f"a context of {length} tokens needs {_told(each * block_bytes)} of KV cache, and it gets "
+                f"{_told(blocks * block_bytes)}",
                 f"use --ctx-size {blocks * size} or less, or a larger --kv-cache",
             )
         length = blocks * size
     return CacheSize(blocks, length, states)
+
+
+def _told(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
