@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import HYV4Config
+from transformers import AutoModelForImageTextToText, HYV4Config, HYV4VLConfig
 
 from engines import engine_for, random_model, save, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
@@ -18,7 +18,7 @@ from quantizing import quantize
 from test_convert_families import make_gguf
 from test_latent import EVEN
 from test_llm import write_byte_tokenizer
-from test_models import CASES, INDEXER, LATENT_EXPERTS, prompts
+from test_models import CASES, INDEXER, LATENT_EXPERTS, check_what_it_writes, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 from test_sparse_models import tokens_of
 
@@ -124,6 +124,26 @@ def test_what_is_published_says_little() -> None:
     assert spec == whole
     indexers = [attention.indexer for attention in spec.attentions]
     assert [i for i, indexer in enumerate(indexers) if indexer is not None and indexer.chooses] == [0, *range(1, 34, 4)]
+
+
+@pytest.mark.parametrize("place", ["model.", "model.language_model."])
+def test_of_one_that_sees_the_part_that_writes(place: str, tmp_path: Path) -> None:
+    """As it is published, with what sees beside it, and as transformers has it."""
+    said = ("model_type", "architectures", "dtype", "transformers_version")
+    text = {key: value for key, value in CASES[NAME].to_dict().items() if key not in said}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "out_hidden_size": 48,
+            "max_image_size": 64}  # fmt: skip
+    config = HYV4VLConfig(text_config=text, vision_config=sees, image_token_id=512, video_token_id=511)
+    model = random_model(config, auto=AutoModelForImageTextToText)
+    tensors = load_file(save(model, tmp_path) / "model.safetensors")
+    assert any(name.startswith("vit.") for name in tensors)
+    if place != "model.":
+        tensors = {name.replace("vit.", "model.vision_tower.").replace("model.layers.", f"{place}layers.")
+                   .replace("model.norm.", f"{place}norm.").replace("model.embed", f"{place}embed")
+                   .replace("model.hc_head.", f"{place}hc_head."): tensor for name, tensor in tensors.items()}  # fmt: skip
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_what_it_writes(model, tmp_path)
 
 
 @pytest.mark.parametrize(

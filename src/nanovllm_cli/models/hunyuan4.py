@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
@@ -14,6 +15,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK3
 from nanovllm_cli.models.experts import DEEPSEEK_KEYS, layers_without_experts
 from nanovllm_cli.models.family import no_file
+from nanovllm_cli.models.rotary import woven
 from nanovllm_cli.models.sparse import SPARSE_HF_NAMES, sparse_from_hf
 from nanovllm_cli.streams_spec import ConnectionsSpec
 
@@ -22,23 +24,25 @@ _INDEXED = "indexed_attention"
 _LEAST, _MOST = 1e-6, 2.0
 
 
-def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the layers that choose what is seen where it does not say, and those without experts as others have them."""
-    found, layers = {**config}, config.get("num_hidden_layers", _DEFAULTS["num_hidden_layers"])
+def _config(config: Mapping[str, Any], usual: int) -> Mapping[str, Any]:
+    """With the layers that choose what is seen where it does not say, and those without experts as others have them. usual: how
+    many layers there are where it says nothing."""
+    found, layers = {**config}, config.get("num_hidden_layers", usual)
     if type(layers) is int:
         found["num_hidden_layers"] = layers
         if found.get("indexer_types") is None:
             found["indexer_types"] = ["full" if i == 0 or i % 4 == 1 else "shared" for i in range(layers)]
-    return {"rope_interleave": False, **found, "head_dim": None, "mlp_only_layers": layers_without_experts(found, 1)}
+    return {**found, "head_dim": None, "mlp_only_layers": layers_without_experts(found, 1)}
 
 
-def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+def _from_hf(spec: ModelSpec, read: ConfigReader, *, interleaved: bool = False) -> ModelSpec:
+    """interleaved: whether rotary pairs lie side by side, of keys that choose as well."""
     read.kinds("layer_types", spec.num_layers, _INDEXED)
     if not 2 <= (count := read.integer("hc_mult")) <= MAX_STREAMS:
         raise UnsupportedError(f"{read.where}: {count} residual streams", f"from 2 to {MAX_STREAMS} are known")
     least, most = read.number("hc_eps", _LEAST), read.number("hc_magnitude", _MOST)
     limit = read.number("swiglu_limit", positive=False)
-    spec = sparse_from_hf(spec, read, interleaved=False)
+    spec = sparse_from_hf(spec, read, interleaved=interleaved).each_rope(lambda rope: replace(rope, interleaved=interleaved))
     streams = ConnectionsSpec(count, least, most)
     spec = replace(spec, blocks=tuple(replace(block, streams=streams) for block in spec.blocks))
     spec = spec.each_attention(lambda layer, own: _gated(own, spec.norm.eps))
@@ -73,7 +77,7 @@ HY_V4 = replace(
     DEEPSEEK3,
     name="hy_v4",
     experts=replace(DEEPSEEK_KEYS, first=None),
-    config=_config,
+    config=partial(_config, usual=_DEFAULTS["num_hidden_layers"]),
     defaults=_DEFAULTS,
     hf_names=SPARSE_HF_NAMES | {
         "blocks.{i}.sinks": f"{_LAYER}.self_attn.sinks",
@@ -87,3 +91,16 @@ HY_V4 = replace(
     mtp_names={},
     gguf_like=no_file("Hy4"),
 )  # fmt: skip
+_VL_DEFAULTS = _DEFAULTS | {
+    "hidden_size": 6144, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 78,
+    "num_attention_heads": 64, "q_lora_rank": 2048, "index_n_heads": 32,
+}
+_SECTIONS = 12, 10, 10
+HY_V4_VL = replace(
+    HY_V4,
+    name="hy_v4_vl",
+    config=partial(_config, usual=_VL_DEFAULTS["num_hidden_layers"]),
+    defaults=_VL_DEFAULTS,
+    hf=lambda spec, read: woven(_from_hf(spec, read, interleaved=True), _SECTIONS),
+)
+"""What it sees by is left aside; its rotary pairs lie side by side."""

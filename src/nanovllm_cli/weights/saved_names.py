@@ -29,6 +29,7 @@ _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
 _TAPS = re.compile(r"(model\.layers\.\d+\.linear_attn)\.q_conv1d\.weight")
 _DENSE = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
 
+_HY4_KINDS = "hy_v4", "hy_v4_vl"
 _HY4 = (
     (re.compile(r"\.hc_pre(?=\.hc_)"), ""), (re.compile(r"\.hc_attn_layer\.hc_"), ".attn_hc."),
     (re.compile(r"\.hc_mlp_layer\.hc_"), ".ffn_hc."), (re.compile(r"\.hc_head\.hc_head_"), ".hc_head.hc_"),
@@ -50,7 +51,7 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "hy_v4"):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", *_HY4_KINDS):
         return checkpoint
     names = set(checkpoint.names())
     renamed: dict[str, str] = {}
@@ -59,7 +60,7 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         if kind == "mamba":
             if name == _FIRST_EMBEDDING:
                 renamed["backbone.embeddings.weight"] = name
-        elif kind == "hy_v4":
+        elif kind in _HY4_KINDS:
             if (other := _as_transformers_has_it(name)) != name:
                 renamed[other] = name
         elif kind == "kimi_linear" and (found := _DENSE.fullmatch(name)):
