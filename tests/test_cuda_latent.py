@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Glm4MoeLiteConfig,
+    HYV4Config,
     Mistral4Config,
     YoutuConfig,
 )
@@ -60,6 +61,10 @@ MODELS: dict[str, Any] = {
         **ROUND, **LATENT_EXPERTS, n_group=1, topk_group=1, index_n_heads=4, index_head_dim=16,
         index_topk=SHAPE["max_position_embeddings"],
     ),
+    **{name: HYV4Config(
+        **shape, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}, index_n_heads=4,
+        index_head_dim=16, index_topk=SHAPE["max_position_embeddings"], swiglu_limit=0.0,
+    ) for name, shape in (("hy 4, all are seen", ROUND), ("hy 4, all are seen, odd", ODD))},
     "glm": Glm4MoeLiteConfig(
         **ROUND, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}
     ),

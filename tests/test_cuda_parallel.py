@@ -44,7 +44,7 @@ REQUESTS = [
 FAMILIES: dict[str, Any] = (
     {name: OTHERS[name] for name in ("gemma2", "lfm2", "olmo2", "bloom", "gpt2", "apertus 1.5", "starcoder2")}
     | {name: EXPERTS[name] for name in ("qwen3", "gpt-oss", "laguna", "mimo")}
-    | {name: LATENT_MODELS[name] for name in ("deepseek v3", "youtu")}
+    | {name: LATENT_MODELS[name] for name in ("deepseek v3", "youtu", "hy 4, all are seen")}
     | DELTA_MODELS
 )
 

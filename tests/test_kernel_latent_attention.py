@@ -34,6 +34,7 @@ class Step:
     sequences: torch.Tensor | None = None
     groups: torch.Tensor | None = None
     scale: float = 0.1
+    sinks: torch.Tensor | None = None
 
     def scratch(self, emulator: Emulator, most: int | None = None, fixed: bool = False) -> LatentScratch:
         keys = self.tables.shape[1] * self.cache.shape[2]
@@ -45,7 +46,7 @@ class Step:
     def run(self, emulator: Emulator, scratch: LatentScratch | None = None) -> torch.Tensor:
         return latent_attention(
             emulator, self.rows, self.shape, self.cache, self.tables, self.lens, scratch or self.scratch(emulator), self.scale,
-            kv_scale=self.kv_scale, sequences=self.sequences, groups=self.groups,
+            kv_scale=self.kv_scale, sequences=self.sequences, groups=self.groups, sinks=self.sinks,
         )  # fmt: skip
 
     def as_tokens(self, counts: list[int], padding: int = 0) -> Step:
@@ -96,7 +97,9 @@ class Step:
                 assert not found.any()
                 continue
             keys = self.keys(row)
-            weights = torch.softmax(self.rows[row].double().view(heads, -1) @ keys.T * self.scale, 1)
+            scores = self.rows[row].double().view(heads, -1) @ keys.T * self.scale
+            sinks = torch.empty(heads, 0) if self.sinks is None else self.sinks[:, None]
+            weights = torch.softmax(torch.cat([scores, sinks.double()], 1), 1)[:, : len(keys)]
             wanted, size = weights @ keys[:, rotary:], weights @ keys[:, rotary:].abs() * (3 if self.cache.dtype == INT8 else 1)
             wrong = ~((found - wanted).abs() <= step * (wanted.abs() + size) + 2e-5 * size)
             assert not wrong.any(), f"token {row}: {int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
@@ -203,6 +206,31 @@ def test_tokens_of_a_sequence_may_share_what_is_read(
     assert kernels.tokens_of_group(90, inputs.shape, types[1]) == together
     inputs.check(inputs.run(emulator, inputs.scratch(emulator, 40)))
     assert ("latent_combine" in emulator.launches) == (splits > 1)
+
+
+def with_sinks(inputs: Step) -> Step:
+    return replace(inputs, sinks=random(inputs.shape.heads, scale=3.0))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("types", TYPES, ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [3, 20, 40])
+def test_sinks_take_part_in_the_sums(heads: int, types: tuple[torch.dtype, torch.dtype], order: int) -> None:
+    """Once, of any number of splits, and of tokens that share what they read."""
+    emulator = Emulator(order)
+    decodes = with_sinks(step((heads, 16, 48), types))
+    decodes.check(decodes.run(emulator))
+    counts = [5, 1, 2]
+    inputs = with_sinks(step((heads, 16, 48), types, [130, 37, 90])).as_tokens(counts)
+    inputs.check(inputs.run(emulator))
+    inputs = inputs.in_groups(counts, emulator)
+    inputs.check(inputs.run(emulator))
+
+
+def test_a_sink_of_each_lane_is_found() -> None:
+    inputs = with_sinks(step((3, 16, 48)))
+    with pytest.raises(AssertionError):
+        inputs.check(inputs.run(Emulator(bugs=("SINKS",))))
 
 
 def test_groups_have_every_token_once_the_longest_first() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numba.core.runtime import _nrt_python
 
-from nanovllm_cli.kernels import altups, cpu, cpu_experts, cpu_numbers
+from nanovllm_cli.kernels import altups, connections, cpu, cpu_experts, cpu_numbers
 from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
@@ -107,6 +107,8 @@ def test_streams_and_gates_of_many_tokens_make_no_more_arrays_than_those_of_one(
             lambda x=streams, y=found, z=logits: altups.altup_correct(x, y, z, tables[1], gains, 0.1),
             lambda x=streams, y=found: altups.altup_match(y, x[0]),
             lambda y=found: altups.sparse_gate(y, 1.0),
+            lambda x=streams: connections.read_streams(x, randn(8, 384), randn(8), randn(2), 1e-6, 0.0, 2.0),
+            lambda x=streams, y=found, z=logits: connections.write_streams(x, y, z),
         ]
         for call in calls:
             call()

@@ -76,6 +76,7 @@ from transformers import (
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     HYV3Config,
+    HYV4Config,
     Jais2Config,
     JambaConfig,
     KimiLinearConfig,
@@ -686,6 +687,17 @@ CASES: dict[str, Any] = {
         **LATENT | {"num_hidden_layers": 2}, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER,
         indexer_types=["full", "shared"],
     ),
+    "hy 4, a layer goes by another": HYV4Config(
+        **{name: value for name, value in (LATENT | LATENT_EXPERTS).items() if name != "first_k_dense_replace"}, **INDEXER,
+        indexer_types=["full", "shared", "full"],
+    ),
+    "hy 4, three streams, all layers choose, held, two groups, stretched": HYV4Config(
+        **LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 33},
+        **INDEXER | {"index_topk": 600},
+        hc_mult=3, hc_magnitude=1.3, hc_eps=1e-2, swiglu_limit=0.5, indexer_types=["full"] * 3, n_group=4, topk_group=2,
+        mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False,
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=1.0),
+    ),
     "youtu": YoutuConfig(**LATENT),
     "youtu, queries at once, tied": YoutuConfig(**LATENT | {"q_lora_rank": None, "tie_word_embeddings": True, "v_head_dim": 36}),
     "granite 4 h": GraniteMoeHybridConfig(**GRANITE_4_H, **GRANITE),
@@ -983,7 +995,7 @@ COUNTED = [
     "bloom", "mpt, clipped", "gpt-neo", "gpt-j", "opt", "opt, gelu, no biases, norms without weights", "falcon, two norms",
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
-    "mimo v2, 2 of 5",
+    "mimo v2, 2 of 5", "hy 4, a layer goes by another",
 ]  # fmt: skip
 
 
@@ -991,7 +1003,8 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "ln_": "norms", "altup": "other", "laurel": "other", "per_layer": "per layer", "embed_out": "head",
+    names = {"_hc.": "other", ".hc_": "other", "norm": "norms", "ln_": "norms",
+             "altup": "other", "laurel": "other", "per_layer": "per layer", "embed_out": "head",
              "embed": "embedding", "wte": "embedding", "wpe": "embedding", "attention": "attention", "lm_head": "head",
              "attn": "attention",
              **dict.fromkeys((f"mixer.{part}" for part in ("up", "down", "gate.", "experts", "shared", "fc")), "mlp"),

@@ -21,6 +21,7 @@ from emulation.compare import random
 from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.altup import altup_correct, altup_match, altup_predict
+from nanovllm_cli.kernels.connection import read_streams, spread, write_streams
 from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
@@ -133,6 +134,13 @@ def streams(machine: PtxMachine) -> None:
     altup_match(machine, random(1, WIDTH, dtype=BF16), random(1, WIDTH, dtype=BF16))
 
 
+def connected(machine: PtxMachine) -> None:
+    """Half a layer that reads four streams and writes them."""
+    kept = spread(machine, random(1, WIDTH, dtype=BF16), 4)
+    read, weights = read_streams(machine, kept, random(8, 4 * WIDTH), random(8), random(2), 1e-5, 1e-6, 2.0)
+    write_streams(machine, kept, read, weights)
+
+
 # The most that is taken, in turns of the banks and in sectors, of what would do.
 KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
@@ -161,6 +169,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "latent attention, fp8": (latent(FP8, 16), 1.05, 1.1),
     "values by head": (lambda machine: by_head(machine, 128, 512), 1.0, 1.05),
     "streams of Gemma 3n": (streams, 1.0, 1.05),
+    "streams, read and written": (connected, 1.0, 1.05),
     "routing": (routing, 1.15, 2.0),  # each task is written by one thread, and its pairs by others
 }
 

@@ -70,15 +70,18 @@ class TemperatureSpec:
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
     """Sparse attention (DeepSeek-V3.2, Liu et al. 2025): a query attends to those `most` tokens, of those up to its own, that
-    small heads score highest: `heads` queries of `dim` numbers, whose first ones rotate, and one key of a token for all of them.
-    See `reference.index_scores`. interleaved: as of `RopeSpec`. chooses: a layer that does not attends to what the last one in
-    front of it that does has chosen (GLM-5.2), and has no such heads."""
+    small heads score highest: `heads` queries of `dim` numbers, whose first ones rotate, and one key of a token for all of
+    them. See `reference.index_scores`. interleaved: as of `RopeSpec`. chooses: a layer that does not attends to what the last
+    one in front of it that does has chosen (GLM-5.2), and has no such heads. last_rotate: so many last numbers of a head do,
+    not its first ones (Hy4); 0: its first. eps: of the norm of its keys."""
 
     heads: int
     dim: int
     most: int
     interleaved: bool = False
     chooses: bool = True
+    last_rotate: int = 0
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +208,11 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             queries = self.num_heads * latent.query_dim
             of_queries = hidden_size * queries if latent.query_rank is None else (hidden_size + queries) * latent.query_rank
-            of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
+            of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank + self.num_heads * self.sinks
             if (indexer := latent.own_indexer) is not None and latent.query_rank is not None:
                 of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)
-            return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
+            found = self.num_heads * latent.value_dim * (1 + self.gated)
+            return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + found)
         queries, found = self.num_heads * self.head_dim, self.num_heads * self.found_dim
         kept = self.head_dim if self.keys_are_values else self.head_dim + self.found_dim
         keys = 0 if self.reads is not None else self.num_kv_heads * kept

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, RopeSpec, attention_in, state_in
+from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
@@ -179,24 +180,6 @@ _NORMS: dict[BlockOrder, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsSpec:
-    """Several residual streams (AltUp, Baykal et al. 2023; see `layers/altup.py`): a layer's attention and MLP read and write the
-    first of `count`, and what the others become of it is told by small matrices. rank: of a pair of matrices beside attention, by
-    which its input joins the stream as well (LAuReL, Menghani et al. 2024)."""
-
-    count: int
-    rank: int
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Of a layer."""
-        return hidden_size * (self.count + 2 * self.rank) + self.count**2 * (self.count + 1)
-
-    def num_outer(self, hidden_size: int) -> int:
-        """Of what makes all of one before the first layer, and one of all behind the last."""
-        return 2 * (self.count - 1) * hidden_size**2
-
-
-@dataclass(frozen=True, slots=True)
 class BlockSpec:
     """One layer. order:
 
@@ -209,7 +192,7 @@ class BlockSpec:
 
     Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
     multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
-    (ModernBERT's first). streams: of "sandwich", x is the first of several (Gemma 3n).
+    (ModernBERT's first). streams: x is the first of several, of "sandwich" (Gemma 3n), or made of all, of "pre" (Hy4).
     """
 
     mixer: MixerSpec | None
@@ -217,7 +200,7 @@ class BlockSpec:
     order: BlockOrder = "pre"
     scaled: bool = False
     bare: bool = False
-    streams: StreamsSpec | None = None
+    streams: StreamsSpec | ConnectionsSpec | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -228,7 +211,7 @@ class BlockSpec:
     @property
     def has_halves(self) -> bool:
         """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
-        if None in (self.mixer, self.mlp) or self.streams is not None or self.order == "beside":
+        if None in (self.mixer, self.mlp) or isinstance(self.streams, StreamsSpec) or self.order == "beside":
             return False
         return self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms)
 
@@ -416,7 +399,7 @@ class ModelSpec:
         return {attention.rope for attention in self.attentions if attention.rope is not None}
 
     @property
-    def streams(self) -> StreamsSpec | None:
+    def streams(self) -> StreamsSpec | ConnectionsSpec | None:
         """All layers have them, or none."""
         return self.blocks[0].streams
 

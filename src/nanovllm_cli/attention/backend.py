@@ -137,6 +137,7 @@ class AttentionBackend(CacheLayout, Protocol):
         cache: LayerCache,
         step: Any,
         index: IndexInputs | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [T, H * (key_dim + rotary_dim)], kept [T, rank + rotary_dim] -> [T, H * value_dim], of spec.latent: norm and rotate
         what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`. index: of a

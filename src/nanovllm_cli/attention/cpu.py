@@ -185,6 +185,7 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
         index: IndexInputs | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         latent, dim, heads = spec.latent, spec.head_dim, spec.num_heads
         assert latent is not None
@@ -200,7 +201,7 @@ class CpuAttention:
             self._choose(indexer, index, angles, cache, step)
         if indexer is None or not _is_sparse(indexer, step):
             found = cpu.paged_attention(
-                turned, k, None, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, None, latent.rotary_dim
+                turned, k, None, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, sinks, latent.rotary_dim
             )
             return weights.values.products(found, latent.rotary_dim, dim)
         if (size := (indexer.most, dim)) not in self._gathered:
@@ -210,7 +211,7 @@ class CpuAttention:
         for first in range(0, len(q), ROWS):
             some = slice(first, first + gathered.gather(first, chosen, k, tiles, step.block_tables))
             cpu.paged_attention(
-                turned[some], gathered.keys, None, chosen.tiles[some], gathered.tables, spec.score_scale, 0, 0.0, None,
+                turned[some], gathered.keys, None, chosen.tiles[some], gathered.tables, spec.score_scale, 0, 0.0, sinks,
                 latent.rotary_dim, out=found[some],
             )  # fmt: skip
         return weights.values.products(found, latent.rotary_dim, dim)

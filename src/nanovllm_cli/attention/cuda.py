@@ -292,11 +292,12 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
         index: IndexInputs | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert index is None, "the platform sees to it that no sequence is so long that tokens would choose"
         lens, sequences = (step.kv_lens, None) if step.rows is None else step.rows
         return self._latent.attend(
-            spec, q, kept, weights, angles, cache, step.slots, step.block_tables, lens, sequences, step.groups
+            spec, q, kept, weights, angles, cache, step.slots, step.block_tables, lens, sequences, step.groups, sinks
         )
 
     def convolve(

@@ -85,6 +85,7 @@ class CudaLatent:
         lens: torch.Tensor,
         sequences: torch.Tensor | None,
         groups: Groups | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend_latent`. lens [T]: keys that each token sees; sequences [T]: its row of block_tables."""
         keys, values, shape, latent = weights.keys, weights.values, _shape(spec), spec.latent
@@ -101,14 +102,14 @@ class CudaLatent:
         if shape in self._scratch:
             found = latent_attention(
                 self._launcher, rows, shape, of_tokens, block_tables, lens, self._scratch[shape], spec.score_scale,
-                kv_scale=scale, sequences=sequences, groups=(groups or {}).get(self._together.get(shape, 1)),
+                kv_scale=scale, sequences=sequences, groups=(groups or {}).get(self._together.get(shape, 1)), sinks=sinks,
             )  # fmt: skip
             return values.products(found, 0, rank)
         nothing = torch.empty(len(rows), 0, device=rows.device)
         turned = Projected(rows, heads, 1, spec.head_dim, *HeadNorms(), nothing, nothing, False, shared=True)
         found = decode_attention(
             self._launcher, turned, of_tokens, of_tokens, block_tables, lens, self._plain_scratch[shape], spec.score_scale,
-            k_scale=scale, v_scale=scale, sequences=sequences,
+            sinks=sinks, k_scale=scale, v_scale=scale, sequences=sequences,
         )  # fmt: skip
         return values.products(found, rotary, spec.head_dim)
 

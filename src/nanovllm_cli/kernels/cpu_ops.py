@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm_cli.kernels import altups, cpu, gates, norms, reference, scan
+from nanovllm_cli.kernels import altups, connections, cpu, gates, norms, reference, scan
 from nanovllm_cli.kernels.angles import KeptAngles
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.latent import CpuHeadMatrices
@@ -32,6 +32,9 @@ class CpuOps:
     altup_correct = staticmethod(altups.altup_correct)
     altup_enter = staticmethod(altups.altup_enter)
     altup_match = staticmethod(altups.altup_match)
+    spread = staticmethod(connections.spread)
+    read_streams = staticmethod(connections.read_streams)
+    write_streams = staticmethod(connections.write_streams)
     sparse_gate = staticmethod(altups.sparse_gate)
     scan_parts = staticmethod(scan.scan_parts)
 

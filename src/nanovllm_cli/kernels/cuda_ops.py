@@ -12,6 +12,7 @@ from nanovllm_cli.kernels import (
     altup,
     best_gate,
     clip,
+    connection,
     gemv,
     join_norm,
     norm,
@@ -43,6 +44,9 @@ class CudaOps:
         self.altup_correct = partial(altup.altup_correct, launcher)
         self.altup_enter = partial(altup.altup_enter, launcher)
         self.altup_match = partial(altup.altup_match, launcher)
+        self.spread = partial(connection.spread, launcher)
+        self.read_streams = partial(connection.read_streams, launcher)
+        self.write_streams = partial(connection.write_streams, launcher)
         self.sparse_gate = partial(sparse_gate.sparse_gate, launcher)
         self.scan_parts = partial(scan_parts.scan_parts, launcher)
         self.head_matrices = partial(CudaHeadMatrices, launcher, deterministic)

@@ -2,6 +2,7 @@
 //
 //   out[t, h] = sum over j of softmax_j(scale * rows[t, h] . cache[j]) cache[j, ROTARY:],   j before the length that t has
 //
+//   sinks [heads], where not null: logits that take part in the softmax's sum without a value, in the first split
 //   rows [T, heads, ROTARY + RANK] DTYPE, cache [blocks, BLOCK_SIZE, ROTARY + RANK] KV_DTYPE (times kv_scale, [1] of fp8, where not null),
 //   out [T, heads, RANK] DTYPE; ROTARY a multiple of 8, or of 16 for an 8-bit cache, RANK of 16. Needs mma and cp.async: sm_80.
 //
@@ -72,8 +73,8 @@ DEVICE int key_place(int part, int lane) { return place(lane / 16 * 8 + lane % 8
 
 KERNEL __launch_bounds__(THREADS, MIN_BLOCKS)
 latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tables, const int* lens, const int* sequences,
-                 const int4* groups, const float* kv_scale, DTYPE* out, float* partials, float* sums, int heads, int chunk_heads,
-                 int table_width, int least_split, float scale) {
+                 const int4* groups, const float* kv_scale, const float* sinks, DTYPE* out, float* partials, float* sums, int heads,
+                 int chunk_heads, int table_width, int least_split, float scale) {
   DYNAMIC_SHARED(shared);
   DTYPE* queries = reinterpret_cast<DTYPE*>(shared);
   float(*scores)[ROWS][SCORE_STRIDE] =  // [DIM_PARTS]
@@ -177,6 +178,14 @@ latent_attention(const DTYPE* rows, const KV_DTYPE* cache, const int* block_tabl
   for (int i = 0; i < OWN_ROWS; ++i) {
     tops[i] = NEGATIVE_INFINITY;
     sums_of_lane[i] = 0.0f;
+    if (sinks && blockIdx.x == 0) {  // as if a key had been seen whose value is 0
+      tops[i] = sinks[first_head + (warp * OWN_ROWS + i) % own_heads] * LOG2_E;
+#ifdef BUG_SINKS
+      sums_of_lane[i] = 1.0f;
+#else
+      sums_of_lane[i] = lane == 0;
+#endif
+    }
     ends[i] = min(end, work.first_len + (warp * OWN_ROWS + i) / own_heads);
   }
   const float scale_of_all = kv_scale && !INT8 ? kv_scale[0] : 1.0f, factor = scale * LOG2_E * scale_of_all;

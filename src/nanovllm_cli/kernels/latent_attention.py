@@ -167,12 +167,14 @@ def latent_attention(
     kv_scale: torch.Tensor | None = None,
     sequences: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """rows [T, H * (rotary + rank)] over cache [N, 1, S, rotary + rank], which has this step's rows already: [T, H * rank].
 
     block_tables [B, P] int32. lens [T] int32: keys that each token sees, 0 for padding, which gets zeros. sequences [T] int32:
     each token's row of block_tables, its own where None. With groups, from `groups_of` for `tokens_of_group` tokens, lens and
-    sequences are not looked at. kv_scale: of a cache in eight bits, see `check_scales`.
+    sequences are not looked at. kv_scale: of a cache in eight bits, see `check_scales`. sinks [H] fp32: see
+    `reference.attention`.
     """
     heads, rotary, rank = shape
     tokens, (blocks, _, block_size, dim), dtype = rows.shape[0], cache.shape, rows.dtype
@@ -185,6 +187,8 @@ def latent_attention(
     check(cache, launcher, cache.dtype, blocks, 1, block_size, dim)
     check(block_tables, launcher, torch.int32, *block_tables.shape)
     check_scales(launcher, cache, kv_scale)
+    if sinks is not None:
+        check(sinks, launcher, torch.float32, heads)
     if groups is not None:
         check(groups, launcher, torch.int32, len(groups), GROUP_FIELDS)
         sequences = None
@@ -215,7 +219,7 @@ def latent_attention(
             tables = block_tables[part] if sequences is None else block_tables
         number = min(at_once, count - first)
         sizes = (heads, -(-heads // chunks), block_tables.shape[1], least)
-        tensors = (some, cache, tables, own_lens, own, own_groups, kv_scale, found, scratch.partials, scratch.sums)
+        tensors = (some, cache, tables, own_lens, own, own_groups, kv_scale, sinks, found, scratch.partials, scratch.sums)
         args = (*tensors, *map(np.int32, sizes), np.float32(scale))
         launcher.launch(kernel, (splits, chunks, number), (tile.warps * WARP, 1, 1), args, tile.shared_bytes)
         if splits > 1:

@@ -158,6 +158,18 @@ class Ops(Protocol):
     def altup_match(self, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """rows [T, n] themselves, changed in place as `reference.altup_match` has it."""
 
+    def spread(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """x [T, n] so many times, [count, T, n]."""
+
+    def read_streams(
+        self, streams: torch.Tensor, matrix: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, least: float,
+        most: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """streams [S, T, n] -> [T, n] and fp32 [T, S or 0]: see `reference.read_streams`."""
+
+    def write_streams(self, streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
+        """streams [S, T, n] += found [T, n] times weights [T, S] fp32, in place."""
+
     def sparse_gate(self, x: torch.Tensor, cutoff: float) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.sparse_gate` has it."""
 

@@ -98,6 +98,26 @@ def altup_match(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return (wide(rows) * wanted.sqrt() / own.clamp(min=1e-5).sqrt()).to(rows.dtype)
 
 
+def read_streams(
+    streams: torch.Tensor, matrix: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, least: float, most: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum [T, width] of streams [S, T, width], each times a weight, and the weights [T, S] by which all are written, or
+    none (hyper-connections, Zhu et al. 2024, as in Hy4): sigmoids of what matrix [S or 2 S, S * width] makes of all streams
+    of a token, which are divided by their root mean square. base [S or 2 S]; scale: of those that read, and of those that
+    write."""
+    count = len(streams)
+    flat = wide(streams).transpose(0, 1).flatten(1)
+    normed = flat * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + eps)
+    sigmoids = torch.sigmoid((normed @ wide(matrix).T) * wide(scale).repeat_interleave(count) + wide(base))
+    read = torch.einsum("ts,stw->tw", sigmoids[:, :count] + least, wide(streams))
+    return read.to(streams.dtype), most * sigmoids[:, count:] + least
+
+
+def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """streams [S, T, width] + found [T, width] times weights [T, S]."""
+    return (wide(streams) + wide(weights).T[:, :, None] * wide(found)).to(streams.dtype)
+
+
 def sparse_gate(x: torch.Tensor, cutoff: float) -> torch.Tensor:
     """What numbers are above the mean of their row and cutoff times its deviation, or 0: of normal ones few (Gemma 3n; Spark
     Transformer, You et al. 2025)."""

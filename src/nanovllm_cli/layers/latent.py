@@ -15,7 +15,7 @@ from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.slots import Slots, WeightSlot
+from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
@@ -28,8 +28,9 @@ class LatentAttention(Projected):
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         assert spec.latent is not None
-        more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap, spec.clip
+        more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.window, spec.softcap, spec.clip, spec.gate_by_head
         assert not any(more), "no model has these there"
+        assert (spec.gated, "sigmoid") == (spec.gate_apart, spec.gate_is), "nor others' gates"
         latent = self.latent = spec.latent
         norm = norm if latent.eps is None else replace(norm, eps=latent.eps)
         self.spec, self._whole = kit.own_mixer(spec), spec
@@ -57,7 +58,11 @@ class LatentAttention(Projected):
         keys = kit.ops.head_matrices(len(self._own), latent.rank, latent.key_dim, kit.dtype)
         values = kit.ops.head_matrices(len(self._own), latent.value_dim, latent.rank, kit.dtype)
         self.weights = LatentWeights(self.norm.weight, norm.eps, norm.offset, keys, values)
-        self.out = Linear(spec.num_heads * latent.value_dim, {"o": hidden_size}, kit)
+        found = spec.num_heads * latent.value_dim
+        of_gates = None if cut is None else cut._replace(sections=(found,))
+        self.gates = Linear(hidden_size, {"attention_gate": found}, kit, cut=of_gates) if spec.gated else None
+        self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
+        self.out = Linear(found, {"o": hidden_size}, kit)
         self._parts: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
@@ -69,13 +74,16 @@ class LatentAttention(Projected):
         if (own := self.spec.temperature) is not None:
             self.ops.temper(q, inputs.positions, own.length, own.scale, own.offset)
         angles = inputs.angles[self.spec.rope]
-        found = self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step, index)
+        sinks = None if self.sinks is None else self.sinks[self._own.start : self._own.stop]
+        found = self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step, index, sinks)
+        found = found if self.gates is None else self.ops.sigmoid_gate(found, self.gates(x))
         return found if self._gather is None else self._gather(found)
 
     def slots(self) -> Slots:
         latent, heads = self.latent, range(self._whole.num_heads)
         slots = self.q.slots() | self.kept.slots() | self.out.slots()
-        slots |= {"kv_a_norm.weight": self.norm.slots()["weight"]}
+        slots |= {"kv_a_norm.weight": self.norm.slots()["weight"]} | ({} if self.gates is None else self.gates.slots())
+        slots |= {} if self.sinks is None else {"sinks": table_slot(self.sinks)}
         if self.q_norm is not None and self.q_b is not None:
             slots |= {} if self.indexer is None else self.indexer.slots()
             slots |= {"q_a_norm.weight": self.q_norm.slots()["weight"]} | self.q_b.slots()

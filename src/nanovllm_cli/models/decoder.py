@@ -14,6 +14,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
 from nanovllm_cli.layers.altup import AltUp, Streams
 from nanovllm_cli.layers.attention import Attention
+from nanovllm_cli.layers.connections import Connection, Connections
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.distances import Distances
@@ -42,6 +43,7 @@ from nanovllm_cli.mixer_spec import (
     ScanSpec,
 )
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 NOBODY = 0
 """The token whose numbers a layer gets of an image's tokens, where it gets some of each token's own: padding, in Gemma 4."""
@@ -63,7 +65,12 @@ class Block:
         self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
-        self.altup = None if spec.streams is None else AltUp(spec.streams, model.norm, width, kit)
+        self.altup = AltUp(spec.streams, model.norm, width, kit) if isinstance(spec.streams, StreamsSpec) else None
+        self.connections: list[Connection] = []
+        if isinstance(spec.streams, ConnectionsSpec):
+            names = "attention_connection", "mlp_connection"
+            self.connections = [Connection(spec.streams, model.norm, width, kit, name) for name in names]
+            assert (spec.order, self.has_halves, self.scale) == ("pre", True, 1.0), "no model has these elsewhere"
         self.is_scaled, self.factor = spec.scaled, 1.0
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
         assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order != "beside"), "nor a factor of what is alone"
@@ -97,6 +104,11 @@ class Block:
     def mixed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
         """The first half: all that the cache is to keep, and what has still to join the residual stream."""
         assert self.mixer is not None
+        if self.connections:
+            assert self.attention_norm is not None
+            read, weights = self.connections[0].read(residual)
+            self.connections[0].write(residual, self.mixer(self.attention_norm(None, read), inputs, cache), weights)
+            return None
         if self.attention_norm is None:
             assert x is None, "only the first layer reads a stream that is normed already"
             return _addend(self.mixer(residual, inputs, cache))
@@ -112,6 +124,10 @@ class Block:
         mlp = self.mlp
         assert mlp is not None
         assert self.mlp_norm is not None
+        if self.connections:
+            read, weights = self.connections[1].read(residual)
+            self.connections[1].write(residual, _computed(mlp, self.mlp_norm(None, read), slots), weights)
+            return None
         h = self.mlp_norm(x, residual)
         if self.after_attention is not None and self.after_mlp is not None:
             if isinstance(mlp, MoE) and mlp.apart is not None:
@@ -179,7 +195,7 @@ class Block:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup):
+        for part in (self.per_layer, self.altup, *self.connections):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 
@@ -208,6 +224,15 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
 
 def _mlp(spec: MLPSpec | MoESpec, norm: NormSpec, width: int, kit: Kit) -> MLP | MoE:
     return MoE(spec, norm, width, kit) if isinstance(spec, MoESpec) else MLP(spec, norm, width, kit)
+
+
+def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:
+    match spec.streams:
+        case StreamsSpec() as streams:
+            return Streams(streams, spec.hidden_size, kit)
+        case ConnectionsSpec() as streams:
+            return Connections(streams, spec.norm, spec.hidden_size, kit)
+    return None
 
 
 def _computed(mlp: MLP | MoE, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
@@ -250,7 +275,7 @@ class Decoder:
         else:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
-        self.streams = None if spec.streams is None else Streams(spec.streams, spec.hidden_size, kit)
+        self.streams = _streams(spec, kit)
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]

@@ -17,10 +17,11 @@ from statistics import NormalDist
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, StreamsSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.gemma4 import PER_LAYER_GGUF_NAMES, PER_LAYER_HF_NAMES, with_readers
+from nanovllm_cli.streams_spec import StreamsSpec
 
 MAX_STREAMS = 16
 _RANK = 64
@@ -138,7 +139,7 @@ def _is_cutoff(scale: object) -> bool:
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    assert spec.streams is not None
+    assert isinstance(spec.streams, StreamsSpec)
     if spec.streams.rank != _RANK:
         raise UnsupportedError(f"GGUF files of gemma3n models have a path of rank {_RANK}, not {spec.streams.rank}",
                                "keep the model as a Hugging Face folder")  # fmt: skip

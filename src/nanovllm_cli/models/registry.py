@@ -80,6 +80,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_SWA,
 )
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
+from nanovllm_cli.models.hunyuan4 import HY_V4, HY_V4_VL
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.jamba import JAMBA
@@ -220,6 +221,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "HunYuanVLForConditionalGeneration": HUNYUAN_VL,
     "HYV3ForCausalLM": HY_V3,
+    "HYV4ForCausalLM": HY_V4,
+    "HYV4VLForConditionalGeneration": HY_V4_VL,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "InternLMForCausalLM": INTERNLM,
     "InternLM2ForCausalLM": INTERNLM2,

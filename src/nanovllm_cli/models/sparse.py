@@ -61,7 +61,7 @@ def _indexed(spec: ModelSpec, indexer: IndexerSpec, chooses: list[bool], where: 
     return spec.each_attention(own)
 
 
-def _from_hf(spec: ModelSpec, read: ConfigReader, *, interleaved: bool) -> ModelSpec:
+def sparse_from_hf(spec: ModelSpec, read: ConfigReader, *, interleaved: bool) -> ModelSpec:
     spec = latent_from_hf(only_behind_the_first(spec, read), read)
     indexer = IndexerSpec(
         read.integer("index_n_heads"), read.integer("index_head_dim"), read.integer("index_topk"),
@@ -111,8 +111,9 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return latent_keys(spec) | keys | ({"attention.indexer.types": chooses} if is_said else {})
 
 
+SPARSE_HF_NAMES = SHARED_NAMES | LATENT_HF_NAMES | BIAS_NAME | _HF_NAMES
 _ALL_NAMES: dict[str, Any] = {
-    "hf_names": SHARED_NAMES | LATENT_HF_NAMES | BIAS_NAME | _HF_NAMES, "gguf_names": LATENT_GGUF_NAMES | _GGUF_NAMES,
+    "hf_names": SPARSE_HF_NAMES, "gguf_names": LATENT_GGUF_NAMES | _GGUF_NAMES,
 }  # fmt: skip
 DEEPSEEK32 = replace(
     DEEPSEEK3,
@@ -120,7 +121,7 @@ DEEPSEEK32 = replace(
     gguf_name="deepseek32",
     defaults={**DEEPSEEK3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
               "max_position_embeddings": 163840},
-    hf=lambda spec, read: _from_hf(spec, read, interleaved=False),
+    hf=lambda spec, read: sparse_from_hf(spec, read, interleaved=False),
     gguf=lambda spec, read, key: _from_gguf(spec, read, key, interleaved=False),
     gguf_keys=_keys,
     mtp_names={},
@@ -132,7 +133,7 @@ GLM_DSA = replace(
     gguf_name="glm-dsa",
     defaults={**GLM4_MOE_LITE.defaults, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "q_lora_rank": 2048,
               "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8},
-    hf=lambda spec, read: _from_hf(spec, read, interleaved=True),
+    hf=lambda spec, read: sparse_from_hf(spec, read, interleaved=True),
     gguf=lambda spec, read, key: _from_gguf(spec, read, key, interleaved=True),
     gguf_keys=_keys,
     mtp_names={},

@@ -163,6 +163,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "dots.llm1": {"142b-a14b": "rednote-hilab/dots.llm1.inst"},
     "solar-open": {"100b": "upstage/Solar-Open-100B"},
     "hy3": {"preview": "tencent/Hy3-preview"},
+    "hy4": {"preview": "tencent/Hy4-preview"},
     "hunyuan": _sizes("tencent/Hunyuan-*-Instruct", "0.5B 1.8B 4B 7B"),
     "apertus": {"8b": "swiss-ai/Apertus-8B-Instruct-2509", "70b": "swiss-ai/Apertus-70B-Instruct-2509"},
     "apertus1.5": {"8b": "swiss-ai/Apertus-v1.5-8B"},

@@ -5,7 +5,14 @@
     Kimi Linear  layers.0.block_sparse_moe.up_proj.weight    of a layer without experts: layers.0.mlp.up_proj.weight
     Mamba        backbone.embedding.weight                   backbone.embeddings.weight
 
-What is published is read as it is. Not covered: pickles.
+What is published is read as it is, but for Hy4, whose tensors have transformers' names here, which renames and saves others:
+
+    Hy4          layers.0.hc_attn_layer.hc_pre.hc_fn         layers.0.attn_hc.fn; hc_base, hc_scale and hc_mlp_layer alike
+                 hc_head.hc_head_fn                          hc_head.hc_fn
+                 self_attn.learnable_sink_param              self_attn.sinks
+                 self_attn.linear_gate.weight                self_attn.gate_proj.weight
+
+Not covered: pickles.
 """
 
 from __future__ import annotations
@@ -22,6 +29,14 @@ _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
 _TAPS = re.compile(r"(model\.layers\.\d+\.linear_attn)\.q_conv1d\.weight")
 _DENSE = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
 
+_HY4_KINDS = "hy_v4", "hy_v4_vl"
+_HY4 = (
+    (re.compile(r"\.hc_pre(?=\.hc_)"), ""), (re.compile(r"\.hc_attn_layer\.hc_"), ".attn_hc."),
+    (re.compile(r"\.hc_mlp_layer\.hc_"), ".ffn_hc."), (re.compile(r"\.hc_head\.hc_head_"), ".hc_head.hc_"),
+    (re.compile(r"\.learnable_sink_param$"), ".sinks"), (re.compile(r"\.linear_gate\."), ".gate_proj."),
+)  # fmt: skip
+"""In this order; where a name has .hc_pre differs."""
+
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -36,7 +51,7 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba"):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", *_HY4_KINDS):
         return checkpoint
     names = set(checkpoint.names())
     renamed: dict[str, str] = {}
@@ -45,6 +60,9 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         if kind == "mamba":
             if name == _FIRST_EMBEDDING:
                 renamed["backbone.embeddings.weight"] = name
+        elif kind in _HY4_KINDS:
+            if (other := _as_transformers_has_it(name)) != name:
+                renamed[other] = name
         elif kind == "kimi_linear" and (found := _DENSE.fullmatch(name)):
             renamed[f"{found[1]}.mlp.{found[2]}"] = name
         elif found := _NORM.fullmatch(name):
@@ -54,6 +72,12 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         elif kind == "olmo_hybrid" and (found := _TAPS.fullmatch(name)):
             divided |= _divided(checkpoint, names, [f"{found[1]}.{part}_conv1d.weight" for part in "qkv"])
     return _Published(checkpoint, renamed, divided) if renamed or divided else checkpoint
+
+
+def _as_transformers_has_it(name: str) -> str:
+    for pattern, other in _HY4:
+        name = pattern.sub(other, name)
+    return name
 
 
 def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[str, list[_Piece]]:

@@ -144,7 +144,7 @@ def _inner_kind(config: _Config) -> Any:
 def _has_halves(config: _Config) -> bool:
     """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
     kinds = [config.get("model_type"), _inner_kind(config)]
-    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4", "lara_mini")) for kind in kinds)
+    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4", "lara_mini", "hy_v4")) for kind in kinds)
 
 
 def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:

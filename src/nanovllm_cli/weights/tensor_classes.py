@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _MARKS = (
     ("norms", ("norm", ".ln_", "ln_f.")),
-    ("other", ("altup", "laurel")),
+    ("other", ("altup", "laurel", "_hc.", ".hc_")),
     ("head", ("embed_out",)),
     ("per layer", ("per_layer", "inp_gate")),
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),

@@ -1,0 +1,51 @@
+"""Hyper-connections on the CPU: tensors in, checks, addresses to the compiled kernels (cpu_connections.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.kernels import cpu, cpu_connections
+
+
+def spread(x: torch.Tensor, count: int) -> torch.Tensor:
+    """x [T, width] -> [count, T, width], all alike."""
+    tokens, width = x.shape
+    streams = cpu.new_tensor((count, tokens, width), x.dtype)
+    ints = cpu.address_of(x, x.dtype, tokens, width), count, tokens, width, streams.data_ptr()
+    cpu.launch(cpu_connections.spread, streams.numel(), cpu.tags_of(x.dtype), ints)
+    return streams
+
+
+def read_streams(
+    streams: torch.Tensor,
+    matrix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    least: float,
+    most: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """streams [S, T, width] -> [T, width] and fp32 [T, S or 0]; see `reference.read_streams`."""
+    (count, tokens, width), f32 = streams.shape, torch.float32
+    shares = len(base)
+    assert shares in (count, 2 * count), (shares, count)
+    out = cpu.new_tensor((tokens, width), streams.dtype)
+    kept = cpu.new_tensor((tokens, shares - count), f32)
+    ints = (
+        cpu.address_of(streams, streams.dtype, count, tokens, width), count, tokens, width,
+        cpu.address_of(matrix, f32, shares, count * width), cpu.address_of(base, f32, shares),
+        cpu.address_of(scale, f32, shares // count), shares - count, out.data_ptr(), kept.data_ptr(),
+    )  # fmt: skip
+    work = (2 * shares + 4) * streams.numel()
+    cpu.launch(cpu_connections.read_streams, work, cpu.tags_of(streams.dtype), ints, (eps, least, most))
+    return out, kept
+
+
+def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
+    """streams [S, T, width] += found [T, width] times weights [T, S] fp32, in place."""
+    count, tokens, width = streams.shape
+    ints = (
+        cpu.address_of(streams, streams.dtype, count, tokens, width), count, tokens, width,
+        cpu.address_of(found, streams.dtype, tokens, width), cpu.address_of(weights, torch.float32, tokens, count),
+    )  # fmt: skip
+    cpu.launch(cpu_connections.write_streams, 2 * streams.numel(), cpu.tags_of(streams.dtype), ints)

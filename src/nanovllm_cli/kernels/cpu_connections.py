@@ -1,0 +1,92 @@
+"""What layers whose halves read and write several residual streams do beside attention and MLP on the CPU (hyper-connections, Zhu
+et al. 2024). See `reference` for the formulas.
+
+Streams lie one behind the other, [S, T, width]. What becomes of a token is made of its own streams alone, in one order of sums.
+Legend: S streams, T tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from nanovllm_cli.kernels.cpu_numbers import FAST, floats_at, keep, load, scratch, store
+from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
+
+
+@kernel(fastmath=FAST)
+def spread(arguments, thread, team):
+    """streams [S, T, width], each of them x [T, width]. Work is split by streams and tokens."""
+    tag, x, count, num_rows, width, streams = fields(arguments)
+    lines = carray(typed_pointer(x, tag), (num_rows, width))
+    targets = carray(typed_pointer(streams, tag), (count, num_rows, width))
+    for task in share(count * num_rows, thread, team):
+        line, target = lines[task % num_rows], targets[task // num_rows, task % num_rows]
+        for i in range(width):
+            target[i] = line[i]
+
+
+@kernel(fastmath=FAST)
+def read_streams(arguments, thread, team):
+    """out [T, width] = the sum of streams [S, T, width], each times a weight, and kept [T, writes] fp32, the weights by which all
+    are written: `reference.read_streams`. matrix [S + writes, S * width], base [S + writes] and scale [1 or 2] fp32; writes is S
+    or 0. Work is split by tokens."""
+    tag, streams, count, num_rows, width, matrix, base, scale, writes, out, kept, eps, least, most = fields(arguments)
+    lines = carray(typed_pointer(streams, tag), (count, num_rows, width))
+    rows = carray(typed_pointer(matrix, np.float32(0)), (count + writes, count, width))
+    bases = carray(typed_pointer(base, np.float32(0)), (count + writes,))
+    scales = carray(typed_pointer(scale, np.float32(0)), (2 if writes > 0 else 1,))
+    sums = carray(typed_pointer(out, tag), (num_rows, width))
+    written = carray(typed_pointer(kept, np.float32(0)), (num_rows, max(1, writes)))
+    memory = scratch(4 * ((count + 2) * width + count))
+    own = floats_at(memory.ctypes.data, (count, width))
+    beside = floats_at(memory.ctypes.data + 4 * count * width, (width,))
+    totals = floats_at(memory.ctypes.data + 4 * (count + 1) * width, (width,))
+    weights = floats_at(memory.ctypes.data + 4 * (count + 2) * width, (count,))
+    for r in share(num_rows, thread, team):
+        square = np.float32(0.0)
+        for s in range(count):
+            line, numbers = lines[s, r], own[s]
+            for i in range(width):
+                numbers[i] = load(line, i)
+            square += sum_of_squares(np.float32(0.0), numbers.ctypes.data, width)
+        norm = np.float32(1.0) / np.sqrt(square / np.float32(count * width) + np.float32(eps))
+        for k in range(count + writes):
+            logit = np.float32(0.0)
+            for s in range(count):
+                numbers, factors = own[s], rows[k, s]
+                for i in range(width):
+                    beside[i] = numbers[i] * factors[i]
+                logit += sum_f32(beside.ctypes.data, width)
+            logit = logit * norm * scales[k // count] + bases[k]
+            sigmoid = np.float32(1.0) / (np.float32(1.0) + np.exp(-logit))
+            if k < count:
+                weights[k] = sigmoid + np.float32(least)
+            else:
+                written[r, k - count] = np.float32(most) * sigmoid + np.float32(least)
+        for i in range(width):
+            totals[i] = np.float32(0.0)
+        for s in range(count):
+            numbers, weight = own[s], weights[s]
+            for i in range(width):
+                totals[i] += weight * numbers[i]
+        target = sums[r]
+        for i in range(width):
+            store(target, i, totals[i])
+    keep(memory)
+
+
+@kernel(fastmath=FAST)
+def write_streams(arguments, thread, team):
+    """streams [S, T, width] += found [T, width] times weights [T, S] fp32. Work is split by streams and tokens."""
+    tag, streams, count, num_rows, width, found, weights = fields(arguments)
+    lines = carray(typed_pointer(streams, tag), (count, num_rows, width))
+    made = carray(typed_pointer(found, tag), (num_rows, width))
+    factors = carray(typed_pointer(weights, np.float32(0)), (num_rows, count))
+    for task in share(count * num_rows, thread, team):
+        s, r = task // num_rows, task % num_rows
+        line, mine, factor = lines[s, r], made[r], factors[r, s]
+        for i in range(width):
+            store(line, i, factor * load(mine, i) + load(line, i))

@@ -1,0 +1,66 @@
+"""Hyper-connections (Zhu et al. 2024, with weights of each token as in Hy4): several residual streams, of which attention and MLP
+read a weighted sum, and to each of which what they make is added times a weight.
+
+    g     = (matrix @ x) / rms(x) * scale + base        x: all streams of a token, one behind the other
+    read    sum over s of (sigmoid(g_s) + least) x_s
+    write   x_s += (most * sigmoid(g_S+s) + least) y    y: what attention or MLP has made of what was read
+
+Streams lie one behind the other, [S, T, hidden]. All begin as the embedding; behind the last layer they are read once more. What
+decides is fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.kernels.ops import Ops
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.streams_spec import ConnectionsSpec
+
+
+class Connection:
+    """Of one half of a layer; without writes of what stands behind all layers. Legend: S streams, T tokens."""
+
+    def __init__(
+        self, spec: ConnectionsSpec, norm: NormSpec, hidden_size: int, kit: Kit, name: str, *, writes: bool = True
+    ) -> None:
+        shares = spec.num_shares if writes else spec.count
+        self.spec, self.eps, self.name = spec, norm.eps, name
+        self.ops: Ops = kit.ops
+        self.matrix = kit.zeros(shares, spec.count * hidden_size, dtype=torch.float32)
+        self.base = kit.zeros(shares, dtype=torch.float32)
+        self.scale = kit.zeros(shares // spec.count, dtype=torch.float32)
+
+    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, T, hidden] -> what a half of the layer reads [T, hidden], and by what weights it writes [T, S] fp32."""
+        spec = self.spec
+        return self.ops.read_streams(streams, self.matrix, self.base, self.scale, self.eps, spec.least, spec.most)
+
+    def write(self, streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
+        """found [T, hidden] joins all streams, which are changed in place. weights: of `read`."""
+        self.ops.write_streams(streams, found, weights)
+
+    def slots(self) -> Slots:
+        tables = {"weight": self.matrix, "base": self.base, "scale": self.scale}
+        return {f"{self.name}.{part}": table_slot(table) for part, table in tables.items()}
+
+
+class Connections:
+    """All streams out of one, and one out of all."""
+
+    def __init__(self, spec: ConnectionsSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
+        self.ops, self.count = kit.ops, spec.count
+        self.last = Connection(spec, norm, hidden_size, kit, "last_connection", writes=False)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [S, T, hidden]."""
+        return self.ops.spread(x, self.count)
+
+    def leave(self, streams: torch.Tensor) -> torch.Tensor:
+        """[S, T, hidden] -> [T, hidden]."""
+        return self.last.read(streams)[0]
+
+    def slots(self) -> Slots:
+        return self.last.slots()
