@@ -21,9 +21,9 @@ from emulation.compare import random
 from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.altup import altup_correct, altup_match, altup_predict
-from nanovllm_cli.kernels.connection import read_streams, spread, write_streams
 from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.causal_conv import causal_conv
+from nanovllm_cli.kernels.connection import read_streams, spread, write_streams
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import SMALL, gemm
 from nanovllm_cli.kernels.gemv import gemv
