@@ -47,7 +47,8 @@ FAMILIES = [
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "glm 5, a layer goes by another",
     "command a+, 2 of 5 and shared",
-    "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "mistral4, 3 of 5 and shared",
+    "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "zaya, 1 of 5 or none",
+    "mistral4, 3 of 5 and shared",
     "ministral3, queries that grow",
 ]  # fmt: skip
 """Of those of test_models.py what has parts of its own."""

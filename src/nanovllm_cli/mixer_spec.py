@@ -110,6 +110,21 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolvedSpec:
+    """Compressed convolutional attention (ZAYA1; Figliolia et al. 2025): queries and keys go through a convolution of each
+    channel over `taps` tokens and one of each head over `head_taps`, and what comes out is added to the mean of a query and its
+    key; half of the values are made of the token before. See `kernels.compressed_rules.met_heads`."""
+
+    taps: int
+    head_taps: int
+
+    @property
+    def width(self) -> int:
+        """Tokens that it reads, its own included."""
+        return self.taps + self.head_taps - 1
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
@@ -126,7 +141,8 @@ class AttentionSpec:
     all heads find is normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than
     its key; value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
     num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its
-    first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream.
+    first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved:
+    queries and keys are, before they meet.
     """
 
     num_heads: int
@@ -159,6 +175,17 @@ class AttentionSpec:
     value_scale: float = 1.0
     latent: LatentSpec | None = None
     read_size: int = 0
+    convolved: ConvolvedSpec | None = None
+
+    @property
+    def past(self) -> ConvSpec:
+        """What is kept of what goes into convolutions, in a layer that has some: queries, keys, and half of the values."""
+        assert self.convolved is not None
+        return ConvSpec((self.num_heads + self.num_kv_heads) * self.head_dim + self._half_values, self.convolved.width)
+
+    @property
+    def _half_values(self) -> int:
+        return self.num_kv_heads * self.head_dim // 2
 
     @property
     def found_dim(self) -> int:
@@ -213,6 +240,9 @@ class AttentionSpec:
         kept = self.head_dim if self.keys_are_values else self.head_dim + self.found_dim
         keys = 0 if self.reads is not None else self.num_kv_heads * kept
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
+        if self.convolved is not None:
+            channels = queries + self.num_kv_heads * self.head_dim
+            biases += channels * (self.convolved.taps + 2 + self.head_dim * self.convolved.head_taps) + self.num_kv_heads
         read_size = self.read_size or hidden_size
         return read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvolvedSpec, DeltaSpec, MixerSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 
 Mixer = TypeVar("Mixer", bound=MixerSpec)
@@ -17,6 +17,8 @@ Mixer = TypeVar("Mixer", bound=MixerSpec)
 def num_units(mixer: MixerSpec) -> int:
     """Of heads that stay together, as they share keys and values, or keys. 0 where a layer can't be divided."""
     match mixer:
+        case AttentionSpec(convolved=ConvolvedSpec()):
+            return 0
         case AttentionSpec(latent=None):
             return mixer.num_kv_heads if mixer.qk_norm_of != "all heads" else 0
         case AttentionSpec():

@@ -111,6 +111,7 @@ from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 from nanovllm_cli.models.step import STEP
+from nanovllm_cli.models.zaya import ZAYA
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -316,6 +317,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "XverseForCausalLM": XVERSE,
     "YoutuForCausalLM": YOUTU,
     "YoutuVLForConditionalGeneration": YOUTU,
+    "ZayaForCausalLM": ZAYA,
 }
 HF_BODIES: dict[str, Family] = {
     "BertModel": BERT,

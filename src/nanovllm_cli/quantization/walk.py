@@ -31,6 +31,11 @@ class Walk:
             raise UnsupportedError(
                 f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
             )
+        if any(isinstance(block.mlp, MoESpec) and block.mlp.router is not None for block in original.spec.blocks):
+            name = original.spec.architecture
+            raise UnsupportedError(
+                f"a {name} model is not calibrated yet: its routers read what those of other layers made", "use --algorithm rtn"
+            )
         if original.spec.streams is not None:
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: it has several streams", "use --algorithm rtn")
