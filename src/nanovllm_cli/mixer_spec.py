@@ -272,6 +272,7 @@ class DeltaSpec:
     of each key head by themselves. apart: projections and taps of q, k and v are tensors of their own. most: the largest beta.
     eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear, see
     `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each head.
+    least_step: what time steps of mamba's are at least (Zamba 2).
     """
 
     num_keys: int
@@ -288,6 +289,7 @@ class DeltaSpec:
     most: float = 1.0
     eps: float | None = None
     channel_rank: int = 0
+    least_step: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -387,15 +389,41 @@ class ScanSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadSpec:
+    """Attention ahead of a state space (Zamba 2), with norms and a gated MLP of `inner` rows that layers with the same `of` have
+    in common: a norm, attention, a norm and the MLP go over the residual stream and, side by side with it, what the first layer
+    read; a matrix of the layer's own makes of that what joins the stream for the state's norm alone. use: the layer's number
+    among those that have such; uses: of the first one of its kind, whose weights these are, the numbers of all of them. Each
+    has products of `rank` beside those of the MLP, with beside_attention beside queries, keys and values as well."""
+
+    inner: int
+    activation: str
+    rank: int
+    beside_attention: bool = False
+    of: int = 0
+    use: int = 0
+    uses: tuple[int, ...] = ()
+
+    def num_weights(self, hidden_size: int, attention: AttentionSpec) -> int:
+        """Numbers that a use of it takes beside attention's, in a model of this width; norms left out."""
+        turned = 3 * attention.read_size + (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        beside = self.rank * (hidden_size + 2 * self.inner + turned * self.beside_attention)
+        return 3 * hidden_size * self.inner + hidden_size**2 + beside
+
+
+@dataclass(frozen=True, slots=True)
 class PairSpec:
-    """Attention and a state space side by side (Falcon-H1): both read what one norm gives, and what they find is added up."""
+    """Attention and a state space side by side (Falcon-H1): both read what one norm gives, and what they find is added up. ahead:
+    attention goes ahead of the state instead."""
 
     attention: AttentionSpec
     state: DeltaSpec
+    ahead: AheadSpec | None = None
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        return self.attention.num_weights(hidden_size) + self.state.num_weights(hidden_size)
+        both = self.attention.num_weights(hidden_size) + self.state.num_weights(hidden_size)
+        return both if self.ahead is None else both + self.ahead.num_weights(hidden_size, self.attention)
 
 
 StateSpec = DeltaSpec | ScanSpec

@@ -38,6 +38,8 @@ def own_units(mixer: MixerSpec, rank: int, size: int) -> range | None:
 def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
     """What a process computes of a layer."""
     if isinstance(mixer, PairSpec):
+        if mixer.ahead is not None:
+            return mixer
         return replace(mixer, attention=own_mixer(mixer.attention, rank, size))
     own = own_units(mixer, rank, size)
     changes: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
+from nanovllm_cli.layers.ahead import AheadOfState, Shared
 from nanovllm_cli.layers.altup import AltUp, Streams
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
@@ -35,6 +36,7 @@ from nanovllm_cli.layers.scan import Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.layers.taps import Taps
 from nanovllm_cli.mixer_spec import (
+    AheadSpec,
     AttentionSpec,
     ConvolvedSpec,
     ConvSpec,
@@ -140,6 +142,8 @@ class Block:
         if not self.norms:
             return x
         (norm,) = self.norms.values()
+        if isinstance(self.mixer, AheadOfState):
+            return Addend(self.mixer.led(x, residual, norm, inputs, cache))
         h = norm(x, residual)
         if self.mixer is not None:
             return _addend(self.mixer.onto(residual, h, inputs, cache))
@@ -212,6 +216,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return Scan(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
+        case PairSpec(ahead=AheadSpec()):
+            return AheadOfState(spec, norm, width, kit)
         case PairSpec():
             return Pair(spec, norm, width, kit)
     return Attention(spec, norm, width, kit)
@@ -265,8 +271,10 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
-        self.handed = HandedOn()
+        self.handed, owners = HandedOn(), dict[int, Shared]()
         for block in self.blocks:
+            if isinstance(block.mixer, AheadOfState):
+                block.mixer.share(owners)
             if isinstance(block.mlp, MoE) and block.mlp.deep is not None:
                 block.mlp.deep.handed = self.handed
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
@@ -331,6 +339,10 @@ class Decoder:
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
         residual = residual if self.streams is None else self.streams.enter(residual)
+        if any(isinstance(block.mixer, AheadOfState) for block in self.blocks):
+            entered = self.ops.room(len(residual), residual.shape[1], self.dtype)
+            self.ops.put_columns(residual, entered, 0)
+            inputs = inputs._replace(entered=entered)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
         deep = {} if batch.images is None else dict(zip(batch.images.behind, batch.images.deep, strict=True))

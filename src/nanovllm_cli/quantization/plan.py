@@ -329,7 +329,10 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             mixer = ("qkv", "o") if read.fused_qkv else ("q", *kept, "o")
             mixer = ("attention_gate", *mixer) if read.gate_apart else mixer
             mixer = mixer if read.convolved is None else ("q", "k", "v_before", "v", "o")
-    mixer = (*mixer, *MAMBA) if isinstance(block.mixer, PairSpec) else mixer
+    if isinstance(block.mixer, PairSpec):
+        if (ahead := block.mixer.ahead) is not None:
+            mixer = (*mixer, "gate_up", "down", "ahead_out") if ahead.uses else ("ahead_out",)
+        mixer = (*mixer, *MAMBA)
     present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
