@@ -62,6 +62,22 @@ def test_tokens_are_the_same_in_chunks_behind_prefixes_and_alone(case: str, tmp_
     assert answers(engine, asked) == alone, "behind what the first left in the cache"
 
 
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_guesses_and_few_blocks_change_nothing(kept: str, tmp_path: Path) -> None:
+    """Words that repeat are guessed, and most guesses are wrong; where blocks run short, sequences begin again."""
+    folder = save(random_model(CASES["zamba2, two shared"]), tmp_path)
+    asked = [([*range(i, i + 5)] * 6, greedy(30, logprobs=1)) for i in range(3, 9)]
+
+    def answers(**settings: Any) -> list[Any]:
+        worker = worker_for(folder, deterministic=True, kv_cache_dtype=kept, **settings)
+        more = {name: value for name, value in settings.items() if name == "num_speculative_tokens"}
+        found = [output.outputs[0] for output in run(engine_for(worker, max_num_batched_tokens=40, **more), asked)]
+        return [(each.token_ids, [step.logprob for step in each.logprobs]) for each in found]
+
+    assert answers(num_speculative_tokens=4) == answers()
+    assert answers(num_speculative_tokens=4, num_blocks=12) == answers(num_blocks=12) == answers()
+
+
 def test_a_folder_that_has_what_is_shared_in_all_layers_is_the_same(tmp_path: Path) -> None:
     """Only the first of each counts."""
     folder = save(random_model(CASES["zamba2, two shared"]), tmp_path)
