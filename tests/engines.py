@@ -44,7 +44,7 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
         else:
             parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith(("correction_bias", "expert_bias")):
+        if name.endswith(("correction_bias", "expert_bias", "balancing_biases")):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
         elif name.endswith("layer_scalar"):
             buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))

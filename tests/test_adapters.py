@@ -86,6 +86,14 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi3": (Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0}), {}),
     "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]), {}),
     "lfm3": (TEXTS["lfm3"], {}),
+    "zamba2": (
+        TEXTS["zamba2, two shared"],
+        {"target_modules": ["in_proj", "out_proj", "linear"]},
+    ),
+    "zaya": (
+        TEXTS["zaya, 1 of 5 or none"],
+        {"target_modules": ["q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "o_proj"]},
+    ),
     "laguna": (TEXTS["laguna, 2 of 5 and shared"], {}),
     "exaone": (ExaoneConfig(**SMALL), {}),
     "gemma4": (TEXTS["gemma4, keys of other layers"], {}),

@@ -139,7 +139,8 @@ def test_a_mistral_that_sees_becomes_a_llama_by_a_file(case: str, tmp_path: Path
 @pytest.mark.parametrize(
     "case",
     ["flex olmo, 2 of 5, weights of those alone", "helium", "lfm3", "vaultgemma", "nanochat", "flint, 2 of 5 and shared",
-     "kolibri, 2 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid", "gpt-neo", "gpt-j", "opt"],
+     "zaya, 1 of 5 or none", "zamba2, two shared", "kolibri, 2 of 5 and shared", "lara mini, 3 of 5 and shared", "olmo hybrid",
+     "gpt-neo", "gpt-j", "opt"],
 )
 def test_what_llama_cpp_has_no_architecture_for_is_refused(case: str, tmp_path: Path) -> None:
     folder = save(random_model(with_tokenizer(TEXTS[case])), tmp_path / "folder")

@@ -21,6 +21,7 @@ from transformers import (
     MiMoV2FlashConfig,
     MixtralConfig,
     Qwen3MoeConfig,
+    ZayaConfig,
 )
 
 from emulation.device import EmulatedDevice
@@ -83,6 +84,10 @@ FAMILIES: dict[str, Any] = {
         **SHAPE | {"head_dim": 96}, v_head_dim=40, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         sliding_window=10, layer_types=["full_attention", "sliding_attention"],
     ),
+    "zaya": ZayaConfig(**{name: value for name, value in SHAPE.items() if name != "intermediate_size"} | {
+        "num_experts": 4, "moe_intermediate_size": 64, "router_hidden_size": 32, "tie_word_embeddings": True,
+        "sliding_window": 10, "layer_types": ["hybrid", "hybrid_sliding"],
+    }),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
 FORMATS = ("int8", "fp8", "int4:group=32", "q8_0")  # one for each kind of kernel

@@ -139,6 +139,8 @@ from transformers import (
     Starcoder2Config,
     VaultGemmaConfig,
     YoutuConfig,
+    Zamba2Config,
+    ZayaConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -218,6 +220,13 @@ FALCON_H1 = SMALL | {
     "embedding_multiplier": 5.7, "lm_head_multiplier": 0.4, "key_multiplier": 0.6, "attention_in_multiplier": 1.3,
     "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.6],
     "ssm_multipliers": [0.7, 0.8, 1.1, 1.4, 0.6],
+}
+ZAMBA2: dict[str, Any] = {name: value for name, value in CLASSIC.items() if name != "num_key_value_heads"} | {
+    "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2,
+    "adapter_rank": 8, "n_mamba_heads": 6, "mamba_d_state": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+}
+ZAYA: dict[str, Any] = {name: value for name, value in SMALL.items() if name not in ("intermediate_size", "head_dim")} | {
+    "head_dim": 20, "num_experts": 5, "moe_intermediate_size": 33, "router_hidden_size": 22, "tie_word_embeddings": True,
 }
 MIMO: dict[str, Any] = {
     "v_head_dim": 10, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "sliding_window": 20,
@@ -399,6 +408,20 @@ CASES: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None},
     ),
+    "zamba2, two shared": Zamba2Config(**ZAMBA2 | {"rms_norm_eps": 0.01}),
+    "zamba2, one shared, adapters of attention, positions, groups, time steps that are held": Zamba2Config(**ZAMBA2 | {
+        "num_hidden_layers": 2, "layers_block_type": ["hybrid", "hybrid"], "num_mem_blocks": 1,
+        "use_shared_attention_adapter": True, "use_mem_rope": True, "mamba_ngroups": 3, "time_step_min": 0.4,
+        "mamba_d_conv": 3, "hidden_act": "silu",
+    }),
+    "zaya, 1 of 5 or none": ZayaConfig(**ZAYA),
+    "zaya, longer convolutions, windows, a head of its own": ZayaConfig(**ZAYA | {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "cca_time0": 3, "cca_time1": 3, "sliding_window": 20,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "lm_head_bias": True, "tie_word_embeddings": False,
+        "rope_parameters": {"hybrid": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+                            "hybrid_sliding": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    }),
+    "zaya, one convolution, a group of all": ZayaConfig(**ZAYA | {"num_key_value_heads": 1, "cca_time0": 1, "num_experts": 3}),
     "mimo v2, 2 of 5": MiMoV2FlashConfig(**SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 3}, **MIMO),
     "lfm3": Lfm3Config(
         **SMALL | {"num_hidden_layers": 5}, sliding_window=20,
@@ -996,6 +1019,8 @@ COUNTED = [
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
     "mimo v2, 2 of 5", "hy 4, a layer goes by another",
+    "mimo v2, 2 of 5", "zaya, 1 of 5 or none", "zaya, longer convolutions, windows, a head of its own", "zamba2, two shared",
+    "zamba2, one shared, adapters of attention, positions, groups, time steps that are held",
 ]  # fmt: skip
 
 
@@ -1011,9 +1036,10 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", ".fc": "mlp", "ffn": "mlp", "conv": "conv",
-             "layer_scalar": "other"}  # fmt: skip
+             "layer_scalar": "other", "_scale": "other", "input_hidden": "other",
+             ".linear.": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
-    counts = ("layer_scalar", "e_score_correction_bias")
+    counts = ("layer_scalar", "e_score_correction_bias", "balancing_biases")
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(counts)]
     for name, parameter in [*model.named_parameters(), *scalars]:
         counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()

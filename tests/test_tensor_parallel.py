@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Mamba2Config, Phi3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    Mamba2Config,
+    Phi3Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Zamba2Config,
+)
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from live_server import live_server
@@ -32,7 +40,7 @@ from nanovllm_cli.planning import estimate
 from nanovllm_cli.weights.source import resolve
 from rank_server import RankServer
 from test_llm import VOCAB, write_byte_tokenizer
-from test_models import CASES, DELTA, DELTA_LAYERS, MAMBA2
+from test_models import CASES, DELTA, DELTA_LAYERS, MAMBA2, ZAMBA2
 from tiny_adapter import write_adapter
 
 SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "num_hidden_layers": 2}
@@ -47,7 +55,8 @@ FAMILIES = [
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "glm 5, a layer goes by another", "hy 4, a layer goes by another",
     "command a+, 2 of 5 and shared",
-    "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "mistral4, 3 of 5 and shared",
+    "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "zaya, 1 of 5 or none",
+    "mistral4, 3 of 5 and shared",
     "ministral3, queries that grow",
 ]  # fmt: skip
 """Of those of test_models.py what has parts of its own."""
@@ -108,6 +117,13 @@ def gives_the_same(folder: Path, size: int = 2, least_saved: float = 1.3, **sett
 def test_a_norm_of_groups_in_front_of_a_divided_product(tmp_path: Path, quick: RankServer) -> None:
     wide = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "n_groups": 2, "num_hidden_layers": 2}
     gives_the_same(save(random_model(Mamba2Config(**MAMBA2 | wide), dtype=torch.bfloat16), tmp_path))
+
+
+def test_attention_that_layers_share_ahead_of_their_states(tmp_path: Path, quick: RankServer) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "adapter_rank": 16, "n_mamba_heads": 8}
+    kinds = {"num_hidden_layers": 2, "num_mem_blocks": 1, "layers_block_type": ["hybrid", "hybrid"],
+             "use_shared_attention_adapter": True}
+    gives_the_same(save(random_model(Zamba2Config(**ZAMBA2 | wide | kinds)), tmp_path))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

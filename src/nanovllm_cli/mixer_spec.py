@@ -113,6 +113,21 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolvedSpec:
+    """Compressed convolutional attention (ZAYA1; Figliolia et al. 2025): queries and keys go through a convolution of each
+    channel over `taps` tokens and one of each head over `head_taps`, and what comes out is added to the mean of a query and its
+    key; half of the values are made of the token before. See `kernels.compressed_rules.met_heads`."""
+
+    taps: int
+    head_taps: int
+
+    @property
+    def width(self) -> int:
+        """Tokens that it reads, its own included."""
+        return self.taps + self.head_taps - 1
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
@@ -129,7 +144,8 @@ class AttentionSpec:
     all heads find is normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than
     its key; value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
     num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its
-    first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream.
+    first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved:
+    queries and keys are, before they meet.
     """
 
     num_heads: int
@@ -162,6 +178,17 @@ class AttentionSpec:
     value_scale: float = 1.0
     latent: LatentSpec | None = None
     read_size: int = 0
+    convolved: ConvolvedSpec | None = None
+
+    @property
+    def past(self) -> ConvSpec:
+        """What is kept of what goes into convolutions, in a layer that has some: queries, keys, and half of the values."""
+        assert self.convolved is not None
+        return ConvSpec((self.num_heads + self.num_kv_heads) * self.head_dim + self._half_values, self.convolved.width)
+
+    @property
+    def _half_values(self) -> int:
+        return self.num_kv_heads * self.head_dim // 2
 
     @property
     def found_dim(self) -> int:
@@ -217,6 +244,9 @@ class AttentionSpec:
         kept = self.head_dim if self.keys_are_values else self.head_dim + self.found_dim
         keys = 0 if self.reads is not None else self.num_kv_heads * kept
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
+        if self.convolved is not None:
+            channels = queries + self.num_kv_heads * self.head_dim
+            biases += channels * (self.convolved.taps + 2 + self.head_dim * self.convolved.head_taps) + self.num_kv_heads
         read_size = self.read_size or hidden_size
         return read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
 
@@ -246,6 +276,7 @@ class DeltaSpec:
     of each key head by themselves. apart: projections and taps of q, k and v are tensors of their own. most: the largest beta.
     eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear, see
     `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each head.
+    least_step: what time steps of mamba's are at least (Zamba 2).
     """
 
     num_keys: int
@@ -262,6 +293,7 @@ class DeltaSpec:
     most: float = 1.0
     eps: float | None = None
     channel_rank: int = 0
+    least_step: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -361,15 +393,41 @@ class ScanSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadSpec:
+    """Attention ahead of a state space (Zamba 2), with norms and a gated MLP of `inner` rows that layers with the same `of` have
+    in common: a norm, attention, a norm and the MLP go over the residual stream and, side by side with it, what the first layer
+    read; a matrix of the layer's own makes of that what joins the stream for the state's norm alone. use: the layer's number
+    among those that have such; uses: of the first one of its kind, whose weights these are, the numbers of all of them. Each
+    has products of `rank` beside those of the MLP, with beside_attention beside queries, keys and values as well."""
+
+    inner: int
+    activation: str
+    rank: int
+    beside_attention: bool = False
+    of: int = 0
+    use: int = 0
+    uses: tuple[int, ...] = ()
+
+    def num_weights(self, hidden_size: int, attention: AttentionSpec) -> int:
+        """Numbers that a use of it takes beside attention's, in a model of this width; norms left out."""
+        turned = 3 * attention.read_size + (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        beside = self.rank * (hidden_size + 2 * self.inner + turned * self.beside_attention)
+        return 3 * hidden_size * self.inner + hidden_size**2 + beside
+
+
+@dataclass(frozen=True, slots=True)
 class PairSpec:
-    """Attention and a state space side by side (Falcon-H1): both read what one norm gives, and what they find is added up."""
+    """Attention and a state space side by side (Falcon-H1): both read what one norm gives, and what they find is added up. ahead:
+    attention goes ahead of the state instead."""
 
     attention: AttentionSpec
     state: DeltaSpec
+    ahead: AheadSpec | None = None
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        return self.attention.num_weights(hidden_size) + self.state.num_weights(hidden_size)
+        both = self.attention.num_weights(hidden_size) + self.state.num_weights(hidden_size)
+        return both if self.ahead is None else both + self.ahead.num_weights(hidden_size, self.attention)
 
 
 StateSpec = DeltaSpec | ScanSpec

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, RopeSpec, attention_in, state_in
+from nanovllm_cli.router_spec import RouterSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 Pooling = Literal["mean", "last", "cls"]
@@ -86,17 +87,12 @@ class MoESpec:
     norm_topk of theirs alone. scoring, selection_bias, scale, expert_scale: see `mixture.Scoring`. groups, groups_taken: experts
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
     expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
-    averaged: half of the sum of both is what comes out.
-
+    averaged: half of the sum of both is what comes out. router: logits are what an MLP makes, and none may be taken (ZAYA1).
     ranks_logits (Kolibri): experts are chosen by logits and their bias, and weigh by sigmoids all the same.
-
     nearness (Phi-3.5-MoE): weights are what `mixture.shares_among_near` makes of logits, and nothing else counts.
-
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
-
     latent_size (Nemotron 3 Super): experts read and give so many numbers of a token, which one matrix makes of what the router
     reads, and another makes as many as before of their sum. None: they read what the router does.
-
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
     residual stream through a norm of their own, logits are divided by sqrt(hidden_size), and both results are normed.
     """
@@ -120,6 +116,7 @@ class MoESpec:
     scales_input: bool = False
     apart: bool = False
     latent_size: int | None = None
+    router: RouterSpec | None = None
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
@@ -141,7 +138,8 @@ class MoESpec:
         """What all tokens take."""
         shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
         beside = hidden_size * (self.shared_gate + 2 * (self.latent_size or 0))
-        return shared + beside + self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
+        own = self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
+        return shared + beside + (own if self.router is None else self.router.num_weights(hidden_size, self.num_experts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +190,8 @@ class BlockSpec:
 
     Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
     multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
-    (ModernBERT's first). streams: x is the first of several, of "sandwich" (Gemma 3n), or made of all, of "pre" (Hy4).
+    (ModernBERT's first). rescaled: of "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich"
+    (Gemma 3n), or made of all, of "pre" (Hy4).
     """
 
     mixer: MixerSpec | None
@@ -200,6 +199,7 @@ class BlockSpec:
     order: BlockOrder = "pre"
     scaled: bool = False
     bare: bool = False
+    rescaled: bool = False
     streams: StreamsSpec | ConnectionsSpec | None = None
 
     @property
@@ -229,13 +229,14 @@ class BlockSpec:
 class EntrySpec:
     """What is added to an embedding before the first layer reads it, and a norm of the sum: a row of a table of `positions` for
     the token's position, the first token's being `first_position`, and that of a table of `segments`, whose first row is for all
-    but the second of two texts that are read together. 0: no such table.
-    norm: see `NormSpec`; None: the sum stays as it is, which a decoder's does."""
+    but the second of two texts that are read together. 0: no such table. norm: see `NormSpec`; None: the sum stays as it is, as a
+    decoder's does. rescaled: each column is, and there is nothing else."""
 
     norm: NormSpec | None
     positions: int = 0
     first_position: int = 0
     segments: int = 0
+    rescaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,13 +86,15 @@ class WholeRows(NamedTuple):
 
 class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
-    `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs."""
+    `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs.
+    entered: what the first layer read [T, hidden], where others do, too."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
     step: Any
     distances: torch.Tensor | None = None
     asked: StepInputs | None = None
+    entered: torch.Tensor | None = None
 
     @property
     def positions(self) -> torch.Tensor:

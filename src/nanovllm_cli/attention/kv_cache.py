@@ -183,6 +183,8 @@ def _block_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart
     mixer = mixer.attention if isinstance(mixer, PairSpec) else mixer
     if mixer is None or isinstance(mixer, StateSpec) or (isinstance(mixer, AttentionSpec) and mixer.reads is not None):
         return []
+    if isinstance(mixer, AttentionSpec) and mixer.convolved is not None:
+        return [*layout.block_parts(mixer), *layout.block_parts(mixer.past)]
     return layout.block_parts(mixer)
 
 

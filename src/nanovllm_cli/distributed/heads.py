@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, MixerSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvolvedSpec, DeltaSpec, MixerSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 
 Mixer = TypeVar("Mixer", bound=MixerSpec)
@@ -17,6 +17,8 @@ Mixer = TypeVar("Mixer", bound=MixerSpec)
 def num_units(mixer: MixerSpec) -> int:
     """Of heads that stay together, as they share keys and values, or keys. 0 where a layer can't be divided."""
     match mixer:
+        case AttentionSpec(convolved=ConvolvedSpec()):
+            return 0
         case AttentionSpec(latent=None):
             return mixer.num_kv_heads if mixer.qk_norm_of != "all heads" else 0
         case AttentionSpec():
@@ -36,6 +38,8 @@ def own_units(mixer: MixerSpec, rank: int, size: int) -> range | None:
 def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
     """What a process computes of a layer."""
     if isinstance(mixer, PairSpec):
+        if mixer.ahead is not None:
+            return mixer
         return replace(mixer, attention=own_mixer(mixer.attention, rank, size))
     own = own_units(mixer, rank, size)
     changes: dict[str, Any] = {}

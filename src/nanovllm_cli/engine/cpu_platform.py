@@ -152,9 +152,11 @@ class CpuPlatform:
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         states = [state_in(mixer) for mixer in spec.mixers]
         is_latent = any(attention.latent is not None for attention in spec.attentions)
+        is_convolved = any(attention.convolved is not None for attention in spec.attentions)
         needed = {
             "experts": any(isinstance(block.mlp, MoESpec) for block in spec.blocks),
-            "conv": any(isinstance(mixer, ConvSpec) for mixer in spec.mixers),
+            "conv": any(isinstance(mixer, ConvSpec) for mixer in spec.mixers) or is_convolved,
+            "compressed": is_convolved,
             "scan": any(isinstance(state, ScanSpec) for state in states),
             "delta": any(isinstance(state, DeltaSpec) for state in states),
             "latent": is_latent,

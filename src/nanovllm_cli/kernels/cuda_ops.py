@@ -12,6 +12,7 @@ from nanovllm_cli.kernels import (
     altup,
     best_gate,
     clip,
+    compressed_rules,
     connection,
     gemv,
     join_norm,
@@ -118,6 +119,29 @@ class CudaOps:
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return scale.scale(self.launcher, x, factor, cap)
+
+    def rescale(self, x: torch.Tensor, shift: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        self.launcher.torch_op(lambda: x.copy_(compressed_rules.rescaled(x, shift, gains)))
+        return x
+
+    def with_open_gates(self, x: torch.Tensor, channels: int) -> torch.Tensor:
+        out = self.room(x.shape[0], 3 * channels, x.dtype)
+        self.launcher.torch_op(lambda: out.copy_(compressed_rules.with_open_gates(x, channels)))
+        return out
+
+    def of_the_best(self, logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        out = self.room(logits.shape[0], logits.shape[1] - 1, logits.dtype)
+        self.launcher.torch_op(lambda: out.copy_(compressed_rules.of_the_best(logits, bias)))
+        return out
+
+    def met_heads(
+        self, projected: torch.Tensor, convolved: torch.Tensor, bias: torch.Tensor, before: torch.Tensor, gains: torch.Tensor,
+        head_dim: int, num_keys: int, least: float,
+    ) -> torch.Tensor:
+        out, heads = torch.empty_like(projected), (head_dim, num_keys, least)
+        rules = compressed_rules.met_heads
+        self.launcher.torch_op(lambda: out.copy_(rules(projected, convolved, bias, before, gains, *heads)))
+        return out
 
     def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
         wide = torch.empty(len(x), x.shape[1] + count, dtype=x.dtype, device=x.device)

@@ -55,6 +55,9 @@ class HeadMatrices(Protocol):
     def load(self, head: int, rows: torch.Tensor) -> None:
         """rows [num_rows, width], of any float type."""
 
+    def products(self, x: torch.Tensor, x_at: int, x_step: int) -> torch.Tensor:
+        """[T, heads * num_rows]: of each head its matrix times columns x_at + head * x_step … of x [T, …]."""
+
 
 class Ops(Protocol):
     """One device's ops. `device` is where their tensors are."""
@@ -177,6 +180,21 @@ class Ops(Protocol):
         self, x: torch.Tensor, rank: int, gains: torch.Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, rank + 2 * N] fp32 -> [T, rank] of dtype, and [T, 2 * N] fp32: see `state_rules.scan_parts`."""
+
+    def rescale(self, x: torch.Tensor, shift: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        """x [T, n] itself, changed in place to `compressed_rules.rescaled`; shift and gains [n] fp32."""
+
+    def with_open_gates(self, x: torch.Tensor, channels: int) -> torch.Tensor:
+        """See `compressed_rules.with_open_gates`."""
+
+    def of_the_best(self, logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """See `compressed_rules.of_the_best`."""
+
+    def met_heads(
+        self, projected: torch.Tensor, convolved: torch.Tensor, bias: torch.Tensor, before: torch.Tensor, gains: torch.Tensor,
+        head_dim: int, num_keys: int, least: float,
+    ) -> torch.Tensor:
+        """See `compressed_rules.met_heads`."""
 
     def head_matrices(self, num_heads: int, num_rows: int, width: int, dtype: torch.dtype) -> HeadMatrices:
         """All zeros; for this device's AttentionBackend."""

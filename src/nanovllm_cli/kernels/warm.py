@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, and apart
 from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule, and of
-latent and sparse attention.
+latent, sparse and compressed attention.
 
 Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
 through all parts and passes over what another one has under way (`compiled.passing_over`); this one does so too, and then waits
@@ -30,6 +30,7 @@ from nanovllm_cli.folders import cache_folder, note_use, remove_unused
 from nanovllm_cli.kernels import (
     adapters,
     compiled,
+    compressed,
     conv,
     cpu,
     cpu_sampling,
@@ -283,6 +284,14 @@ def _latent(dtype: torch.dtype) -> None:
     latent.CpuHeadMatrices(1, 4, 16, dtype).products(x, 0, 0)
 
 
+def _compressed(dtype: torch.dtype) -> None:
+    x, one = torch.zeros(1, 8, dtype=dtype), torch.ones(1)
+    latent.CpuHeadMatrices(1, 2, 2, dtype).products(compressed.with_open_gates(x, 8), 0, 0)
+    compressed.met_heads(x[:, :6].contiguous(), x[:, :4].contiguous(), x[0, :4].contiguous(), x, one, 2, 1, 1e-6)
+    compressed.of_the_best(torch.zeros(1, 2), torch.zeros(2))
+    compressed.rescale(x, torch.zeros(8), torch.ones(8))
+
+
 def _sparse(dtype: torch.dtype) -> None:
     """Of a token that sees half of what is there."""
     tiles, tables, one = torch.tensor([[0, 0, 1, 31, 32]]), torch.arange(2, dtype=torch.int32)[None], torch.zeros(1, 1)
@@ -295,7 +304,7 @@ def _sparse(dtype: torch.dtype) -> None:
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "all": (_attention, _matmuls, _norms, _draws),
     "integer": (_integer,), "experts": (_experts,), "adapters": (_adapters,), "conv": (_conv,), "delta": (_delta,),
-    "scan": (_scan,), "latent": (_latent,), "sparse": (_sparse,),
+    "scan": (_scan,), "latent": (_latent,), "compressed": (_compressed,), "sparse": (_sparse,),
 }  # fmt: skip
 """Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
 

@@ -3,6 +3,8 @@ state of each sequence."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -130,7 +132,7 @@ class Mamba(Projected):
 
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
-        self.backend = kit.backend
+        self.backend, self.ops = kit.backend, kit.ops
         self.width = hidden_size
         keys = spec.num_keys * spec.key_dim
         sections = Cut((keys, keys, spec.values, spec.values))
@@ -141,12 +143,17 @@ class Mamba(Projected):
         nothing = torch.empty(0, device=kit.ops.device)
         taps = kit.zeros(spec.width, spec.channels)
         self.weights = DeltaWeights(taps, decay, decay_bias, nothing, norm.eps, skip, taps_bias)
+        norm = norm if spec.eps is None else replace(norm, eps=spec.eps)
         self.norm = RMSNorm(norm, spec.values, kit) if spec.normed else None
+        self.step_bias = kit.zeros(spec.num_values, dtype=torch.float32) if spec.least_step else decay_bias
         self.out = Linear(spec.values, {"mamba_out": hidden_size}, kit)
         self.dtype = kit.dtype
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         gates = self.gates.matmul(x, None, torch.float32)
+        if self.spec.least_step:  # a softplus grows with what it is of
+            self.ops.add_row(gates, self.step_bias)
+            self.ops.clip(gates, math.log(math.expm1(self.spec.least_step)), math.inf)
         projected = self.projection.matmul(x, None, self.dtype)
         found = self.backend.recur(self.spec, projected, gates, self.weights, cache, inputs.step)
         if self.norm is None:
@@ -161,7 +168,7 @@ class Mamba(Projected):
         own = {
             "taps": WeightSlot((spec.channels, spec.width), self._load_taps),
             "decay": WeightSlot((spec.num_values,), self._load_decay),
-            "decay_bias": table_slot(weights.decay_bias),
+            "decay_bias": table_slot(self.step_bias),
         }
         if self.norm is not None:
             own["norm.weight"] = self.norm.slots()["weight"]

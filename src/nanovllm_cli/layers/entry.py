@@ -7,12 +7,15 @@ import torch
 
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import StreamNorm
+from nanovllm_cli.layers.rescaling import RescaledEntry
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.model_spec import EntrySpec, NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
 
 
-def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry | CenteredEntry:
+def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry | CenteredEntry | RescaledEntry:
+    if spec.rescaled:
+        return RescaledEntry(width, kit)
     if spec.norm is None:
         return Positions(spec, width, kit)
     if not spec.norm.centered:

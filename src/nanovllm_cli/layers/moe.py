@@ -14,6 +14,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.router import Router
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.model_spec import MoESpec, NormSpec
 
@@ -25,7 +26,8 @@ class MoE:
         self.spec = spec
         self.ops = kit.ops
         self.expert_width, self.dtype = spec.width(hidden_size), kit.dtype
-        self.router = kit.undivided.weight({"router": spec.num_experts}, hidden_size)
+        self.deep = None if spec.router is None else Router(spec.router, spec.num_experts, norm, hidden_size, kit)
+        self.router = None if self.deep else kit.undivided.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
         self.latent_in = self.latent_out = None
         if (latent := spec.latent_size) is not None:
@@ -77,6 +79,7 @@ class MoE:
         """Of a mixture that goes beside an MLP: the sum of both, normed each. x: what the MLP reads."""
         assert self.apart is not None
         assert self.shared is not None
+        assert self.router is not None
         norms = self.apart
         found = norms.after_shared.alone(self.shared(x))
         logits = self.router.matmul(norms.router(None, residual), None, torch.float32)
@@ -95,6 +98,9 @@ class MoE:
         return self.ops.best_gate(x, logits) if self.spec.scales_input else x
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.deep is not None:
+            return self.deep(x)
+        assert self.router is not None
         return self.router.matmul(x, self.router_bias, torch.float32)
 
     @property
@@ -108,10 +114,10 @@ class MoE:
         return sum(linear.weight.num_bytes for expert in self.experts for linear in (expert.gate_up, expert.down))
 
     def slots(self) -> Slots:
-        width = self.router.width
-        slots: Slots = {
-            "router.weight": WeightSlot((self.spec.num_experts, width), lambda rows, first: self.router.load_rows(first, rows))
-        }
+        slots: Slots = {} if self.deep is None else self.deep.slots()
+        if (router := self.router) is not None:
+            shape = self.spec.num_experts, router.width
+            slots["router.weight"] = WeightSlot(shape, lambda rows, first: router.load_rows(first, rows))
         if self.router_bias is not None:
             slots["router.bias"] = table_slot(self.router_bias)
         if self.spec.selection_bias and self.scoring is not None and self.scoring.bias is not None:
@@ -123,7 +129,7 @@ class MoE:
         if self.shared is not None:
             slots |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         if (gate := self.shared_gate) is not None:
-            slots["shared.gate_row.weight"] = WeightSlot((1, width), lambda rows, first: gate.load_rows(first, rows))
+            slots["shared.gate_row.weight"] = WeightSlot((1, gate.width), lambda rows, first: gate.load_rows(first, rows))
         for latent in (self.latent_in, self.latent_out):
             slots |= {} if latent is None else latent.slots()
         for e, expert in enumerate(self.experts):

@@ -12,10 +12,12 @@ from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
+from nanovllm_cli.layers.ahead import AheadOfState, Shared
 from nanovllm_cli.layers.altup import AltUp, Streams
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.connections import Connection, Connections
 from nanovllm_cli.layers.conv import ShortConv
+from nanovllm_cli.layers.convolved import ConvolvedAttention
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
@@ -28,12 +30,16 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
+from nanovllm_cli.layers.rescaling import RescaledJoin
 from nanovllm_cli.layers.rope import Rope
+from nanovllm_cli.layers.router import HandedOn
 from nanovllm_cli.layers.scan import Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.layers.taps import Taps
 from nanovllm_cli.mixer_spec import (
+    AheadSpec,
     AttentionSpec,
+    ConvolvedSpec,
     ConvSpec,
     DeltaSpec,
     LatentSpec,
@@ -72,6 +78,7 @@ class Block:
             self.connections = [Connection(spec.streams, model.norm, width, kit, name) for name in names]
             assert (spec.order, self.has_halves, self.scale) == ("pre", True, 1.0), "no model has these elsewhere"
         self.is_scaled, self.factor = spec.scaled, 1.0
+        self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
         assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order != "beside"), "nor a factor of what is alone"
 
@@ -117,6 +124,8 @@ class Block:
             return self.after_attention.before_joining(self.mixer(h, inputs, cache))
         if self.scale != 1.0:
             return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scale))
+        if self.joins:
+            return self.joins[0](self.mixer(h, inputs, cache), residual)
         return _addend(self.mixer.onto(residual, h, inputs, cache))
 
     def fed(self, x: Addend | None, residual: torch.Tensor, slots: torch.Tensor, own: torch.Tensor | None) -> Addend | None:
@@ -140,6 +149,8 @@ class Block:
             return self.per_layer(residual, own, self.factor)
         if self.scale != 1.0:
             return Addend(self.ops.scale(_computed(mlp, h, slots), self.scale))
+        if self.joins:
+            return self.joins[1](_computed(mlp, h, slots), residual)
         return _addend(_onto(mlp, residual, h, slots))
 
     def _alone(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
@@ -147,6 +158,8 @@ class Block:
         if not self.norms:
             return x
         (norm,) = self.norms.values()
+        if isinstance(self.mixer, AheadOfState):
+            return Addend(self.mixer.led(x, residual, norm, inputs, cache))
         h = norm(x, residual)
         if self.mixer is not None:
             return _addend(self.mixer.onto(residual, h, inputs, cache))
@@ -195,7 +208,7 @@ class Block:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup, *self.connections):
+        for part in (self.per_layer, self.altup, *self.connections, *self.joins):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 
@@ -205,6 +218,8 @@ class Block:
 
 def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
     match spec:
+        case AttentionSpec(convolved=ConvolvedSpec()):
+            return ConvolvedAttention(spec, width, kit)
         case ConvSpec():
             return ShortConv(spec, width, kit)
         case DeltaSpec(mamba=True):
@@ -217,6 +232,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return Scan(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
+        case PairSpec(ahead=AheadSpec()):
+            return AheadOfState(spec, norm, width, kit)
         case PairSpec():
             return Pair(spec, norm, width, kit)
     return Attention(spec, norm, width, kit)
@@ -279,6 +296,12 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
+        self.handed, owners = HandedOn(), dict[int, Shared]()
+        for block in self.blocks:
+            if isinstance(block.mixer, AheadOfState):
+                block.mixer.share(owners)
+            if isinstance(block.mlp, MoE) and block.mlp.deep is not None:
+                block.mlp.deep.handed = self.handed
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.embedding_norm = RMSNorm(NormSpec(spec.norm.eps), spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
@@ -341,6 +364,10 @@ class Decoder:
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
         residual = residual if self.streams is None else self.streams.enter(residual)
+        if any(isinstance(block.mixer, AheadOfState) for block in self.blocks):
+            entered = self.ops.room(len(residual), residual.shape[1], self.dtype)
+            self.ops.put_columns(residual, entered, 0)
+            inputs = inputs._replace(entered=entered)
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
         deep = {} if batch.images is None else dict(zip(batch.images.behind, batch.images.deep, strict=True))
@@ -396,9 +423,10 @@ class Decoder:
         return None
 
     def _taken(self, rows: torch.Tensor, x: Addend | None) -> Addend | None:
-        """x of these rows, those of the taps being left alone as well."""
+        """x of these rows, those of the taps and what routers hand on being left alone as well."""
         if self.taps is not None:
             self.taps.keep(rows)
+        self.handed.keep(rows)
         return None if x is None else x.taken(rows)
 
     def _choose(self, batch: Batch) -> None:

@@ -112,6 +112,8 @@ from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 from nanovllm_cli.models.step import STEP
+from nanovllm_cli.models.zamba2 import ZAMBA2
+from nanovllm_cli.models.zaya import ZAYA
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
@@ -319,6 +321,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "XverseForCausalLM": XVERSE,
     "YoutuForCausalLM": YOUTU,
     "YoutuVLForConditionalGeneration": YOUTU,
+    "Zamba2ForCausalLM": ZAMBA2,
+    "ZayaForCausalLM": ZAYA,
 }
 HF_BODIES: dict[str, Family] = {
     "BertModel": BERT,

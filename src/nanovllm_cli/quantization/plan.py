@@ -28,7 +28,7 @@ from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_
 from nanovllm_cli.weights.weight_reader import refuse_factors
 
 KEEP = "keep"
-ATTENTION = ("attention_gate", "q", "k", "v", "qkv", "o")
+ATTENTION = ("attention_gate", "q", "k", "v", "v_before", "qkv", "o")
 CONV = ("conv_in", "conv_out")
 DELTA = ("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
@@ -329,7 +329,11 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             kept = () if read.reads is not None else ("k",) if read.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if read.fused_qkv else ("q", *kept, "o")
             mixer = ("attention_gate", *mixer) if read.gate_apart else mixer
-    mixer = (*mixer, *MAMBA) if isinstance(block.mixer, PairSpec) else mixer
+            mixer = mixer if read.convolved is None else ("q", "k", "v_before", "v", "o")
+    if isinstance(block.mixer, PairSpec):
+        if (ahead := block.mixer.ahead) is not None:
+            mixer = (*mixer, "gate_up", "down", "ahead_out") if ahead.uses else ("ahead_out",)
+        mixer = (*mixer, *MAMBA)
     present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):

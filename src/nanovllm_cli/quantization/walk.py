@@ -13,6 +13,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.per_layer import PerLayerInputs
+from nanovllm_cli.mixer_spec import PairSpec
 from nanovllm_cli.model_spec import EntrySpec, MoESpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.dense import DenseStorage
@@ -31,6 +32,14 @@ class Walk:
             raise UnsupportedError(
                 f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
             )
+        if any(isinstance(block.mlp, MoESpec) and block.mlp.router is not None for block in original.spec.blocks):
+            name = original.spec.architecture
+            raise UnsupportedError(
+                f"a {name} model is not calibrated yet: its routers read what those of other layers made", "use --algorithm rtn"
+            )
+        if any(isinstance(mixer, PairSpec) and mixer.ahead is not None for mixer in original.spec.mixers):
+            name = original.spec.architecture
+            raise UnsupportedError(f"a {name} model is not calibrated yet: its layers share weights", "use --algorithm rtn")
         if original.spec.streams is not None:
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: it has several streams", "use --algorithm rtn")

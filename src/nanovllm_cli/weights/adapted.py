@@ -16,6 +16,7 @@ import torch
 
 from nanovllm_cli.config import Lora, LoraModule
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.mixer_spec import PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import MISTRAL, MIXTRAL
 from nanovllm_cli.models.registry_gguf import GGUF_ARCHITECTURES
@@ -150,6 +151,9 @@ def _fitted(
             strangers.append(name)
         elif ours[known] in ("embedding.weight", "per_layer_embedding.weight", "positions.weight"):
             raise UnsupportedError(f"{adapter.path}: an adapter of the embedding ({name})", MERGE_FIRST)
+        elif _is_shared(ours[known], spec):
+            what = f"{adapter.path}: an adapter of one layer's use of weights that several layers share ({name})"
+            raise UnsupportedError(what, "take one that leaves these as they are")
         elif (shape := (added.up.shape[0], added.down.shape[1])) != shapes[known]:
             raise UsageError(f"{adapter.path}: {name} is {list(shape)}, and in the model {list(shapes[known])}", _other(adapter))
         elif known in fitted:
@@ -163,6 +167,15 @@ def _fitted(
         if there is None or shapes[there] != whole.shape or not _is_copy(whole, checkpoint, there):
             raise UnsupportedError(f"{adapter.path}: it brings another {name} than the model's", MERGE_FIRST)
     return fitted
+
+
+def _is_shared(ours: str, spec: ModelSpec) -> bool:
+    """Whether a weight is another layer's as well; an adapter's is of one of them."""
+    place, _, part = ours.removesuffix(".weight").rpartition(".")
+    mixer = spec.blocks[int(place.split(".")[1])].mixer if place.startswith("blocks.") else None
+    ahead = mixer.ahead if isinstance(mixer, PairSpec) else None
+    own = ".uses." in ours or part in ("mamba_in", "mamba_out", "ahead_out")
+    return ahead is not None and len(ahead.uses) > 1 and not own
 
 
 def _architectures(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:

@@ -157,6 +157,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "flex-olmo": {"7x7b": "allenai/FlexOlmo-7x7B-1T"},
     "llama3.2-vision": {"11b": "meta-llama/Llama-3.2-11B-Vision-Instruct", "90b": "meta-llama/Llama-3.2-90B-Vision-Instruct"},
     "phi4-multimodal": {"5.6b": "microsoft/Phi-4-multimodal-instruct"},
+    "zamba2": _sizes("Zyphra/Zamba2-*-Instruct", "1.2B 2.7B 7B"),
+    "zaya1": {"8b": "Zyphra/ZAYA1-8B"},
     "mimo": {"7b": "XiaomiMiMo/MiMo-7B-RL"},
     "mimo-v2": {"flash": "XiaomiMiMo/MiMo-V2-Flash"},
     "minimax-m2": {"230b-a10b": "MiniMaxAI/MiniMax-M2"},

@@ -4,6 +4,8 @@
                  linear_attn.q_conv1d.weight, k_…, v_…       of any lengths: taps of q, k and v behind each other
     Kimi Linear  layers.0.block_sparse_moe.up_proj.weight    of a layer without experts: layers.0.mlp.up_proj.weight
     Mamba        backbone.embedding.weight                   backbone.embeddings.weight
+    Zamba 2      layers.6.mamba_decoder.mamba.…              layers.6.mamba.…, as in layers without attention; what several layers
+                                                             share counts in the first of them
 
 What is published is read as it is, but for Hy4, whose tensors have transformers' names here, which renames and saves others:
 
@@ -36,6 +38,8 @@ _HY4 = (
     (re.compile(r"\.learnable_sink_param$"), ".sinks"), (re.compile(r"\.linear_gate\."), ".gate_proj."),
 )  # fmt: skip
 """In this order; where a name has .hc_pre differs."""
+_LED = re.compile(r"(model\.layers\.\d+)\.mamba_decoder\.(.+)")
+_SHARED = re.compile(r"model\.layers\.(\d+)\.shared_transformer\..+")
 
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
@@ -51,13 +55,19 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", *_HY4_KINDS):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", *_HY4_KINDS):
         return checkpoint
     names = set(checkpoint.names())
     renamed: dict[str, str] = {}
     divided: dict[str, list[_Piece]] = {}
+    count: object = checkpoint.config.get("num_mem_blocks", 1)
+    sharing = sorted({int(found[1]) for name in names if (found := _SHARED.fullmatch(name))})
+    again = sharing[count:] if kind == "zamba2" and isinstance(count, int) and count > 0 else []
     for name in names:
-        if kind == "mamba":
+        if kind == "zamba2":
+            if found := _LED.fullmatch(name):
+                renamed[f"{found[1]}.{found[2]}"] = name
+        elif kind == "mamba":
             if name == _FIRST_EMBEDDING:
                 renamed["backbone.embeddings.weight"] = name
         elif kind in _HY4_KINDS:
@@ -71,7 +81,8 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
                 renamed[published] = saved
         elif kind == "olmo_hybrid" and (found := _TAPS.fullmatch(name)):
             divided |= _divided(checkpoint, names, [f"{found[1]}.{part}_conv1d.weight" for part in "qkv"])
-    return _Published(checkpoint, renamed, divided) if renamed or divided else checkpoint
+    left_out = {name for name in names if (found := _SHARED.fullmatch(name)) and int(found[1]) in again}
+    return _Published(checkpoint, renamed, divided, left_out) if renamed or divided else checkpoint
 
 
 def _as_transformers_has_it(name: str) -> str:
@@ -104,13 +115,14 @@ def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[s
 
 
 class _Published(CheckpointView):
-    """renamed: names -> those of the files. divided: names -> what lies behind each other in theirs."""
+    """renamed: names -> those of the files. divided: names -> what lies behind each other in theirs. left_out: of the
+    files'."""
 
-    def __init__(self, inner: Checkpoint, renamed: dict[str, str], divided: dict[str, list[_Piece]]) -> None:
+    def __init__(self, inner: Checkpoint, renamed: dict[str, str], divided: dict[str, list[_Piece]], left_out: set[str]) -> None:
         super().__init__(inner)
         self._renamed = renamed
         self._divided = divided
-        gone = {*renamed.values(), *(piece.stored for pieces in divided.values() for piece in pieces)}
+        gone = {*left_out, *renamed.values(), *(piece.stored for pieces in divided.values() for piece in pieces)}
         self._names = [*(name for name in inner.names() if name not in gone), *renamed, *divided]
 
     def close(self) -> None:

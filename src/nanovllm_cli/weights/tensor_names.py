@@ -122,7 +122,7 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
     parts, number, expert = ours.split("."), "", ""
     if parts[0] == "blocks":
         number, parts[1] = parts[1], "{i}"
-        if parts[2] in ("experts", "k_b", "v_b") and parts[3].isdecimal():
+        if parts[2] in ("experts", "k_b", "v_b", "uses") and parts[3].isdecimal():
             expert, parts[3] = parts[3], "{e}"
     elif len(parts) == 3 and parts[1].isdecimal():
         expert, parts[1] = parts[1], "{e}"

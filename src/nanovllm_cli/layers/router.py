@@ -1,0 +1,56 @@
+"""A router that is an MLP, and reads what the one of the layer before has made of a token. See `RouterSpec`."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.linear import Linear
+from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.router_spec import RouterSpec
+
+
+class HandedOn:
+    """What a step's last router leaves to the next one: rows [T, width], None before the first."""
+
+    def __init__(self) -> None:
+        self.rows: torch.Tensor | None = None
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Only these tokens go on."""
+        self.rows = None if self.rows is None else self.rows[rows]
+
+
+class Router:
+    """rows [T, hidden] -> [T, E] fp32, of which sigmoids are weights: see `compressed_rules.of_the_best`. All of it is small, and
+    plain and whole in every process. handed: shared by all routers of a model."""
+
+    def __init__(self, spec: RouterSpec, num_experts: int, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
+        whole, width = kit.undivided, spec.width
+        self.ops, self.handed = kit.ops, HandedOn()
+        self.into = Linear(hidden_size, {"router_in": width}, whole, bias=True)
+        self.gains = kit.zeros(width, dtype=torch.float32) if spec.reads_last else None
+        self.nothing = kit.zeros(width, dtype=torch.float32)
+        self.norm = RMSNorm(norm, width, whole)
+        self.inner = [Linear(width, {f"router_{i}": width}, whole, bias=True) for i in range(2)]
+        self.out = Linear(width, {"router_out": num_experts + 1}, whole)
+        self.bias = kit.zeros(num_experts + 1, dtype=torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.into(x)
+        if self.gains is not None:
+            last = self.handed.rows
+            assert last is not None, "the layer before has a router"
+            rows = self.ops.add(rows, self.ops.rescale(last, self.nothing, self.gains))
+        self.handed.rows = rows
+        h = self.norm.alone(rows)
+        for linear in self.inner:
+            h = linear.gated(h, "lone_gelu")
+        return self.ops.of_the_best(self.out.weight.matmul(h, None, torch.float32), self.bias)
+
+    def slots(self) -> Slots:
+        slots = {name: slot for linear in (self.into, *self.inner, self.out) for name, slot in linear.slots().items()}
+        slots |= {} if self.gains is None else {"router_gains": table_slot(self.gains)}
+        return slots | {"router_norm.weight": self.norm.slots()["weight"], "router_bias": table_slot(self.bias)}
