@@ -22,6 +22,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AXK1Config,
     BambaConfig,
     BitNetConfig,
     BloomConfig,
@@ -681,6 +682,12 @@ CASES: dict[str, Any] = {
         **{name: value for name, value in LATENT.items() if name != "head_dim"},
         **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}, rms_norm_eps=1e-6,
     ),
+    "a.x k1, 3 of 5 and shared": AXK1Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1),
+    "a.x k1, 3 of 8 in two of four groups, dense layers between": AXK1Config(
+        **LATENT | {"num_hidden_layers": 4, "tie_word_embeddings": True}, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4,
+        topk_group=2, mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=1.0),
+    ),
     "deepseek v3.2, 9 of what is before": DeepseekV32Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER),
     "glm 5, a layer goes by another": GlmMoeDsaConfig(
         **LATENT | {"num_hidden_layers": 2}, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER,
@@ -983,7 +990,7 @@ COUNTED = [
     "bloom", "mpt, clipped", "gpt-neo", "gpt-j", "opt", "opt, gelu, no biases, norms without weights", "falcon, two norms",
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
-    "mimo v2, 2 of 5",
+    "mimo v2, 2 of 5", "a.x k1, 3 of 8 in two of four groups, dense layers between",
 ]  # fmt: skip
 
 

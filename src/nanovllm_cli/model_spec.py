@@ -167,14 +167,14 @@ class NormSpec:
         return width * (self.gains + self.shifted)
 
 
-BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]
+BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original"]
 _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
+    "open": ("attention_norm", "mlp_norm", "after_mlp_norm"),
     "sandwich": ("attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
-    "post": ("after_attention_norm", "after_mlp_norm"),
+    **dict.fromkeys(("post", "original"), ("after_attention_norm", "after_mlp_norm")),
     "parallel": ("attention_norm",),
     "beside": ("attention_norm", "mlp_norm"),
-    "original": ("after_attention_norm", "after_mlp_norm"),
 }
 
 
@@ -201,6 +201,7 @@ class BlockSpec:
     """One layer. order:
 
     pre       x += mixer(norm(x)); x += mlp(norm(x))
+    open      x += mixer(norm(x)); x += norm(mlp(norm(x)))                (A.X-K1's layers with experts)
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     post      x += norm(mixer(x)); x += norm(mlp(x))                      (OLMo 2)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
@@ -209,8 +210,7 @@ class BlockSpec:
 
     Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
     multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
-    (ModernBERT's first). streams: of "sandwich", x is the first of several (Gemma 3n).
-    """
+    (ModernBERT's first). streams: of "sandwich", x is the first of several (Gemma 3n)."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None

@@ -66,7 +66,7 @@ class Block:
         self.altup = None if spec.streams is None else AltUp(spec.streams, model.norm, width, kit)
         self.is_scaled, self.factor = spec.scaled, 1.0
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
-        assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order != "beside"), "nor a factor of what is alone"
+        assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order not in ("beside", "open")), "nor factors of what is alone"
 
     def __call__(
         self,
@@ -101,7 +101,7 @@ class Block:
             assert x is None, "only the first layer reads a stream that is normed already"
             return _addend(self.mixer(residual, inputs, cache))
         h = self.attention_norm(x, residual)
-        if self.after_attention is not None and self.after_mlp is not None:
+        if self.after_attention is not None:
             return self.after_attention.before_joining(self.mixer(h, inputs, cache))
         if self.scale != 1.0:
             return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scale))
@@ -113,7 +113,7 @@ class Block:
         assert mlp is not None
         assert self.mlp_norm is not None
         h = self.mlp_norm(x, residual)
-        if self.after_attention is not None and self.after_mlp is not None:
+        if self.after_mlp is not None:
             if isinstance(mlp, MoE) and mlp.apart is not None:
                 found = mlp.beside(h, residual, slots)
             else:
