@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AXK1Config,
+    AXK2Config,
     BambaConfig,
     BitNetConfig,
     BloomConfig,
@@ -688,6 +689,12 @@ CASES: dict[str, Any] = {
         topk_group=2, mlp_layer_types=["sparse", "dense", "sparse", "dense"],
         **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=1.0),
     ),
+    "a.x k2, 9 of what is before": AXK2Config(**LATENT, **LATENT_EXPERTS, **INDEXER, gated_norm_rank=5),
+    "a.x k2, 3 of 8 in two of four groups, dense layers between": AXK2Config(
+        **LATENT | {"tie_word_embeddings": True, "rms_norm_eps": 0.02}, **LATENT_EXPERTS | {"n_routed_experts": 8},
+        **INDEXER | {"index_topk": 11}, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False,
+    ),
     "deepseek v3.2, 9 of what is before": DeepseekV32Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER),
     "glm 5, a layer goes by another": GlmMoeDsaConfig(
         **LATENT | {"num_hidden_layers": 2}, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER,
@@ -991,6 +998,7 @@ COUNTED = [
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
     "mimo v2, 2 of 5", "a.x k1, 3 of 8 in two of four groups, dense layers between",
+    "a.x k2, 3 of 8 in two of four groups, dense layers between",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    AXK2Config,
     BitNetConfig,
     DeepseekV32Config,
     FalconH1Config,
@@ -73,6 +74,9 @@ KINDS: dict[str, PreTrainedConfig] = {
     "latent, some of what is before": DeepseekV32Config(
         **SPARSE | {"first_k_dense_replace": 9, "index_topk": 24}, n_group=1, topk_group=1
     ),
+    "latent, gates beside queries and behind norms": AXK2Config(
+        **SPARSE | {"first_k_dense_replace": 9, "index_topk": 24}, gated_norm_rank=6
+    ),
 }  # fmt: skip
 FORM = "int4-weight-only:group=32"
 
@@ -99,6 +103,7 @@ CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
     ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"), ("keys are values", "awq"),
     ("keys of other layers, numbers a layer", "awq"), ("side by side", "awq"), ("norms inside", "awq"),
     ("selective scans", "awq"), ("latent, some of what is before", "awq"),
+    ("latent, gates beside queries and behind norms", "awq"),
 ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ FAMILIES = [
     "qwen3 moe, 3 of 5, a dense layer between", "gpt-oss, 2 of 5", "qwen3.5 moe, 2 of 5 and shared",
     "olmo hybrid", "kimi linear, 3 of 5 and shared", "gemma4, numbers a layer", "gemma3n",
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
-    "glm 5, a layer goes by another",
+    "glm 5, a layer goes by another", "a.x k2, 9 of what is before",
     "command a+, 2 of 5 and shared",
     "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "mistral4, 3 of 5 and shared",
     "ministral3, queries that grow",

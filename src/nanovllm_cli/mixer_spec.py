@@ -87,7 +87,8 @@ class LatentSpec:
     numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
     numbers that queries are made of; None: they are made of the hidden state. by_head: what makes keys and values is a matrix of
     the checkpoint for each head, and those of keys are turned over (GGUF). eps: of its norms, None: as of the model's others.
-    indexer: what chooses the tokens that a query sees, None: it sees all up to its own."""
+    indexer: what chooses the tokens that a query sees, None: it sees all up to its own. beside: queries are made of those numbers
+    normed and, behind these, of the same as they are (A.X-K2)."""
 
     query_rank: int | None
     rank: int
@@ -97,11 +98,17 @@ class LatentSpec:
     by_head: bool = False
     eps: float | None = None
     indexer: IndexerSpec | None = None
+    beside: bool = False
 
     @property
     def query_dim(self) -> int:
         """Of a head, as its projection leaves it."""
         return self.key_dim + self.rotary_dim
+
+    @property
+    def read_by_queries(self) -> int | None:
+        """Numbers that queries are made of; None for those of the hidden state."""
+        return self.query_rank if self.query_rank is None or not self.beside else 2 * self.query_rank
 
     @property
     def own_indexer(self) -> IndexerSpec | None:
@@ -185,7 +192,8 @@ class AttentionSpec:
     @property
     def num_gates(self) -> int:
         """Rows of the projection that gates have."""
-        return self.gated * (self.num_heads if self.gate_by_head else self.num_heads * self.head_dim)
+        each = self.head_dim if self.latent is None else self.latent.value_dim
+        return self.gated * (self.num_heads if self.gate_by_head else self.num_heads * each)
 
     @property
     def indexer(self) -> IndexerSpec | None:
@@ -203,8 +211,10 @@ class AttentionSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         if (latent := self.latent) is not None:
-            queries = self.num_heads * latent.query_dim
-            of_queries = hidden_size * queries if latent.query_rank is None else (hidden_size + queries) * latent.query_rank
+            queries, rank = self.num_heads * latent.query_dim, latent.query_rank
+            queries, gates = (queries, self.num_gates) if self.gate_by_head else (queries + self.num_gates, 0)
+            of_queries = hidden_size * (queries if rank is None else rank) + queries * (latent.read_by_queries or 0)
+            of_queries += hidden_size * gates
             of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
             if (indexer := latent.own_indexer) is not None and latent.query_rank is not None:
                 of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)

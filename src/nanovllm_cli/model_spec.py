@@ -5,31 +5,15 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nanovllm_cli.curve_spec import XieluSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, RopeSpec, attention_in, state_in
 
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class XieluSpec:
-    """The numbers of an MLP's xIELU (Huang and Schlag 2024), as checkpoints have them: two are learned, and made positive."""
-
-    alpha_p: float
-    alpha_n: float
-    beta: float
-    eps: float
-
-    @property
-    def factors(self) -> tuple[float, float, float, float]:
-        """positive, negative, slope and edge, as `kernels.reference.xielu` has them."""
-        positive, negative = (math.log1p(math.exp(-abs(each))) + max(each, 0.0) for each in (self.alpha_p, self.alpha_n))
-        return positive, self.beta + negative, self.beta, self.eps
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +194,9 @@ class BlockSpec:
 
     Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
     multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
-    (ModernBERT's first). streams: of "sandwich", x is the first of several (Gemma 3n)."""
+    (ModernBERT's first). streams: of "sandwich", x is the first of several (Gemma 3n). gated_norms: those of its norms, by name,
+    whose numbers are multiplied with the sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU
+    (A.X-K2)."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -218,6 +204,8 @@ class BlockSpec:
     scaled: bool = False
     bare: bool = False
     streams: StreamsSpec | None = None
+    gated_norms: tuple[str, ...] = ()
+    gate_rank: int = 0
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -234,7 +222,8 @@ class BlockSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        return sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
+        gates = 2 * hidden_size * self.gate_rank * len(self.gated_norms)
+        return gates + sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""

@@ -19,6 +19,7 @@ from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.entry import entry_of
+from nanovllm_cli.layers.gated_norm import GatedNorm
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
@@ -59,8 +60,13 @@ class Block:
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
         self.closing = {name: StreamNorm(model.norm, width, kit) for name in spec.norms} if spec.order == "original" else {}
-        self.norms = {} if self.closing else {name: RMSNorm(model.norm.named(name), width, kit) for name in spec.norms}
-        self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
+        self.norms = {} if self.closing else {name: RMSNorm(model.norm.named(name), width, kit)
+                                              for name in spec.norms if name not in spec.gated_norms}  # fmt: skip
+        self.gated = {name: GatedNorm(model.norm, spec.gate_rank, width, kit, name) for name in spec.gated_norms}
+        self.attention_norm, self.mlp_norm = (
+            self.gated.get(name) or self.norms.get(name) for name in ("attention_norm", "mlp_norm")
+        )
+        assert not self.gated or self.has_halves, "no model has these elsewhere"
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.altup = None if spec.streams is None else AltUp(spec.streams, model.norm, width, kit)
@@ -179,7 +185,7 @@ class Block:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup):
+        for part in (self.per_layer, self.altup, *self.gated.values()):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 

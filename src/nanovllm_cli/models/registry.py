@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
-from nanovllm_cli.models.axk import AXK1
+from nanovllm_cli.models.axk import AXK1, AXK2
 from nanovllm_cli.models.bailing import BAILING_MOE, BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
@@ -116,6 +116,7 @@ from nanovllm_cli.models.step import STEP
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
     "AXK1ForCausalLM": AXK1,
+    "AXK2ForCausalLM": AXK2,
     "BailingMoeForCausalLM": BAILING_MOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,

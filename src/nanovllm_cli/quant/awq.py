@@ -109,7 +109,8 @@ def _mixer_folds(spec: BlockSpec) -> list[_Fold]:
             chooses = latent.own_indexer is not None
             of_rows = ("q_a", "kv_a", "index_k", "index_weights") if chooses else ("q_a", "kv_a")
             of_queries = ("q_b", "index_q") if chooses else ("q_b",)
-            return [_Fold("attention_norm", of_rows, "qkv"), _Fold("q_a_norm", of_queries, "q_b")]
+            behind = [] if latent.beside else [_Fold("q_a_norm", of_queries, "q_b")]
+            return [_Fold("attention_norm", of_rows, "qkv"), *behind]
         case AttentionSpec(value_norm=True) as attention:  # which takes a scale of values off again
             kept = () if attention.reads is not None else ("k",) if attention.keys_are_values else ("k", "v")
             return [_Fold("attention_norm", ("q", *kept), "qkv")]

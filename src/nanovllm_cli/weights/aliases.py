@@ -205,6 +205,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "paligemma2": _sizes("google/paligemma2-*-mix-448", "3b 10b 28b"),
     "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
     "ax-k1": {"519b": "skt/A.X-K1"},
+    "ax-k2": {"base": "skt/A.X-K2"},
     "deepseek-v3.2": {"685b": "deepseek-ai/DeepSeek-V3.2"},
     "deepseek-moe": {"16b": "deepseek-ai/deepseek-moe-16b-chat"},
     "deepseek-v2-lite": {"16b": "deepseek-ai/DeepSeek-V2-Lite-Chat"},
