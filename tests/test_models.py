@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AXK1Config,
     AXK2Config,
+    BailingHybridConfig,
     BambaConfig,
     BitNetConfig,
     BloomConfig,
@@ -237,6 +238,12 @@ KIMI = {name: value for name, value in SMALL.items() if name not in ("head_dim",
     "num_hidden_layers": 5, "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 18, "qk_rope_head_dim": 6,
     "v_head_dim": 14, "linear_head_dim": 12, "linear_num_heads": 6, "num_local_experts": 5, "num_experts_per_tok": 3,
     "moe_intermediate_size": 33,
+}
+LING_3 = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"} | {
+    "num_hidden_layers": 5, "layer_group_size": 2, "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 18,
+    "qk_rope_head_dim": 6, "v_head_dim": 14, "head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 33, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+    "kda_lower_bound": -2.5,
 }
 LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
     "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
@@ -634,6 +641,12 @@ CASES: dict[str, Any] = {
         "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "linear_num_heads": 5,
         "mlp_layer_types": ["dense", "dense", "sparse"], "linear_conv_kernel_dim": 3,
     }),
+    "ling 3, 3 of 8 in two of four groups": BailingHybridConfig(**LING_3),
+    "ling 3, no floor, queries by another rank": BailingHybridConfig(**LING_3 | {
+        "kda_safe_gate": False, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "q_lora_rank": 16, "norm_topk_prob": False, "mlp_layer_types": ["dense", "dense", "sparse"], "short_conv_kernel_size": 3,
+        "rms_norm_eps": 0.03, "n_group": 1, "topk_group": 1,
+    }),
     "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID, rope_parameters={"rope_type": "default", "rope_theta": None}),
     "olmo hybrid, positions, biases, betas up to 1": OlmoHybridConfig(**OLMO_HYBRID | {
         "num_hidden_layers": 3, "attention_bias": True, "linear_allow_neg_eigval": False, "linear_num_key_heads": 4,
@@ -998,7 +1011,7 @@ COUNTED = [
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
     "mimo v2, 2 of 5", "a.x k1, 3 of 8 in two of four groups, dense layers between",
-    "a.x k2, 3 of 8 in two of four groups, dense layers between",
+    "a.x k2, 3 of 8 in two of four groups, dense layers between", "ling 3, 3 of 8 in two of four groups",
 ]  # fmt: skip
 
 

@@ -252,6 +252,7 @@ class DeltaSpec:
     of each key head by themselves. apart: projections and taps of q, k and v are tensors of their own. most: the largest beta.
     eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear, see
     `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each head.
+    at_once: both are made of the hidden state at once instead (Ling 3.0). floor: see `kernels.states.ByChannel`.
     """
 
     num_keys: int
@@ -268,6 +269,8 @@ class DeltaSpec:
     most: float = 1.0
     eps: float | None = None
     channel_rank: int = 0
+    at_once: bool = False
+    floor: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -297,9 +300,11 @@ class DeltaSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         if rank := self.channel_rank:
-            matrices = hidden_size * (self.channels + self.values + self.num_values + 2 * rank)
             decays = self.num_values * self.key_dim
-            return matrices + rank * (decays + self.values) + self.channels * self.width + self.num_values + decays
+            beside = decays + self.values if self.at_once else 2 * rank
+            matrices = hidden_size * (self.channels + self.values + self.num_values + beside)
+            matrices += 0 if self.at_once else rank * (decays + self.values)
+            return matrices + self.channels * self.width + self.num_values + decays
         gates = 1 if self.mamba else 2
         matrices = hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
         tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias

@@ -13,6 +13,7 @@ from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
 from nanovllm_cli.models.axk import AXK1, AXK2
 from nanovllm_cli.models.bailing import BAILING_MOE, BAILING_MOE2, SARVAM_MOE
+from nanovllm_cli.models.bailing_hybrid import BAILING_HYBRID
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
@@ -117,6 +118,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
     "AXK1ForCausalLM": AXK1,
     "AXK2ForCausalLM": AXK2,
+    "BailingHybridForCausalLM": BAILING_HYBRID,
     "BailingMoeForCausalLM": BAILING_MOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,

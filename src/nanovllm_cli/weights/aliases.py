@@ -168,6 +168,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "apertus1.5": {"8b": "swiss-ai/Apertus-v1.5-8B"},
     "muse-glimmer": {"30b": "meta-models/Muse-Glimmer-30B"},
     "ling-lite": {"1.5": "inclusionAI/Ling-lite-1.5"},
+    "ling3": {"flash": "inclusionAI/Ling-3.0-Flash"},
     "ling2": {"mini": "inclusionAI/Ling-mini-2.0", "flash": "inclusionAI/Ling-flash-2.0", "1t": "inclusionAI/Ling-1T"},
     "ring2": {"mini": "inclusionAI/Ring-mini-2.0", "flash": "inclusionAI/Ring-flash-2.0", "1t": "inclusionAI/Ring-1T"},
     "sarvam": {"30b": "sarvamai/sarvam-30b", "105b": "sarvamai/sarvam-105b"},

@@ -146,9 +146,9 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-_IN_LAYERS = ("router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_g_a", "delta_g_b", "scan_x",
-              "scan_dt", "kv_b", "k_b.{e}", "v_b.{e}", "altup_router", "laurel_left", "laurel_right", "attention_norm.gate_in",
-              "attention_norm.gate_out", "mlp_norm.gate_in", "mlp_norm.gate_out")  # fmt: skip
+_IN_LAYERS = ("router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a", "delta_g_b",
+              "scan_x", "scan_dt", "kv_b", "k_b.{e}", "v_b.{e}", "altup_router", "laurel_left", "laurel_right",
+              "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in", "mlp_norm.gate_out")  # fmt: skip
 _OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight")
 PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
 """Weights that decide what becomes of others, those that are taken apart by head, and what llama.cpp leaves alone as well."""
