@@ -75,6 +75,7 @@ from transformers import (
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HeliumConfig,
+    HrmTextConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
@@ -244,6 +245,9 @@ LING_3 = {name: value for name, value in SMALL.items() if name != "num_key_value
     "qk_rope_head_dim": 6, "v_head_dim": 14, "head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 33, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
     "kda_lower_bound": -2.5,
+}
+HRM = {name: value for name, value in SMALL.items() if name not in ("num_hidden_layers", "num_key_value_heads")} | {
+    "num_hidden_layers": 2,
 }
 LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
     "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
@@ -804,6 +808,11 @@ CASES: dict[str, Any] = {
         **WIDE_EXPERTS | {"head_dim": 24}, num_local_experts=5, num_experts_per_tok=3,
         **rope("default", partial_rotary_factor=0.5),
     ),
+    "hrm, twice three and one": HrmTextConfig(**HRM),
+    "hrm, three times one and one, tied": HrmTextConfig(**HRM | {
+        "H_cycles": 3, "L_cycles": 1, "num_hidden_layers": 1, "tie_word_embeddings": True, "embedding_scale": 3.7, "head_dim": 8,
+        "rms_norm_eps": 0.01,
+    }, **rope("linear", factor=4.0)),
     "hunyuan moe, 3 of 5 and shared, another base": HunYuanMoEV1Config(
         **WIDE_EXPERTS | {"tie_word_embeddings": True}, num_experts=5, moe_topk=3, **rope("dynamic", factor=1.0, alpha=50.0),
     ),
@@ -1012,6 +1021,7 @@ COUNTED = [
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
     "mimo v2, 2 of 5", "a.x k1, 3 of 8 in two of four groups, dense layers between",
     "a.x k2, 3 of 8 in two of four groups, dense layers between", "ling 3, 3 of 8 in two of four groups",
+    "hrm, twice three and one",
 ]  # fmt: skip
 
 
@@ -1026,7 +1036,7 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", ".fc": "mlp", "ffn": "mlp", "conv": "conv",
-             "layer_scalar": "other"}  # fmt: skip
+             "layer_scalar": "other", "z_L_init": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
     counts = ("layer_scalar", "e_score_correction_bias")
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(counts)]

@@ -46,6 +46,7 @@ FAMILIES = [
     "olmo hybrid", "kimi linear, 3 of 5 and shared", "gemma4, numbers a layer", "gemma3n",
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "glm 5, a layer goes by another", "a.x k2, 9 of what is before",
+    "hrm, twice three and one", "ling 3, 3 of 8 in two of four groups",
     "command a+, 2 of 5 and shared",
     "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "mistral4, 3 of 5 and shared",
     "ministral3, queries that grow",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nanovllm_cli.curve_spec import XieluSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, RopeSpec, attention_in, state_in
+from nanovllm_cli.passes_spec import PassesSpec
 
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
@@ -264,7 +265,7 @@ class ModelSpec:
     are embedded alone; tied_head holds then, so that no weight is asked for. head_rows: of a head that has fewer than the
     embedding, so that tokens behind those are read and never drawn; 0: all. entry: None where an embedding goes into the first
     layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
-    layer; last_norm: where that is another than those of layers."""
+    layer; last_norm: where that is another than those of layers. passes: in which layers are computed, None: once, in order."""
 
     architecture: str
     vocab_size: int
@@ -287,6 +288,7 @@ class ModelSpec:
     distances: DistanceSpec | None = None
     ends_normed: bool = True
     last_norm: NormSpec | None = None
+    passes: PassesSpec | None = None
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:
@@ -305,7 +307,7 @@ class ModelSpec:
                 return replace(mixer, attention=change(layer, mixer.attention))
             return change(layer, mixer) if isinstance(mixer, AttentionSpec) else mixer
 
-        return self.with_mixers(changed(i, mixer) for i, mixer in enumerate(self.mixers))
+        return self.with_mixers(changed(i, block.mixer) for i, block in enumerate(self.blocks))
 
     def with_mixers(self, mixers: Iterable[MixerSpec | None]) -> ModelSpec:
         """The same with these, one for each layer."""
@@ -325,8 +327,13 @@ class ModelSpec:
 
     @property
     def mixers(self) -> list[MixerSpec | None]:
-        """Of each layer, None where it has none; what a KV cache has to keep follows from them."""
-        return [block.mixer for block in self.blocks]
+        """Of each layer as it is computed, None where it has none; what a KV cache has to keep follows from them."""
+        return [block.mixer for block in self.computed]
+
+    @property
+    def computed(self) -> tuple[BlockSpec, ...]:
+        """Layers as they are computed, one as often as it is gone through."""
+        return self.blocks if self.passes is None else tuple(self.blocks[i] for i in self.passes.order)
 
     @property
     def num_drawn(self) -> int:
@@ -362,8 +369,8 @@ class ModelSpec:
     @property
     def for_prompts(self) -> ModelSpec:
         """What of it a token goes through whose logits nobody wants."""
-        *before, last = self.blocks[: self.last_keeper + 1]
-        return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last))
+        *before, last = self.computed[: self.last_keeper + 1]
+        return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last), passes=None)
 
     def reaching(self, length: int | None) -> ModelSpec:
         """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then, and what is kept

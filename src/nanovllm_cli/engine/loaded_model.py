@@ -116,6 +116,9 @@ class LoadedModel:
             raise UnsupportedError(
                 f"a {self.spec.architecture} model has several residual streams, and a control vector is for one", "leave it out"
             )
+        if config.control_vectors and self.spec.passes is not None:
+            what = f"layers of a {self.spec.architecture} model run several times, and a control vector is for one pass"
+            raise UnsupportedError(what, "leave it out")
         width, layers = self.spec.hidden_size, len(self.spec.blocks)
         found = read_directions(config.control_vectors, config.control_vector_layers, width, layers)
         for layer, direction in found.items():

@@ -27,6 +27,7 @@ from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
+from nanovllm_cli.layers.passes import Passes
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.scan import Scan
@@ -257,6 +258,8 @@ class Decoder:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.streams = None if spec.streams is None else Streams(spec.streams, spec.hidden_size, kit)
+        self.passes = None if spec.passes is None else Passes(spec.passes, spec.norm, spec.hidden_size, kit)
+        self.order = range(spec.num_layers) if spec.passes is None else spec.passes.order
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
@@ -270,7 +273,7 @@ class Decoder:
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
         slots = {f"embedding.{name}": slot for name, slot in self.embedding.slots().items()}
-        for part in (self.per_layer, self.streams):
+        for part in (self.per_layer, self.streams, self.passes):
             slots |= {} if part is None else part.slots()
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
@@ -328,7 +331,11 @@ class Decoder:
         deepest = max(deep, default=-1)
         if self.taps is not None:
             self.taps.begin(batch.num_tokens)
-        for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+        residual = residual if self.passes is None else self.passes.begin(residual)
+        for i, (number, layer) in enumerate(zip(self.order, cache.layers, strict=True)):
+            block = self.blocks[number]
+            if self.passes is not None and i in self.passes.joints:
+                residual, x = self.passes.join(i, x, residual), None
             own = None if every is None else every[:, i * width : (i + 1) * width]
             x = self._tapped(i, self._led(i, x, residual), residual)
             if i != self.last_keeper or all_asked or i <= deepest:
@@ -348,7 +355,7 @@ class Decoder:
                 x = block.fed(x, residual, inputs.batch.slots, own)
         if not all_asked:
             x, residual = self._taken(rows, x), residual[..., rows, :]
-        x = self._tapped(len(self.blocks), self._led(len(self.blocks), x, residual), residual)
+        x = self._tapped(len(self.order), self._led(len(self.order), x, residual), residual)
         residual = residual if self.streams is None else self.streams.leave(residual)
         if self.norm is not None:
             return self.norm(x, residual)

@@ -81,6 +81,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_MOE_SWA,
     GRANITE_SWA,
 )
+from nanovllm_cli.models.hrm import HRM_TEXT
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
@@ -221,6 +222,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "HeliumForCausalLM": HELIUM,
+    "HrmTextForCausalLM": HRM_TEXT,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "HunYuanVLForConditionalGeneration": HUNYUAN_VL,

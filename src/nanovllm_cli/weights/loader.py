@@ -53,7 +53,8 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
         )
     spec = hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
     check_scale(spec, checkpoint, reader)
-    tensor_shapes(replace(spec, blocks=tuple(dict.fromkeys(spec.blocks))), names_of(checkpoint))  # all of them have names
+    one_of_each = replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)), passes=None)
+    tensor_shapes(one_of_each, names_of(checkpoint))  # all of them have names
     return spec
 
 

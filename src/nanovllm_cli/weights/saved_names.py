@@ -4,6 +4,8 @@
                  linear_attn.q_conv1d.weight, k_…, v_…       of any lengths: taps of q, k and v behind each other
     Kimi Linear  layers.0.block_sparse_moe.up_proj.weight    of a layer without experts: layers.0.mlp.up_proj.weight
     Mamba        backbone.embedding.weight                   backbone.embeddings.weight
+    HRM          H_module.layers.3.attn.gqkv_proj.weight     layers.11.self_attn.gate_proj.weight, q_proj, k_proj and v_proj, one
+                                                             behind the other; those of L_module are layers.0, 1, 2, …
 
 What is published is read as it is. Not covered: pickles.
 """
@@ -21,7 +23,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorIn
 _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
 _TAPS = re.compile(r"(model\.layers\.\d+\.linear_attn)\.q_conv1d\.weight")
 _DENSE = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
-
+_STACKED = re.compile(r"model\.([HL])_module\.layers\.(\d{1,6})\.(.+)")
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -36,9 +38,11 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba"):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "hrm_text"):
         return checkpoint
     names = set(checkpoint.names())
+    if kind == "hrm_text":
+        return _Published(checkpoint, *_numbered(checkpoint, names))
     renamed: dict[str, str] = {}
     divided: dict[str, list[_Piece]] = {}
     for name in names:
@@ -54,6 +58,24 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         elif kind == "olmo_hybrid" and (found := _TAPS.fullmatch(name)):
             divided |= _divided(checkpoint, names, [f"{found[1]}.{part}_conv1d.weight" for part in "qkv"])
     return _Published(checkpoint, renamed, divided) if renamed or divided else checkpoint
+
+
+def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], dict[str, list[_Piece]]]:
+    """Layers of two stacks as those of one, what renames them, and parts of what is made of attention's input."""
+    found = {name: place for name in names if (place := _STACKED.fullmatch(name)) is not None}
+    count = 1 + max((int(place[2]) for place in found.values()), default=-1)
+    renamed: dict[str, str] = {}
+    divided: dict[str, list[_Piece]] = {}
+    for name, place in found.items():
+        layer, part = f"model.layers.{int(place[2]) + count * (place[1] == 'H')}", place[3].replace("attn.", "self_attn.", 1)
+        shape = checkpoint.info(name).shape
+        if part.startswith("self_attn.gqkv_proj.") and shape and shape[0] % 4 == 0:
+            rows = shape[0] // 4
+            for i, own in enumerate(("gate", "q", "k", "v")):
+                divided[f"{layer}.{part.replace('gqkv', own)}"] = [_Piece(name, i * rows, (i + 1) * rows)]
+        else:
+            renamed[f"{layer}.{part}"] = name
+    return renamed, divided
 
 
 def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[str, list[_Piece]]:
