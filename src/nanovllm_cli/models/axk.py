@@ -91,5 +91,12 @@ AXK2 = replace(
         f"blocks.{{i}}.{ours}.{part}.weight": f"model.layers.{{i}}.{theirs}.{own}.weight"
         for ours, theirs in _GATED.items() for part, own in (("gated", "norm"), ("gate_in", "W_down"), ("gate_out", "W_up"))
     },
+    peft_names={
+        "blocks.{i}.q_b.weight": "model.layers.{i}.self_attn.q_gate_proj.weight",
+        **{
+            f"blocks.{{i}}.{ours}.{part}.weight": f"model.layers.{{i}}.{theirs}.mlp.{own}.weight"
+            for ours, theirs in _GATED.items() for part, own in (("gate_in", "fc1"), ("gate_out", "fc2"))
+        },
+    },
     gguf_like=no_file("A.X-K2"),
 )  # fmt: skip

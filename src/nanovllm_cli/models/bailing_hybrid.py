@@ -45,7 +45,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return with_delta(spec, delta, [kind == LINEAR for kind in kinds], read.where)
 
 
-_PLACE = "model.layers.{i}.attention"
+_PLACE, _TRAINED = "model.layers.{i}.attention", "model.layers.{i}.self_attn"
 BAILING_HYBRID = Family(
     "bailing_hybrid",
     latent=True,
@@ -72,6 +72,14 @@ BAILING_HYBRID = Family(
         "blocks.{i}.delta.decay": f"{_PLACE}.A_log",
         "blocks.{i}.delta.decay_bias": f"{_PLACE}.dt_bias",
         "blocks.{i}.delta.norm.weight": f"{_PLACE}.o_norm.weight",
+    },
+    peft_names={
+        **LATENT_HF_NAMES,
+        **projections("blocks.{i}.", f"{_TRAINED}.", ("q", "o")),
+        "blocks.{i}.attention_gate.weight": f"{_TRAINED}.g_proj.weight",
+        **projections("blocks.{i}.delta_", f"{_TRAINED}.", ("q", "k", "v", "b", "g")),
+        "blocks.{i}.delta_f.weight": f"{_TRAINED}.forget_gate.f_proj.weight",
+        "blocks.{i}.delta_out.weight": f"{_TRAINED}.o_proj.weight",
     },
     hf=_from_hf,
     gguf_like=no_file("Ling 3.0"),

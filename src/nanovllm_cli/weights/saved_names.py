@@ -60,6 +60,12 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     return _Published(checkpoint, renamed, divided) if renamed or divided else checkpoint
 
 
+def of_one_stack(name: str, count: int) -> str:
+    """The name of a layer's tensor as if both stacks, of so many layers each, were one; that of any other as it is."""
+    place = _STACKED.fullmatch(name)
+    return name if place is None else f"model.layers.{int(place[2]) + count * (place[1] == 'H')}.{place[3]}"
+
+
 def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], dict[str, list[_Piece]]]:
     """Layers of two stacks as those of one, what renames them, and parts of what is made of attention's input."""
     found = {name: place for name in names if (place := _STACKED.fullmatch(name)) is not None}
@@ -67,7 +73,8 @@ def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], 
     renamed: dict[str, str] = {}
     divided: dict[str, list[_Piece]] = {}
     for name, place in found.items():
-        layer, part = f"model.layers.{int(place[2]) + count * (place[1] == 'H')}", place[3].replace("attn.", "self_attn.", 1)
+        part = re.sub(r"^attn\.", "self_attn.", place[3])
+        layer = of_one_stack(name, count).removesuffix(f".{place[3]}")
         shape = checkpoint.info(name).shape
         if part.startswith("self_attn.gqkv_proj.") and shape and shape[0] % 4 == 0:
             rows = shape[0] // 4
