@@ -16,9 +16,15 @@ from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot
-from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
 from nanovllm_cli.model_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
+
+
+def gates_before_queries(rows: torch.Tensor, latent: LatentSpec) -> torch.Tensor:
+    """Rows of q_b, each head's query followed by its gates, with all gates before all queries."""
+    heads = rows.view(-1, latent.query_dim + latent.value_dim, *rows.shape[1:])
+    return torch.cat([heads[:, latent.query_dim :].flatten(0, 1), heads[:, : latent.query_dim].flatten(0, 1)])
 
 
 class LatentAttention(Projected):
