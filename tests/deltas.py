@@ -28,7 +28,7 @@ Chunks = list[list[int | Share]]
 
 class Case(NamedTuple):
     """Heads and dims of keys, then of values; taps; see Chunks. mamba: the rule of Mamba-2, with a bias of its taps or none.
-    most: the largest beta. by_channel: with a decay of each channel."""
+    most: the largest beta. by_channel: with a decay of each channel. floor: the least logarithm of one."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -39,6 +39,7 @@ class Case(NamedTuple):
     bias: bool = False
     most: float = 1.0
     by_channel: bool = False
+    floor: float = 0.0
 
 
 def space(keys: tuple[int, int], values: tuple[int, int], width: int, steps: Chunks, bias: bool) -> Case:
@@ -75,6 +76,7 @@ CASES = [
 TURNED = [case._replace(most=2.0) for case in (CASES[1], CASES[2], CASES[5], CASES[10])]
 """With betas up to 2."""
 CHANNELS = [case._replace(by_channel=True) for case in (CASES[0], CASES[3], CASES[4], CASES[5], CASES[6], CASES[8], CASES[10])]
+CHANNELS += [CHANNELS[0]._replace(floor=-5.0), CHANNELS[-1]._replace(floor=-0.7)]
 """With a decay of each channel."""
 SPACES = [
     space((1, 16), (1, 16), 4, [[1], *[[1]] * 20], bias=True),
@@ -147,7 +149,7 @@ class Kept:
         if self.case.by_channel:
             z, rates = projected[:, self.channels :].clone(), gates[:, num_values:].clone()
             apart = {"projected": projected[:, : self.channels].contiguous(), "gates": gates[:, :num_values].contiguous(),
-                     "by_channel": ByChannel(rates, z)}  # fmt: skip
+                     "by_channel": ByChannel(rates, z, self.case.floor)}  # fmt: skip
         return self.weights | apart | {
             "states": self.states,
             "query_starts": torch.tensor([0, *counts]).cumsum(0).int(),
@@ -164,7 +166,7 @@ class Kept:
             rest = decay, decay_bias, norm, 1e-6, state, before.double()
             if self.case.by_channel:
                 apart = x[:, : self.channels], gates[:, : len(decay)], gates[:, len(decay) :], x[:, self.channels :]
-                out, state = state_rules.channel_delta(*apart, taps, *rest)
+                out, state = state_rules.channel_delta(*apart, taps, *rest, self.case.floor)
             else:
                 out, state = state_rules.gated_delta(x, gates, taps, *rest, self.case.tiled, self.case.most)
         else:
@@ -223,7 +225,7 @@ def check_same_bits(delta: Callable[..., torch.Tensor], case: Case) -> None:
             end = min(total, start + size)
             own = {name: args[name][start:end].clone() for name in ("projected", "gates")}
             if (more := args.get("by_channel")) is not None:
-                own["by_channel"] = ByChannel(*(each[start:end].clone() for each in more))
+                own["by_channel"] = more._replace(rates=more.rates[start:end].clone(), z=more.z[start:end].clone())
             own |= {"kv_lens": torch.tensor([end]).int(), "known_lens": torch.tensor([max(start + 1, end - guesses)]).int(),
                     "query_starts": torch.tensor([0, end - start]).int()}  # fmt: skip
             assert torch.equal(delta(**(args | own)), whole[start:end])

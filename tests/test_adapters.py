@@ -107,6 +107,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj",
                             "kv_a_proj_with_mqa", "kv_b_proj", "down_proj"]},
     ),
+    "a.x k2": (
+        TEXTS["a.x k2, 9 of what is before"],
+        {"target_modules": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "o_proj", "fc1", "fc2"]},
+    ),
+    "ling 3": (
+        TEXTS["ling 3, 3 of 8 in two of four groups"],
+        {"target_modules": ["q_proj", "v_proj", "f_proj", "b_proj", "g_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
+    ),
+    "hrm": (TEXTS["hrm, twice three and one"], {"target_modules": ["q_proj", "self_attn.gate_proj", "o_proj", "down_proj"]}),
     "olmo hybrid": (
         TEXTS["olmo hybrid"],
         {"target_modules": ["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj", "down_proj"]},

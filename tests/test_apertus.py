@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines import random_model, save, worker_for
+from nanovllm_cli.curve_spec import XieluSpec
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import XieluSpec
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family

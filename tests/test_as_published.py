@@ -217,6 +217,22 @@ def test_one_expert_is_none(tmp_path: Path) -> None:
 # ---- folders ----
 
 
+def test_an_ax_k1_has_norms_that_nothing_reads_and_no_bias_that_chooses(tmp_path: Path) -> None:
+    """Norms behind MLPs of dense layers; transformers takes the bias for zeros."""
+    config = CASES["a.x k1, 3 of 5 and shared"]
+    reference = random_model(config)
+    for name, each in reference.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            each.zero_()
+    folder = save(reference, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: each for name, each in tensors.items() if not name.endswith("e_score_correction_bias")}
+    assert "model.layers.0.post_mlp_layernorm.weight" not in tensors
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.full((config.hidden_size,), 7.0)
+    save_file(tensors, folder / "model.safetensors")
+    check_what_it_writes(reference, folder)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 

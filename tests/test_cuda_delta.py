@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GraniteMoeHybridConfig, KimiLinearConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import (
+    BailingHybridConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -27,7 +33,7 @@ from test_cuda_engine import (
     launches_of_a_decode_step,
     tokens,
 )
-from test_models import DELTA, GRANITE_4_H, KIMI, prompts
+from test_models import DELTA, GRANITE_4_H, KIMI, LING_3, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 pytestmark = needs_emulation
@@ -40,7 +46,7 @@ MODELS = {
         **GRANITE_4_H | SHAPE | {"num_hidden_layers": 3, "mamba_n_heads": 4, "layer_types": ["mamba", "attention", "mamba"]},
     ),
 }  # fmt: skip
-KIMIS = {
+KIMIS: dict[str, Any] = {
     name: KimiLinearConfig(
         **KIMI | {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")} | {
             "num_hidden_layers": 3, "num_key_value_heads": 4, "layer_types": LAYERS, "linear_head_dim": 16, "linear_num_heads": 4,
@@ -52,6 +58,12 @@ KIMIS = {
     }.items()
 }  # fmt: skip
 """Of decays by channel, latent attention without positions, and experts."""
+KIMIS["a Ling"] = BailingHybridConfig(
+    **LING_3 | {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")} | {
+        "num_hidden_layers": 3, "num_key_value_heads": 4, "layer_types": LAYERS, "head_dim": 16, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    },
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AXK1Config,
+    AXK2Config,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
@@ -65,6 +67,11 @@ MODELS: dict[str, Any] = {
         **shape, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}, index_n_heads=4,
         index_head_dim=16, index_topk=SHAPE["max_position_embeddings"], swiglu_limit=0.0,
     ) for name, shape in (("hy 4, all are seen", ROUND), ("hy 4, all are seen, odd", ODD))},
+    "a.x k1": AXK1Config(**ROUND, **LATENT_EXPERTS, n_group=1, topk_group=1),
+    "a.x k2, all are seen": AXK2Config(
+        **ROUND, **LATENT_EXPERTS, index_n_heads=4, index_head_dim=16, index_topk=SHAPE["max_position_embeddings"],
+        gated_norm_rank=6,
+    ),
     "glm": Glm4MoeLiteConfig(
         **ROUND, **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}
     ),

@@ -9,8 +9,8 @@ import torch
 
 from emulation.compare import close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, needs_emulation
+from nanovllm_cli.curve_spec import XieluSpec
 from nanovllm_cli.kernels.xielu import xielu
-from nanovllm_cli.model_spec import XieluSpec
 
 pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16

@@ -21,10 +21,11 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.kernels import reference, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.weights.shapes import shape_config
 from quantizing import quantize
 from test_convert_families import fields, make_gguf, tensors

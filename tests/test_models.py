@@ -22,6 +22,9 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AXK1Config,
+    AXK2Config,
+    BailingHybridConfig,
     BambaConfig,
     BitNetConfig,
     BloomConfig,
@@ -72,6 +75,7 @@ from transformers import (
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HeliumConfig,
+    HrmTextConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
@@ -147,10 +151,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engines import SMALL, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.mixer_spec import TemperatureSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.facts import facts_of, parameters
+from nanovllm_cli.rope_spec import TemperatureSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.tensor_names import matrix_types
 
@@ -245,6 +249,15 @@ KIMI = {name: value for name, value in SMALL.items() if name not in ("head_dim",
     "num_hidden_layers": 5, "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 18, "qk_rope_head_dim": 6,
     "v_head_dim": 14, "linear_head_dim": 12, "linear_num_heads": 6, "num_local_experts": 5, "num_experts_per_tok": 3,
     "moe_intermediate_size": 33,
+}
+LING_3 = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"} | {
+    "num_hidden_layers": 5, "layer_group_size": 2, "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 18,
+    "qk_rope_head_dim": 6, "v_head_dim": 14, "head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 33, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+    "kda_lower_bound": -2.5,
+}
+HRM = {name: value for name, value in SMALL.items() if name not in ("num_hidden_layers", "num_key_value_heads")} | {
+    "num_hidden_layers": 2,
 }
 LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
     "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
@@ -656,6 +669,12 @@ CASES: dict[str, Any] = {
         "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "linear_num_heads": 5,
         "mlp_layer_types": ["dense", "dense", "sparse"], "linear_conv_kernel_dim": 3,
     }),
+    "ling 3, 3 of 8 in two of four groups": BailingHybridConfig(**LING_3),
+    "ling 3, no floor, queries by another rank": BailingHybridConfig(**LING_3 | {
+        "kda_safe_gate": False, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "q_lora_rank": 16, "norm_topk_prob": False, "mlp_layer_types": ["dense", "dense", "sparse"], "short_conv_kernel_size": 3,
+        "rms_norm_eps": 0.03, "n_group": 1, "topk_group": 1,
+    }),
     "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID, rope_parameters={"rope_type": "default", "rope_theta": None}),
     "olmo hybrid, positions, biases, betas up to 1": OlmoHybridConfig(**OLMO_HYBRID | {
         "num_hidden_layers": 3, "attention_bias": True, "linear_allow_neg_eigval": False, "linear_num_key_heads": 4,
@@ -704,6 +723,18 @@ CASES: dict[str, Any] = {
     "glm4 moe lite, 3 of 5 and shared": Glm4MoeLiteConfig(
         **{name: value for name, value in LATENT.items() if name != "head_dim"},
         **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}, rms_norm_eps=1e-6,
+    ),
+    "a.x k1, 3 of 5 and shared": AXK1Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1),
+    "a.x k1, 3 of 8 in two of four groups, dense layers between": AXK1Config(
+        **LATENT | {"num_hidden_layers": 4, "tie_word_embeddings": True}, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4,
+        topk_group=2, mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "a.x k2, 9 of what is before": AXK2Config(**LATENT, **LATENT_EXPERTS, **INDEXER, gated_norm_rank=5),
+    "a.x k2, 3 of 8 in two of four groups, dense layers between": AXK2Config(
+        **LATENT | {"tie_word_embeddings": True, "rms_norm_eps": 0.02}, **LATENT_EXPERTS | {"n_routed_experts": 8},
+        **INDEXER | {"index_topk": 11}, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False,
     ),
     "deepseek v3.2, 9 of what is before": DeepseekV32Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1, **INDEXER),
     "glm 5, a layer goes by another": GlmMoeDsaConfig(
@@ -812,6 +843,11 @@ CASES: dict[str, Any] = {
         **WIDE_EXPERTS | {"head_dim": 24}, num_local_experts=5, num_experts_per_tok=3,
         **rope("default", partial_rotary_factor=0.5),
     ),
+    "hrm, twice three and one": HrmTextConfig(**HRM),
+    "hrm, three times one and one, tied": HrmTextConfig(**HRM | {
+        "H_cycles": 3, "L_cycles": 1, "num_hidden_layers": 1, "tie_word_embeddings": True, "embedding_scale": 3.7, "head_dim": 8,
+        "rms_norm_eps": 0.01,
+    }, **rope("linear", factor=4.0)),
     "hunyuan moe, 3 of 5 and shared, another base": HunYuanMoEV1Config(
         **WIDE_EXPERTS | {"tie_word_embeddings": True}, num_experts=5, moe_topk=3, **rope("dynamic", factor=1.0, alpha=50.0),
     ),
@@ -1019,8 +1055,11 @@ COUNTED = [
     "falcon, one after the other, biases, keys of each head",
     "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
     "mimo v2, 2 of 5", "hy 4, a layer goes by another",
-    "mimo v2, 2 of 5", "zaya, 1 of 5 or none", "zaya, longer convolutions, windows, a head of its own", "zamba2, two shared",
+    "zaya, 1 of 5 or none", "zaya, longer convolutions, windows, a head of its own", "zamba2, two shared",
     "zamba2, one shared, adapters of attention, positions, groups, time steps that are held",
+    "a.x k1, 3 of 8 in two of four groups, dense layers between",
+    "a.x k2, 3 of 8 in two of four groups, dense layers between", "ling 3, 3 of 8 in two of four groups",
+    "hrm, twice three and one",
 ]  # fmt: skip
 
 
@@ -1036,7 +1075,7 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
              "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
              "block_sparse_moe": "mlp", ".fc": "mlp", "ffn": "mlp", "conv": "conv",
-             "layer_scalar": "other", "_scale": "other", "input_hidden": "other",
+             "layer_scalar": "other", "_scale": "other", "input_hidden": "other", "z_L_init": "other",
              ".linear.": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
     counts = ("layer_scalar", "e_score_correction_bias", "balancing_biases")

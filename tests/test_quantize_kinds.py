@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    AXK2Config,
+    BailingHybridConfig,
     BitNetConfig,
     DeepseekV32Config,
     FalconH1Config,
@@ -34,7 +36,7 @@ from test_convert import SETTINGS as SETTINGS_OF_TINY
 from test_experts import EXPERTS, SHAPE
 from test_latent import CONFIGS
 from test_llm import write_byte_tokenizer
-from test_models import FALCON_H1, GRANITE, GRANITE_4_H, JAMBA, NEMOTRON, NEMOTRON_EXPERTS
+from test_models import FALCON_H1, GRANITE, GRANITE_4_H, JAMBA, LING_3, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
 from test_sparse_models import SPARSE
@@ -73,7 +75,14 @@ KINDS: dict[str, PreTrainedConfig] = {
     "latent, some of what is before": DeepseekV32Config(
         **SPARSE | {"first_k_dense_replace": 9, "index_topk": 24}, n_group=1, topk_group=1
     ),
+    "latent, gates beside queries and behind norms": AXK2Config(
+        **SPARSE | {"first_k_dense_replace": 9, "index_topk": 24}, gated_norm_rank=6
+    ),
 }  # fmt: skip
+KINDS["decays with a floor, latent with gates of heads"] = BailingHybridConfig(**LING_3 | EVEN | {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "head_dim": 32,
+    "num_key_value_heads": 4, "moe_intermediate_size": 64, "first_k_dense_replace": 9,
+})  # fmt: skip
 FORM = "int4-weight-only:group=32"
 
 
@@ -99,6 +108,7 @@ CASES = [(kind, "gptq") for kind in KINDS if kind != "state spaces"] + [
     ("latent", "awq"), ("latent, queries at once", "awq"), ("state spaces", "awq"), ("keys are values", "awq"),
     ("keys of other layers, numbers a layer", "awq"), ("side by side", "awq"), ("norms inside", "awq"),
     ("selective scans", "awq"), ("latent, some of what is before", "awq"),
+    ("latent, gates beside queries and behind norms", "awq"), ("decays with a floor, latent with gates of heads", "awq"),
 ]  # fmt: skip
 
 

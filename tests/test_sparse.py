@@ -15,7 +15,8 @@ from nanovllm_cli.kernels import cpu, reference
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.indexer import choose
-from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec, LatentSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec, LatentSpec
+from nanovllm_cli.rope_spec import RopeSpec
 
 GENERATOR = torch.Generator().manual_seed(41)
 

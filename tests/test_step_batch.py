@@ -15,7 +15,7 @@ from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels import angles
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.layers.rope import Rope
-from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.rope_spec import RopeSpec
 
 BLOCK = 16
 

@@ -1,4 +1,4 @@
-"""What carries numbers from token to token in a layer, as plain values: attention and its positions, convolutions, states.
+"""What carries numbers from token to token in a layer, as plain values: attention, convolutions, states.
 
 Frozen values without tensors, which `model_spec.py` makes a model of.
 """
@@ -8,63 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "divisors"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary positions over the first `dim` dims of a head. Lengths in tokens. Meanings by scaling:
-
-    none; linear: positions / factor; dynamic: NTK base grown with the sequence past original_len; llama3: low frequencies /
-    factor, smoothed between low_freq and high_freq; yarn: interpolation by frequency between beta_fast and beta_slow;
-    longrope: one divisor a frequency, short_divisors up to original_len and long_divisors past it; divisors: short_divisors
-    always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
-    interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i). sections: how many frequencies turn by each of the three
-    or four positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some
-    left (M-RoPE); empty: all by one. backwards: by angles below 0 (NanoChat).
-    """
-
-    dim: int
-    theta: float = 10000.0
-    interleaved: bool = False
-    scaling: RopeScaling = "none"
-    factor: float = 1.0
-    original_len: int = 0
-    low_freq: float = 1.0
-    high_freq: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float | None = None
-    short_divisors: tuple[float, ...] = ()
-    long_divisors: tuple[float, ...] = ()
-    sections: tuple[int, ...] = ()
-    woven: bool = False
-    backwards: bool = False
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """By which of a token's positions each frequency turns: see `Batch`. They are not dim / 2
-        where a config says nothing of it, or nonsense, which texts don't mind."""
-        if not self.woven or not self.sections:
-            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
-        return tuple(i % 3 if i < 3 * self.sections[i % 3] else 0 for i in range(self.dim // 2))
-
-    @property
-    def depends_on_length(self) -> bool:
-        """True where a token's angle depends on how long its sequence is, not on its position alone."""
-        return self.scaling in ("dynamic", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Queries grow with their position, from `length` tokens on (Llama 4, Meta 2025): see `kernels.reference.temper`."""
-
-    length: int
-    scale: float
-    offset: int = 0
+from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +34,8 @@ class LatentSpec:
     numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
     numbers that queries are made of; None: they are made of the hidden state. by_head: what makes keys and values is a matrix of
     the checkpoint for each head, and those of keys are turned over (GGUF). eps: of its norms, None: as of the model's others.
-    indexer: what chooses the tokens that a query sees, None: it sees all up to its own."""
+    indexer: what chooses the tokens that a query sees, None: it sees all up to its own. beside: queries are made of those numbers
+    normed and, behind these, of the same as they are (A.X-K2)."""
 
     query_rank: int | None
     rank: int
@@ -100,11 +45,17 @@ class LatentSpec:
     by_head: bool = False
     eps: float | None = None
     indexer: IndexerSpec | None = None
+    beside: bool = False
 
     @property
     def query_dim(self) -> int:
         """Of a head, as its projection leaves it."""
         return self.key_dim + self.rotary_dim
+
+    @property
+    def read_by_queries(self) -> int | None:
+        """Numbers that queries are made of; None for those of the hidden state."""
+        return self.query_rank if self.query_rank is None or not self.beside else 2 * self.query_rank
 
     @property
     def own_indexer(self) -> IndexerSpec | None:
@@ -215,7 +166,13 @@ class AttentionSpec:
     @property
     def num_gates(self) -> int:
         """Rows of the projection that gates have."""
-        return self.gated * (self.num_heads if self.gate_by_head else self.num_heads * self.head_dim)
+        each = self.head_dim if self.latent is None else self.latent.value_dim
+        return self.gated * (self.num_heads if self.gate_by_head else self.num_heads * each)
+
+    @property
+    def gates_in_queries(self) -> bool:
+        """Whether they stand behind each head's query."""
+        return self.gated and not (self.gate_apart or self.gate_by_head)
 
     @property
     def indexer(self) -> IndexerSpec | None:
@@ -233,13 +190,14 @@ class AttentionSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         if (latent := self.latent) is not None:
-            queries = self.num_heads * latent.query_dim
-            of_queries = hidden_size * queries if latent.query_rank is None else (hidden_size + queries) * latent.query_rank
+            queries, rank = self.num_heads * latent.query_dim, latent.query_rank
+            queries, gates = (queries + self.num_gates, 0) if self.gates_in_queries else (queries, self.num_gates)
+            of_queries = hidden_size * (queries if rank is None else rank) + queries * (latent.read_by_queries or 0)
+            of_queries += hidden_size * gates
             of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank + self.num_heads * self.sinks
             if (indexer := latent.own_indexer) is not None and latent.query_rank is not None:
                 of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)
-            found = self.num_heads * latent.value_dim * (1 + self.gated)
-            return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + found)
+            return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
         queries, found = self.num_heads * self.head_dim, self.num_heads * self.found_dim
         kept = self.head_dim if self.keys_are_values else self.head_dim + self.found_dim
         keys = 0 if self.reads is not None else self.num_kv_heads * kept
@@ -277,6 +235,7 @@ class DeltaSpec:
     eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear, see
     `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each head.
     least_step: what time steps of mamba's are at least (Zamba 2).
+    at_once: both are made of the hidden state at once instead (Ling 3.0). floor: see `kernels.states.ByChannel`.
     """
 
     num_keys: int
@@ -294,6 +253,8 @@ class DeltaSpec:
     eps: float | None = None
     channel_rank: int = 0
     least_step: float = 0.0
+    at_once: bool = False
+    floor: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -323,9 +284,11 @@ class DeltaSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         if rank := self.channel_rank:
-            matrices = hidden_size * (self.channels + self.values + self.num_values + 2 * rank)
             decays = self.num_values * self.key_dim
-            return matrices + rank * (decays + self.values) + self.channels * self.width + self.num_values + decays
+            beside = decays + self.values if self.at_once else 2 * rank
+            matrices = hidden_size * (self.channels + self.values + self.num_values + beside)
+            matrices += 0 if self.at_once else rank * (decays + self.values)
+            return matrices + self.channels * self.width + self.num_values + decays
         gates = 1 if self.mamba else 2
         matrices = hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
         tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias

@@ -5,33 +5,19 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, RopeSpec, attention_in, state_in
+from nanovllm_cli.curve_spec import XieluSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
+from nanovllm_cli.passes_spec import PassesSpec
+from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.router_spec import RouterSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class XieluSpec:
-    """The numbers of an MLP's xIELU (Huang and Schlag 2024), as checkpoints have them: two are learned, and made positive."""
-
-    alpha_p: float
-    alpha_n: float
-    beta: float
-    eps: float
-
-    @property
-    def factors(self) -> tuple[float, float, float, float]:
-        """positive, negative, slope and edge, as `kernels.reference.xielu` has them."""
-        positive, negative = (math.log1p(math.exp(-abs(each))) + max(each, 0.0) for each in (self.alpha_p, self.alpha_n))
-        return positive, self.beta + negative, self.beta, self.eps
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +152,14 @@ class NormSpec:
         return width * (self.gains + self.shifted)
 
 
-BlockOrder = Literal["pre", "sandwich", "post", "parallel", "beside", "original"]
+BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original"]
 _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
+    "open": ("attention_norm", "mlp_norm", "after_mlp_norm"),
     "sandwich": ("attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
-    "post": ("after_attention_norm", "after_mlp_norm"),
+    **dict.fromkeys(("post", "original"), ("after_attention_norm", "after_mlp_norm")),
     "parallel": ("attention_norm",),
     "beside": ("attention_norm", "mlp_norm"),
-    "original": ("after_attention_norm", "after_mlp_norm"),
 }
 
 
@@ -182,6 +168,7 @@ class BlockSpec:
     """One layer. order:
 
     pre       x += mixer(norm(x)); x += mlp(norm(x))
+    open      x += mixer(norm(x)); x += norm(mlp(norm(x)))                (A.X-K1's layers with experts)
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     post      x += norm(mixer(x)); x += norm(mlp(x))                      (OLMo 2)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
@@ -191,8 +178,8 @@ class BlockSpec:
     Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
     multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
     (ModernBERT's first). rescaled: of "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich"
-    (Gemma 3n), or made of all, of "pre" (Hy4).
-    """
+    (Gemma 3n), or made of all, of "pre" (Hy4). gated_norms: those of its norms, by name, whose numbers are multiplied with the
+    sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU (A.X-K2)."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -201,6 +188,8 @@ class BlockSpec:
     bare: bool = False
     rescaled: bool = False
     streams: StreamsSpec | ConnectionsSpec | None = None
+    gated_norms: tuple[str, ...] = ()
+    gate_rank: int = 0
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -217,7 +206,8 @@ class BlockSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        return sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
+        gates = 2 * hidden_size * self.gate_rank * len(self.gated_norms)
+        return gates + sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
@@ -259,7 +249,7 @@ class ModelSpec:
     are embedded alone; tied_head holds then, so that no weight is asked for. head_rows: of a head that has fewer than the
     embedding, so that tokens behind those are read and never drawn; 0: all. entry: None where an embedding goes into the first
     layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
-    layer; last_norm: where that is another than those of layers."""
+    layer; last_norm: where that is another than those of layers. passes: in which layers are computed, None: once, in order."""
 
     architecture: str
     vocab_size: int
@@ -282,6 +272,7 @@ class ModelSpec:
     distances: DistanceSpec | None = None
     ends_normed: bool = True
     last_norm: NormSpec | None = None
+    passes: PassesSpec | None = None
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:
@@ -300,7 +291,7 @@ class ModelSpec:
                 return replace(mixer, attention=change(layer, mixer.attention))
             return change(layer, mixer) if isinstance(mixer, AttentionSpec) else mixer
 
-        return self.with_mixers(changed(i, mixer) for i, mixer in enumerate(self.mixers))
+        return self.with_mixers(changed(i, block.mixer) for i, block in enumerate(self.blocks))
 
     def with_mixers(self, mixers: Iterable[MixerSpec | None]) -> ModelSpec:
         """The same with these, one for each layer."""
@@ -320,8 +311,13 @@ class ModelSpec:
 
     @property
     def mixers(self) -> list[MixerSpec | None]:
-        """Of each layer, None where it has none; what a KV cache has to keep follows from them."""
-        return [block.mixer for block in self.blocks]
+        """Of each layer as it is computed, None where it has none; what a KV cache has to keep follows from them."""
+        return [block.mixer for block in self.computed]
+
+    @property
+    def computed(self) -> tuple[BlockSpec, ...]:
+        """Layers as they are computed, one as often as it is gone through."""
+        return self.blocks if self.passes is None else tuple(self.blocks[i] for i in self.passes.order)
 
     @property
     def num_drawn(self) -> int:
@@ -357,8 +353,8 @@ class ModelSpec:
     @property
     def for_prompts(self) -> ModelSpec:
         """What of it a token goes through whose logits nobody wants."""
-        *before, last = self.blocks[: self.last_keeper + 1]
-        return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last))
+        *before, last = self.computed[: self.last_keeper + 1]
+        return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last), passes=None)
 
     def reaching(self, length: int | None) -> ModelSpec:
         """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then, and what is kept

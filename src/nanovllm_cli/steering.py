@@ -46,6 +46,8 @@ def check_model(spec: ModelSpec) -> None:
     """Raises UnsupportedError where no direction can be found."""
     if spec.streams is not None:
         raise UnsupportedError(f"a {spec.architecture} model has several residual streams, and a control vector is for one")
+    if spec.passes is not None:
+        raise UnsupportedError(f"layers of a {spec.architecture} model run several times, and a control vector is for one pass")
     if spec.num_layers < 3:
         raise UnsupportedError(f"a model of {spec.num_layers} layers has none between the first and the last to be led behind")
 

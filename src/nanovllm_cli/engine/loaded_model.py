@@ -21,8 +21,9 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit, Share
+from nanovllm_cli.layers.latent import gates_before_queries
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.rotary import rescaled
@@ -116,6 +117,9 @@ class LoadedModel:
             raise UnsupportedError(
                 f"a {self.spec.architecture} model has several residual streams, and a control vector is for one", "leave it out"
             )
+        if config.control_vectors and self.spec.passes is not None:
+            what = f"layers of a {self.spec.architecture} model run several times, and a control vector is for one pass"
+            raise UnsupportedError(what, "leave it out")
         width, layers = self.spec.hidden_size, len(self.spec.blocks)
         found = read_directions(config.control_vectors, config.control_vector_layers, width, layers)
         for layer, direction in found.items():
@@ -256,9 +260,11 @@ class LoadedModel:
     def _rows_of(self, name: str, up: torch.Tensor, count: int) -> torch.Tensor:
         """In the order in which the layer has the weight's, of which this one has so many."""
         place, _, part = name.removesuffix(".weight").rpartition(".")
-        match part, self.spec.blocks[int(place.split(".")[1])].mixer if part in ("q", "k", "mamba_in") else None:
+        match part, self.spec.blocks[int(place.split(".")[1])].mixer if part in ("q", "k", "q_b", "mamba_in") else None:
             case "q", AttentionSpec(gated=True, gate_apart=False) as mixer:
                 return gates_first(up, mixer.head_dim)
+            case "q_b", AttentionSpec(gated=True, gate_by_head=False, latent=LatentSpec() as latent):
+                return gates_before_queries(up, latent)
             case "k", AttentionSpec(keys_are_values=True):
                 return torch.cat([up, up])
             case "mamba_in", DeltaSpec() | PairSpec(state=DeltaSpec()) as mixer:

@@ -178,12 +178,16 @@ def _channel_step(source, target, stride, rows, count, k, q, v, out, key, kept, 
 
 
 @inner(fastmath=FAST)
-def _decay_channels(rows, rates, bias, decay, q, k, kept, kept_q, kept_k):
-    """What a token keeps of each row of a head's state, and q and k times that; all but decay are addresses."""
+def _decay_channels(rows, rates, bias, decay, floor, q, k, kept, kept_q, kept_k):
+    """What a token keeps of each row of a head's state, and q and k times that; all but decay and floor are addresses."""
     rate, bias_of, query, key = floats_at(rates, (rows,)), floats_at(bias, (rows,)), floats_at(q, (rows,)), floats_at(k, (rows,))
     keeps, of_q, of_k = floats_at(kept, (rows,)), floats_at(kept_q, (rows,)), floats_at(kept_k, (rows,))
-    for i in range(rows):
-        keeps[i] = np.exp(decay * softplus(rate[i] + bias_of[i]))
+    if floor == 0:
+        for i in range(rows):
+            keeps[i] = np.exp(decay * softplus(rate[i] + bias_of[i]))
+    else:
+        for i in range(rows):
+            keeps[i] = np.exp(floor / (np.float32(1.0) + np.exp(decay * (rate[i] + bias_of[i]))))
     for i in range(rows):
         of_q[i], of_k[i] = query[i] * keeps[i], key[i] * keeps[i]
 
@@ -258,13 +262,14 @@ def gated_delta(arguments, thread, team):
     Where skip is not 0, [V] fp32, the rule is Mamba-2's: gates [T, V]. taps_bias [channels], or 0 for none. together: value
     heads a task. Where rates is not 0, [T, V, E] fp32, a state decays by channel: gates [T, V] are b, rates a, decay_bias is
     [V, E], guess_gates have b and then a; projected [T, channels] has no z, which is [T, V * D]. most: the largest beta.
+    floor: see `states.ByChannel`.
     """
     (
         tag, projected, gates, num_tokens, taps, width, decay, decay_bias, norm, skip, taps_bias, num_keys, key_dim, num_values,
         value_dim, together, tiled, states, inputs, guesses, guess_gates, stamps, reaches, num_states, max_guesses, starts, lens,
-        known_lens, state_of, num_sequences, rates, z, out, eps, most,
+        known_lens, state_of, num_sequences, rates, z, out, eps, most, floor,
     ) = fields(arguments)  # fmt: skip
-    values = num_values * value_dim
+    values, least = num_values * value_dim, np.float32(floor)
     channels = 2 * num_keys * key_dim + values
     mamba, has_bias, by_channel = skip != 0, taps_bias != 0, rates != 0
     own_gates = num_values if mamba or by_channel else 2 * num_values
@@ -369,7 +374,7 @@ def gated_delta(arguments, thread, team):
                             rate = guess_gates + 4 * (row_of * num_gates + num_values + h * key_dim)
                         places = at_kept + c * line_k, at_kept_q + c * line_k, at_kept_k + c * line_k
                         bias_at = decay_bias + 4 * h * key_dim
-                        _decay_channels(key_dim, rate, bias_at, decay_of[h], at_q + c * line_k, at_k + c * line_k, *places)
+                        _decay_channels(key_dim, rate, bias_at, decay_of[h], least, at_q + c * line_k, at_k + c * line_k, *places)
                     else:
                         beta[c] = np.float32(most) / (np.float32(1.0) + np.exp(-gate[h]))
                         kept[c] = np.exp(decay_of[h] * softplus(gate[num_values + h] + bias_of[h]))

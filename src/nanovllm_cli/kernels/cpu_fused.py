@@ -129,9 +129,9 @@ def scale(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def put_columns(arguments, thread, team):
-    """wide [num_rows, width], whose rows lie row_stride numbers apart, = x [num_rows, width]."""
-    tag, x, wide, num_rows, width, row_stride = fields(arguments)
-    lines, targets = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(wide, tag), (num_rows, row_stride))
+    """wide [num_rows, width], whose rows lie row_stride numbers apart, = x [num_rows, width], with rows x_stride apart."""
+    tag, x, wide, num_rows, width, x_stride, row_stride = fields(arguments)
+    lines, targets = carray(typed_pointer(x, tag), (num_rows, x_stride)), carray(typed_pointer(wide, tag), (num_rows, row_stride))
     for r in share(num_rows, thread, team):
         line, target = lines[r], targets[r]
         for i in range(width):

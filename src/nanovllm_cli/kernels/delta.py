@@ -48,6 +48,7 @@ def gated_delta(
     own_gates = num_values if skip is not None or by_channel is not None else 2 * num_values
     num_gates = own_gates if by_channel is None else num_values * (1 + key_dim)
     num_biases = num_values if by_channel is None else num_values * key_dim
+    floor = 0.0 if by_channel is None else by_channel.floor
     f32, i32 = torch.float32, torch.int32
     out = cpu.new_tensor((tokens, values), dtype)
     ints = (
@@ -72,7 +73,7 @@ def gated_delta(
         out.data_ptr(),
     )  # fmt: skip
     work = tokens * num_values * key_dim * value_dim * 4
-    cpu.launch(cpu_delta.gated_delta, work, cpu.tags_of(dtype), ints, (eps, most))
+    cpu.launch(cpu_delta.gated_delta, work, cpu.tags_of(dtype), ints, (eps, most, floor))
     return out
 
 

@@ -12,7 +12,8 @@
 //
 // BY_CHANNEL: the delta rule with a decay of each channel of a key (state_rules.channel_delta). projected has no z, gates [T, V]
 // are b alone, decay_bias [V, KEY_DIM], guess_gates have b [V] and a [V, KEY_DIM]. In this rule only: rates [T, V, KEY_DIM] fp32,
-// which are a, and z [T, V * VALUE_DIM] DTYPE, whose sigmoids outputs are multiplied with.
+// which are a, and z [T, V * VALUE_DIM] DTYPE, whose sigmoids outputs are multiplied with. FLOOR: the least logarithm of what is
+// kept, or 0 for none.
 //
 // A step goes on from the later place that is not behind its first token: over the guesses that held there, then over its own
 // tokens. What is behind its last known token is written to the other place, with the guesses behind that; done again, it finds
@@ -127,7 +128,8 @@ DEVICE void prepare_values(Shared& shared, int token, Token& target, const float
 // What a token keeps of each row of a state; bias: of this head's.
 DEVICE void prepare_kept(Token& target, float decay, const float* bias) {
   for (int i = threadIdx.x % WARP_SIZE; i < KEY_DIM; i += WARP_SIZE) {
-    target.kept[i] = expf(decay * softplus(target.rates[i] + bias[i]));
+    const float rate = target.rates[i] + bias[i];
+    target.kept[i] = expf(FLOOR < 0.0f ? FLOOR / (1.0f + expf(decay * rate)) : decay * softplus(rate));
   }
 }
 

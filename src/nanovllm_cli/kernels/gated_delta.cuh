@@ -9,6 +9,9 @@
 #ifndef BY_CHANNEL
 #define BY_CHANNEL 0
 #endif
+#ifndef FLOOR
+#define FLOOR 0.0f
+#endif
 
 constexpr int SLICES = 8, LANES = WARP_SIZE / SLICES;  // of a warp: slices of rows by groups of columns
 constexpr int GROUPS = (KEY_DIM + 4 * SLICES - 1) / (4 * SLICES), KEY_SPAN = GROUPS * 4 * SLICES;

@@ -99,8 +99,9 @@ def gated_delta(
         weights = taps, decay, decay_bias, None if mamba else norm, skip, taps_bias
         tensors = (projected, gates, *weights, *states, query_starts, kv_lens, known_lens, state_of, out)
         sizes = (np.int32(num_keys), np.int32(max_guesses), np.int32(tiled), np.float32(eps))
-        kernel = variant(dtype, key_dim, value_dim, width, mamba, most, by_channel is not None)
-        apart = by_channel or (None, None)
+        floor = 0.0 if by_channel is None else by_channel.floor
+        kernel = variant(dtype, key_dim, value_dim, width, mamba, most, by_channel is not None, floor)
+        apart = (None, None) if by_channel is None else (by_channel.rates, by_channel.z)
         launcher.launch(kernel, (num_sequences, num_values, 1), (threads, 1, 1), (*tensors, *sizes, *apart))
     return out
 
@@ -115,13 +116,14 @@ def _threads(value_dim: int) -> int:
 
 
 def variant(
-    dtype: torch.dtype, key_dim: int, value_dim: int, width: int, mamba: bool = False, most: float = 1.0, by_channel: bool = False
+    dtype: torch.dtype, key_dim: int, value_dim: int, width: int, mamba: bool = False, most: float = 1.0,
+    by_channel: bool = False, floor: float = 0.0,
 ) -> Kernel:
     piece = widest(math.gcd(key_dim, value_dim), dtype)
     dims = (("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("WIDTH", width))
     loads = (("VECTOR", _vector(value_dim)), ("PIECE", piece))
     rule = (("MAMBA", 1),) if mamba else (("MOST", f"{most}f"),) if most != 1.0 else ()
-    decays = (("BY_CHANNEL", 1),) if by_channel else ()
+    decays = (("BY_CHANNEL", 1), *((("FLOOR", f"{floor}f"),) if floor else ())) if by_channel else ()
     return Kernel("gated_delta", "gated_delta", (("DTYPE", type_name(dtype)), *dims, *loads, *rule, *decays))
 
 

@@ -45,7 +45,8 @@ def put_columns(x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
     """See `ops.Ops`."""
     tokens, width = x.shape
     target, stride = cpu.rows_of(wide[:, first : first + width], x.dtype, tokens, width)
-    ints = (cpu.address_of(x, x.dtype, tokens, width), target, tokens, width, stride)
+    source, x_stride = cpu.rows_of(x, x.dtype, tokens, width)
+    ints = (source, target, tokens, width, x_stride, stride)
     cpu.launch(cpu_fused.put_columns, x.numel(), cpu.tags_of(x.dtype), ints)
 
 

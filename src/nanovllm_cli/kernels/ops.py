@@ -218,3 +218,10 @@ def side_by_side(left: torch.Tensor, right: torch.Tensor, ops: Ops) -> torch.Ten
     ops.put_columns(left, joined, 0)
     ops.put_columns(right, joined, left.shape[1])
     return joined
+
+
+def taken_out(x: torch.Tensor, first: int, ops: Ops) -> torch.Tensor:
+    """Columns of x [T, n] from this one on, as a tensor of their own."""
+    taken = ops.room(x.shape[0], x.shape[1] - first, x.dtype)
+    ops.put_columns(x[:, first:], taken, 0)
+    return taken

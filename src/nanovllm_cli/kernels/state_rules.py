@@ -58,6 +58,7 @@ def channel_delta(
     eps: float,
     state: torch.Tensor,
     before: torch.Tensor,
+    floor: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by Kimi Delta Attention (Kimi Team 2025), where each channel of a key has a decay of its own.
 
@@ -65,11 +66,14 @@ def channel_delta(
     matrix that has g on its diagonal,
 
         S = diag(exp(decay * softplus(a + decay_bias))) S;  S += k (sigmoid(b) * (v - S^T k))^T;  out = norm(S^T q) * sigmoid(z)
+
+    With a floor below 0 (Ling 3.0) it is exp(floor * sigmoid(-decay * (a + decay_bias))) that is kept, so at least exp(floor).
     """
     num_values, key_dim, value_dim = state.shape
     kind = wide(projected)
     rates = (wide(rates).to(kind.dtype) + decay_bias.to(kind.dtype)).view(-1, num_values, key_dim)
-    kept = torch.exp(decay.to(kind.dtype)[:, None] * F.softplus(rates))
+    by_head = decay.to(kind.dtype)[:, None]
+    kept = torch.exp(by_head * F.softplus(rates) if floor == 0.0 else floor * torch.sigmoid(-by_head * rates))
     found, state = _delta_rule(kind, torch.sigmoid(wide(gates).to(kind.dtype)), kept, taps, state, before, False)
     out = _normed(found, norm, eps) * torch.sigmoid(wide(z).view(-1, num_values, value_dim))
     return out.flatten(1).to(projected.dtype), state

@@ -16,10 +16,12 @@ import torch
 
 class ByChannel(NamedTuple):
     """What a delta rule with a decay of each channel reads beside b, in place of a: rates [T, V * E] fp32; and z [T, V * D],
-    which its outputs are multiplied with sigmoids of."""
+    which its outputs are multiplied with sigmoids of. floor: the least logarithm of what is kept, below 0; 0: there is none. See
+    `state_rules.channel_delta`."""
 
     rates: torch.Tensor
     z: torch.Tensor
+    floor: float = 0.0
 
 
 class States(NamedTuple):

@@ -70,7 +70,7 @@ class Delta(Projected):
 
 class ChannelDelta(Projected):
     """`DeltaSpec` with a channel_rank. What decays are made of, and gates of outputs, goes through two narrow matrices each,
-    which stay plain and whole, as they are small."""
+    which stay plain and whole, as they are small; or through one, which stays whole, and plain where decays are made of it."""
 
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         assert spec.channel_rank
@@ -80,16 +80,24 @@ class ChannelDelta(Projected):
         rank, decays, whole = spec.channel_rank, spec.num_values * spec.key_dim, kit.undivided
         self.projection = Linear(hidden_size, read_parts(spec), kit)
         self.betas = Linear(hidden_size, {"delta_b": spec.num_values}, whole)
-        self.rates = Linear(hidden_size, {"delta_f_a": rank}, whole), Linear(rank, {"delta_f_b": decays}, whole)
-        self.z = Linear(hidden_size, {"delta_g_a": rank}, whole), Linear(rank, {"delta_g_b": spec.values}, whole)
+        self.rates, self.z = (
+            [Linear(hidden_size, {name: size}, whole)] if spec.at_once
+            else [Linear(hidden_size, {f"{name}_a": rank}, whole), Linear(rank, {f"{name}_b": size}, whole)]
+            for name, size in (("delta_f", decays), ("delta_g", spec.values))
+        )  # fmt: skip
         decay, decay_bias, gains = (kit.zeros(size, dtype=torch.float32) for size in (spec.num_values, decays, spec.value_dim))
         self.weights = DeltaWeights(kit.zeros(spec.width, spec.channels), decay, decay_bias, gains, spec.eps or norm.eps)
         self.out = Linear(spec.values, {"delta_out": hidden_size}, kit)
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         betas = self.betas.weight.matmul(x, None, torch.float32)
-        rates, z = self.rates[1].weight.matmul(self.rates[0](x), None, torch.float32), self.z[1](self.z[0](x))
-        apart = ByChannel(rates, z)
+        between, z = x, x
+        for narrow in self.rates[:-1]:
+            between = narrow(between)
+        for each in self.z:
+            z = each(z)
+        assert isinstance(z, torch.Tensor), "what a matrix gives"
+        apart = ByChannel(self.rates[-1].weight.matmul(between, None, torch.float32), z, self.spec.floor)
         return self.backend.recur(self.spec, self.projection(x), betas, self.weights, cache, inputs.step, apart)
 
     def slots(self) -> Slots:

@@ -11,7 +11,7 @@ import math
 import torch
 
 from nanovllm_cli.kernels.ops import Ops
-from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.rope_spec import RopeSpec
 
 
 class Rope:

@@ -19,9 +19,10 @@ from nanovllm_cli.kernels.ops import Addend, Hidden, side_by_side
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.rope_spec import RopeSpec
 
 _OF_ITS_OWN = "an assistant guesses for the model that it was made with; name that one"
 

@@ -9,260 +9,31 @@ from typing import Any
 import torch
 
 from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
-from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
+from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
 from nanovllm_cli.layers.ahead import AheadOfState, Shared
-from nanovllm_cli.layers.altup import AltUp, Streams
-from nanovllm_cli.layers.attention import Attention
-from nanovllm_cli.layers.connections import Connection, Connections
-from nanovllm_cli.layers.conv import ShortConv
-from nanovllm_cli.layers.convolved import ConvolvedAttention
-from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
+from nanovllm_cli.layers.altup import Streams
+from nanovllm_cli.layers.connections import Connections
 from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit
-from nanovllm_cli.layers.latent import LatentAttention
-from nanovllm_cli.layers.mixer import Mixer
-from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
-from nanovllm_cli.layers.pair import Pair
-from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
-from nanovllm_cli.layers.rescaling import RescaledJoin
+from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.passes import Passes
+from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.router import HandedOn
-from nanovllm_cli.layers.scan import Scan
-from nanovllm_cli.layers.slots import Slots, number_slot
+from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.layers.taps import Taps
-from nanovllm_cli.mixer_spec import (
-    AheadSpec,
-    AttentionSpec,
-    ConvolvedSpec,
-    ConvSpec,
-    DeltaSpec,
-    LatentSpec,
-    MixerSpec,
-    PairSpec,
-    RopeSpec,
-    ScanSpec,
-)
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec, NormSpec
+from nanovllm_cli.models.block import Block
+from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 NOBODY = 0
 """The token whose numbers a layer gets of an image's tokens, where it gets some of each token's own: padding, in Gemma 4."""
-
-
-class Block:
-    """One layer. `x` is what of the layer before has still to join the residual stream, or None."""
-
-    def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
-        width = model.hidden_size
-
-        self.order, self.has_halves = spec.order, spec.has_halves
-        self.ops = kit.ops
-        self.scale = model.residual_scale
-        self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
-        self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
-        self.closing = {name: StreamNorm(model.norm, width, kit) for name in spec.norms} if spec.order == "original" else {}
-        self.norms = {} if self.closing else {name: RMSNorm(model.norm.named(name), width, kit) for name in spec.norms}
-        self.attention_norm, self.mlp_norm = (self.norms.get(name) for name in ("attention_norm", "mlp_norm"))
-        self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
-        self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
-        self.altup = AltUp(spec.streams, model.norm, width, kit) if isinstance(spec.streams, StreamsSpec) else None
-        self.connections: list[Connection] = []
-        if isinstance(spec.streams, ConnectionsSpec):
-            names = "attention_connection", "mlp_connection"
-            self.connections = [Connection(spec.streams, model.norm, width, kit, name) for name in names]
-            assert (spec.order, self.has_halves, self.scale) == ("pre", True, 1.0), "no model has these elsewhere"
-        self.is_scaled, self.factor = spec.scaled, 1.0
-        self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
-        assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
-        assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order != "beside"), "nor a factor of what is alone"
-
-    def __call__(
-        self,
-        x: Addend | None,
-        residual: torch.Tensor,
-        inputs: StepInputs,
-        cache: LayerCache,
-        own: torch.Tensor | None = None,
-    ) -> Addend | None:
-        """own: see `PerLayer`."""
-        if self.has_halves:
-            return self.fed(self.mixed(x, residual, inputs, cache), residual, inputs.batch.slots, own)
-        if self.altup is not None:
-            assert own is not None, "no model has several streams without these"
-            self._streamed(self.altup, residual, inputs, cache, own)
-            return None
-        if self.closing:
-            self._closed(residual, inputs, cache)
-            return None
-        if self.mixer is None or self.mlp is None:
-            return self._alone(x, residual, inputs, cache)
-        if self.attention_norm is None:
-            return self._behind(x, residual, inputs, cache)
-        h = self.attention_norm(x, residual)
-        read = h if self.mlp_norm is None else self.mlp_norm(None, residual)
-        return Addend(self.ops.add(self.mixer(h, inputs, cache), _computed(self.mlp, read, inputs.batch.slots)))
-
-    def mixed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
-        """The first half: all that the cache is to keep, and what has still to join the residual stream."""
-        assert self.mixer is not None
-        if self.connections:
-            assert self.attention_norm is not None
-            read, weights = self.connections[0].read(residual)
-            self.connections[0].write(residual, self.mixer(self.attention_norm(None, read), inputs, cache), weights)
-            return None
-        if self.attention_norm is None:
-            assert x is None, "only the first layer reads a stream that is normed already"
-            return _addend(self.mixer(residual, inputs, cache))
-        h = self.attention_norm(x, residual)
-        if self.after_attention is not None and self.after_mlp is not None:
-            return self.after_attention.before_joining(self.mixer(h, inputs, cache))
-        if self.scale != 1.0:
-            return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scale))
-        if self.joins:
-            return self.joins[0](self.mixer(h, inputs, cache), residual)
-        return _addend(self.mixer.onto(residual, h, inputs, cache))
-
-    def fed(self, x: Addend | None, residual: torch.Tensor, slots: torch.Tensor, own: torch.Tensor | None) -> Addend | None:
-        """The second half, of all rows or some. x: what `mixed` gave of them."""
-        mlp = self.mlp
-        assert mlp is not None
-        assert self.mlp_norm is not None
-        if self.connections:
-            read, weights = self.connections[1].read(residual)
-            self.connections[1].write(residual, _computed(mlp, self.mlp_norm(None, read), slots), weights)
-            return None
-        h = self.mlp_norm(x, residual)
-        if self.after_attention is not None and self.after_mlp is not None:
-            if isinstance(mlp, MoE) and mlp.apart is not None:
-                found = mlp.beside(h, residual, slots)
-            else:
-                found = _computed(mlp, h, slots)
-            if self.per_layer is None or own is None:
-                return self.after_mlp.before_joining(found, self.factor)
-            self.ops.join(self.after_mlp.before_joining(found), residual)
-            return self.per_layer(residual, own, self.factor)
-        if self.scale != 1.0:
-            return Addend(self.ops.scale(_computed(mlp, h, slots), self.scale))
-        if self.joins:
-            return self.joins[1](_computed(mlp, h, slots), residual)
-        return _addend(_onto(mlp, residual, h, slots))
-
-    def _alone(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend | None:
-        """Of a block that lacks a mixer or an MLP, or both."""
-        if not self.norms:
-            return x
-        (norm,) = self.norms.values()
-        if isinstance(self.mixer, AheadOfState):
-            return Addend(self.mixer.led(x, residual, norm, inputs, cache))
-        h = norm(x, residual)
-        if self.mixer is not None:
-            return _addend(self.mixer.onto(residual, h, inputs, cache))
-        assert self.mlp is not None
-        return _addend(_onto(self.mlp, residual, h, inputs.batch.slots))
-
-    def _behind(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend:
-        """Of a block that reads the residual stream as it is: norms are of what joins it."""
-        assert self.mixer is not None
-        assert self.mlp is not None
-        assert self.after_attention is not None
-        assert self.after_mlp is not None
-        if x is not None:
-            self.ops.join(x, residual)
-        self.ops.join(self.after_attention.before_joining(self.mixer(residual, inputs, cache)), residual)
-        return self.after_mlp.before_joining(_computed(self.mlp, residual, inputs.batch.slots))
-
-    def _closed(self, stream: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> None:
-        """Of a block that norms the residual stream itself; what joins it has joined."""
-        assert self.mixer is not None
-        assert self.mlp is not None
-        self.closing["after_attention_norm"](self.mixer(stream, inputs, cache), stream)
-        self.closing["after_mlp_norm"](_computed(self.mlp, stream, inputs.batch.slots), stream)
-
-    def _streamed(self, altup: AltUp, streams: torch.Tensor, inputs: StepInputs, cache: LayerCache, own: torch.Tensor) -> None:
-        """Of a block with several streams [S, T, hidden], which are changed in place."""
-        assert self.mixer is not None
-        assert self.mlp is not None
-        assert self.attention_norm is not None
-        assert self.mlp_norm is not None
-        assert self.after_attention is not None
-        assert self.after_mlp is not None
-        assert self.per_layer is not None
-        stream = altup.predict(streams)
-        h = plain(self.attention_norm(None, stream), self.ops)
-        self.ops.join(Addend(h), stream)
-        self.ops.join(altup.beside(h), stream)
-        x = self.after_attention.before_joining(self.mixer(h, inputs, cache), 0.5**0.5)
-        h = plain(self.mlp_norm(x, stream), self.ops)
-        self.ops.join(self.after_mlp.before_joining(_computed(self.mlp, h, inputs.batch.slots)), stream)
-        added = self.per_layer(altup.correct(streams, stream), own, 1.0)
-        for i in range(1, len(streams)):
-            self.ops.join(added, streams[i])
-
-    def slots(self) -> Slots:
-        norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
-        named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
-        slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup, *self.connections, *self.joins):
-            slots |= {} if part is None else part.slots()
-        return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
-
-    def _take_factor(self, factor: float) -> None:
-        self.factor = factor
-
-
-def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
-    match spec:
-        case AttentionSpec(convolved=ConvolvedSpec()):
-            return ConvolvedAttention(spec, width, kit)
-        case ConvSpec():
-            return ShortConv(spec, width, kit)
-        case DeltaSpec(mamba=True):
-            return Mamba(spec, norm, width, kit)
-        case DeltaSpec(channel_rank=rank) if rank:
-            return ChannelDelta(spec, norm, width, kit)
-        case DeltaSpec():
-            return Delta(spec, norm, width, kit)
-        case ScanSpec():
-            return Scan(spec, norm, width, kit)
-        case AttentionSpec(latent=LatentSpec()):
-            return LatentAttention(spec, norm, width, kit)
-        case PairSpec(ahead=AheadSpec()):
-            return AheadOfState(spec, norm, width, kit)
-        case PairSpec():
-            return Pair(spec, norm, width, kit)
-    return Attention(spec, norm, width, kit)
-
-
-def _mlp(spec: MLPSpec | MoESpec, norm: NormSpec, width: int, kit: Kit) -> MLP | MoE:
-    return MoE(spec, norm, width, kit) if isinstance(spec, MoESpec) else MLP(spec, norm, width, kit)
-
-
-def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:
-    match spec.streams:
-        case StreamsSpec() as streams:
-            return Streams(streams, spec.hidden_size, kit)
-        case ConnectionsSpec() as streams:
-            return Connections(streams, spec.norm, spec.hidden_size, kit)
-    return None
-
-
-def _computed(mlp: MLP | MoE, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
-    return mlp(h, slots) if isinstance(mlp, MoE) else mlp(h)
-
-
-def _onto(mlp: MLP | MoE, residual: torch.Tensor, h: Hidden, slots: torch.Tensor) -> torch.Tensor | None:
-    """See `Linear.onto`."""
-    return mlp.onto(residual, h, slots) if isinstance(mlp, MoE) else mlp.onto(residual, h)
-
-
-def _addend(rows: torch.Tensor | None) -> Addend | None:
-    return None if rows is None else Addend(rows)
 
 
 class Decoder:
@@ -293,6 +64,8 @@ class Decoder:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.streams = _streams(spec, kit)
+        self.passes = None if spec.passes is None else Passes(spec.passes, spec.norm, spec.hidden_size, kit)
+        self.order = range(spec.num_layers) if spec.passes is None else spec.passes.order
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
@@ -312,7 +85,7 @@ class Decoder:
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
         slots = {f"embedding.{name}": slot for name, slot in self.embedding.slots().items()}
-        for part in (self.per_layer, self.streams):
+        for part in (self.per_layer, self.streams, self.passes):
             slots |= {} if part is None else part.slots()
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
@@ -374,7 +147,11 @@ class Decoder:
         deepest = max(deep, default=-1)
         if self.taps is not None:
             self.taps.begin(batch.num_tokens)
-        for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+        residual = residual if self.passes is None else self.passes.begin(residual)
+        for i, (number, layer) in enumerate(zip(self.order, cache.layers, strict=True)):
+            block = self.blocks[number]
+            if self.passes is not None and i in self.passes.joints:
+                residual, x = self.passes.join(i, x, residual), None
             own = None if every is None else every[:, i * width : (i + 1) * width]
             x = self._tapped(i, self._led(i, x, residual), residual)
             if i != self.last_keeper or all_asked or i <= deepest:
@@ -394,7 +171,7 @@ class Decoder:
                 x = block.fed(x, residual, inputs.batch.slots, own)
         if not all_asked:
             x, residual = self._taken(rows, x), residual[..., rows, :]
-        x = self._tapped(len(self.blocks), self._led(len(self.blocks), x, residual), residual)
+        x = self._tapped(len(self.order), self._led(len(self.order), x, residual), residual)
         residual = residual if self.streams is None else self.streams.leave(residual)
         if self.norm is not None:
             return self.norm(x, residual)
@@ -468,3 +245,12 @@ class Decoder:
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
             logits = self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
         return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits
+
+
+def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:
+    match spec.streams:
+        case StreamsSpec() as streams:
+            return Streams(streams, spec.hidden_size, kit)
+        case ConnectionsSpec() as streams:
+            return Connections(streams, spec.norm, spec.hidden_size, kit)
+    return None

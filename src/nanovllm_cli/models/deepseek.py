@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import (
@@ -23,6 +23,7 @@ from nanovllm_cli.models.experts import (
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, has_none, no_file, weight_keys
 from nanovllm_cli.models.names import BIAS_NAME, MTP_HF_NAMES, SHARED_NAMES
 from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched, tempered
+from nanovllm_cli.rope_spec import RopeSpec
 
 MAX_DIM = 1 << 14
 """Of anything that a head has: more is not believed."""

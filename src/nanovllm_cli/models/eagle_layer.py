@@ -42,7 +42,7 @@ class Eagle(Decoder):
         batch, (block,) = inputs.batch, self.blocks
         assert batch.hidden is not None
         assert block.mixer is not None
-        assert block.attention_norm is not None
+        assert isinstance(block.attention_norm, RMSNorm)
         assert self.norm is not None
         embedded = self._embedded_norm.alone(self.embedding(batch.token_ids, batch.token_table))
         residual = block.attention_norm.alone(batch.hidden)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf, mlps_from_hf
@@ -19,6 +19,7 @@ from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, Read
 from nanovllm_cli.models.names import MIXTRAL_NAMES, QWEN_NAMES
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, stretched, woven
 from nanovllm_cli.overrides import above_defaults
+from nanovllm_cli.rope_spec import RopeSpec
 
 MAX_LAYERS = 1024
 ACTIVATIONS = {

@@ -128,6 +128,7 @@ class Family:
     hf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than HF_NAMES
     outer: str = "model."  # what names begin with, but for the model alone, without a head
     aside: tuple[str, ...] = ()  # beginnings of names of what is for tasks that nothing here does
+    unread_without_experts: tuple[str, ...] = ()  # endings of names of what layers without experts have to no purpose
     fused_qkv: bool = False  # q, k and v are one tensor
     qkv_by_head: bool = False  # which has a key head's queries, key and value together
     fused_mlp: bool = False  # gate and up are one

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
@@ -19,6 +19,7 @@ from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.gemma import SANDWICH_HF_NAMES
 from nanovllm_cli.models.names import MATRICES, SANDWICH_GGUF_NAMES, each_expert, projections
 from nanovllm_cli.models.rotary import rope_from_hf
+from nanovllm_cli.rope_spec import RopeSpec
 
 _LAYER, _OTHERS = "model.layers.{i}", "model.per_layer"
 PER_LAYER_HF_NAMES = SANDWICH_HF_NAMES | {

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
@@ -19,6 +19,7 @@ from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.mamba import MAMBA_GGUF_NAMES, mamba_from_gguf, mamba_from_hf, mamba_gguf_keys, mamba_hf_names
 from nanovllm_cli.models.names import MATRICES, each_expert, weights_and_biases
 from nanovllm_cli.models.rotary import checked_rope
+from nanovllm_cli.rope_spec import RopeSpec
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"
 _MOE_NAMES = {

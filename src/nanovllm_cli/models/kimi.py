@@ -25,7 +25,7 @@ _USUAL = {
 _PARTS = ("q", "k", "v")
 
 
-def _config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def by_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """With what others call a thing, too, and how many layers come before those with experts."""
     found = {**usual_keys(config, _USUAL), **config}
     if (length := found.get("model_max_length")) is not None:
@@ -51,7 +51,8 @@ def _kinds(read: ConfigReader, layers: int) -> list[str]:
     return [found[i + 1] for i in range(layers)]
 
 
-def _delta(heads: int, dim: int, width: int, where: str, log_decay: bool = True) -> DeltaSpec:
+def channel_delta(heads: int, dim: int, width: int, where: str, log_decay: bool = True) -> DeltaSpec:
+    """With a decay of each channel, of as many heads of keys as of values."""
     if dim > _MAX_HEAD_DIM:
         raise CheckpointError(f"{where}: heads of {dim} numbers; at most {_MAX_HEAD_DIM} are believed", BROKEN)
     if dim % 2:
@@ -72,7 +73,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     heads = linear.integer("num_heads", read.integer("linear_num_heads"))
     dim = linear.integer("head_dim", read.integer("linear_head_dim"))
     width = linear.integer("short_conv_kernel_size", read.integer("linear_conv_kernel_dim"))
-    delta = _delta(heads, dim, width, read.where)
+    delta = channel_delta(heads, dim, width, read.where)
     spec = with_latents(spec, latent_dims(read), None, 1.0, spec.attention.num_heads, read.where)
     return with_delta(spec, delta, [kind == LINEAR for kind in kinds], read.where)
 
@@ -86,7 +87,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     spec = latent_from_gguf(spec, read, key).with_attention(rope=None)
     spec = spec.with_mlps(MoESpec, norm_topk=True)
     width = read.integer(key("ssm.conv_kernel"))
-    delta = _delta(spec.attention.num_heads, read.integer(key("kda.head_dim")), width, read.where, log_decay=False)
+    delta = channel_delta(spec.attention.num_heads, read.integer(key("kda.head_dim")), width, read.where, log_decay=False)
     return with_delta(spec, delta, is_linear, read.where)
 
 
@@ -124,7 +125,7 @@ KIMI_LINEAR = Family(
         first="first_k_dense_replace", shared="num_shared_experts", scale="routed_scaling_factor",
         groups=("num_expert_group", "topk_group"), scoring="sigmoid", selection_bias=True,
     ),
-    config=_config,
+    config=by_usual_names,
     defaults={"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
               "num_hidden_layers": 27, "num_attention_heads": 32, "head_dim": 64, "num_experts": 256, "num_experts_per_token": 8,
               "num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_expert_group": 1,

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, TemperatureSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import each_expert, projections
 from nanovllm_cli.models.rotary import without_growth
+from nanovllm_cli.rope_spec import TemperatureSpec
 
 CHUNK, LEAST_CHUNK = 8192, 64
 """Of tokens; files don't say it. A multiple of the second, so that one begins with a block of the cache."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.mixer_spec import AttentionSpec, RopeSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
@@ -19,6 +19,7 @@ from nanovllm_cli.models.experts import QWEN_KEYS
 from nanovllm_cli.models.families import FULL
 from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, QWEN_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.rope_spec import RopeSpec
 
 
 def _with_local(spec: ModelSpec, change: Callable[[RopeSpec], RopeSpec]) -> ModelSpec:

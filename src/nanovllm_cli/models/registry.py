@@ -11,7 +11,9 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.afmoe import AFMOE
 from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
+from nanovllm_cli.models.axk import AXK1, AXK2
 from nanovllm_cli.models.bailing import BAILING_MOE, BAILING_MOE2, SARVAM_MOE
+from nanovllm_cli.models.bailing_hybrid import BAILING_HYBRID
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
@@ -79,6 +81,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_MOE_SWA,
     GRANITE_SWA,
 )
+from nanovllm_cli.models.hrm import HRM_TEXT
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
 from nanovllm_cli.models.hunyuan4 import HY_V4, HY_V4_VL
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
@@ -117,6 +120,9 @@ from nanovllm_cli.models.zaya import ZAYA
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
+    "AXK1ForCausalLM": AXK1,
+    "AXK2ForCausalLM": AXK2,
+    "BailingHybridForCausalLM": BAILING_HYBRID,
     "BailingMoeForCausalLM": BAILING_MOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,
@@ -219,6 +225,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "HeliumForCausalLM": HELIUM,
+    "HrmTextForCausalLM": HRM_TEXT,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "HunYuanVLForConditionalGeneration": HUNYUAN_VL,

@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 from nanovllm_cli.config import AS_TRAINED, RopeChange, RopeKind
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.mixer_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, ReadValues
+from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
 
 MAX_HEAD_DIM = 1 << 16
 _AS_IT_IS = "leave --rope-scaling, --rope-scale, --rope-freq-base and --yarn-orig-ctx out"

@@ -62,7 +62,12 @@ def _indexed(spec: ModelSpec, indexer: IndexerSpec, chooses: list[bool], where: 
 
 
 def sparse_from_hf(spec: ModelSpec, read: ConfigReader, *, interleaved: bool) -> ModelSpec:
-    spec = latent_from_hf(only_behind_the_first(spec, read), read)
+    return indexed_from_hf(only_behind_the_first(spec, read), read, interleaved=interleaved)
+
+
+def indexed_from_hf(spec: ModelSpec, read: ConfigReader, *, interleaved: bool) -> ModelSpec:
+    """With latent attention, and what chooses the tokens that it sees. interleaved: as `RopeSpec` has it, of the latter."""
+    spec = latent_from_hf(spec, read)
     indexer = IndexerSpec(
         read.integer("index_n_heads"), read.integer("index_head_dim"), read.integer("index_topk"),
         read.flag("indexer_rope_interleave", interleaved),

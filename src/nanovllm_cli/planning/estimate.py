@@ -194,7 +194,7 @@ def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
 def multiplied(spec: ModelSpec) -> int:
     """Multiply-adds of a token with the layers' matrices and states."""
     found = 0 if spec.streams is None else spec.streams.num_outer(spec.hidden_size)
-    for block in spec.blocks:
+    for block in spec.computed:
         found += block.num_active(spec.hidden_size)
         found += 0 if block.mlp is None else 3 * spec.hidden_size * spec.per_layer_width
         found += 0 if (state := state_in(block.mixer)) is None else 3 * state.key_dim * state.values

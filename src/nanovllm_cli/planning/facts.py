@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.mixer_spec import RopeSpec
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest, tensor_shapes

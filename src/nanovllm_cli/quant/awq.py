@@ -102,14 +102,18 @@ def _mixer_folds(spec: BlockSpec) -> list[_Fold]:
         case DeltaSpec() as delta:
             parts = ("delta_q", "delta_k", "delta_v") if delta.apart else ("delta_qkv",)
             gates = ("delta_b", "delta_f_a", "delta_g_a") if delta.channel_rank else ("delta_z", "delta_b", "delta_a")
+            gates = ("delta_b", "delta_f", "delta_g") if delta.at_once else gates
             return [_Fold("attention_norm", (*parts, *gates), "delta_qkv")]
         case AttentionSpec(latent=LatentSpec(query_rank=None)):
-            return [_Fold("attention_norm", ("q", "kv_a"), "qkv")]
+            gate = ("attention_gate",) if spec.mixer.gate_by_head else ()
+            return [_Fold("attention_norm", (*gate, "q", "kv_a"), "qkv")]
         case AttentionSpec(latent=LatentSpec() as latent):
             chooses = latent.own_indexer is not None
             of_rows = ("q_a", "kv_a", "index_k", "index_weights") if chooses else ("q_a", "kv_a")
+            of_rows = ("attention_gate", *of_rows) if spec.mixer.gate_by_head else of_rows
             of_queries = ("q_b", "index_q") if chooses else ("q_b",)
-            return [_Fold("attention_norm", of_rows, "qkv"), _Fold("q_a_norm", of_queries, "q_b")]
+            behind = [] if latent.beside else [_Fold("q_a_norm", of_queries, "q_b")]
+            return [_Fold("attention_norm", of_rows, "qkv"), *behind]
         case AttentionSpec(value_norm=True) as attention:  # which takes a scale of values off again
             kept = () if attention.reads is not None else ("k",) if attention.keys_are_values else ("k", "v")
             return [_Fold("attention_norm", ("q", *kept), "qkv")]

@@ -21,7 +21,8 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels.ops import Addend
 from nanovllm_cli.model_spec import Pooling
-from nanovllm_cli.models.decoder import Block, Decoder
+from nanovllm_cli.models.block import Block
+from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
 

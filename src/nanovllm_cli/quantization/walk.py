@@ -43,6 +43,9 @@ class Walk:
         if original.spec.streams is not None:
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: it has several streams", "use --algorithm rtn")
+        if original.spec.passes is not None:
+            name = original.spec.architecture
+            raise UnsupportedError(f"a {name} model is not calibrated yet: its layers run several times", "use --algorithm rtn")
         self._original = original
         self._weights: dict[str, torch.Tensor] = {}
         self._routed: Routed | None = None

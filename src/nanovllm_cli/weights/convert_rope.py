@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm_cli.mixer_spec import RopeSpec
+from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.weights.convert_names import shortest
 
 _USUAL_LENGTHS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)

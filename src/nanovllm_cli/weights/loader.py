@@ -53,7 +53,8 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
         )
     spec = hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
     check_scale(spec, checkpoint, reader)
-    tensor_shapes(replace(spec, blocks=tuple(dict.fromkeys(spec.blocks))), names_of(checkpoint))  # all of them have names
+    one_of_each = replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)), passes=None)
+    tensor_shapes(one_of_each, names_of(checkpoint))  # all of them have names
     return spec
 
 
@@ -146,9 +147,10 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-_IN_LAYERS = ("router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_g_a", "delta_g_b", "scan_x",
-              "scan_dt", "kv_b", "k_b.{e}", "v_b.{e}", "altup_router", "laurel_left", "laurel_right",
-              "attention_connection", "mlp_connection")  # fmt: skip
+_IN_LAYERS = ("router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a", "delta_g_b",
+              "scan_x", "scan_dt", "kv_b", "k_b.{e}", "v_b.{e}", "altup_router", "laurel_left", "laurel_right",
+              "attention_connection", "mlp_connection", "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
+              "mlp_norm.gate_out")  # fmt: skip
 _OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight", "last_connection.weight")
 PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
 """Weights that decide what becomes of others, those that are taken apart by head, and what llama.cpp leaves alone as well."""

@@ -6,6 +6,8 @@
     Mamba        backbone.embedding.weight                   backbone.embeddings.weight
     Zamba 2      layers.6.mamba_decoder.mamba.…              layers.6.mamba.…, as in layers without attention; what several layers
                                                              share counts in the first of them
+    HRM          H_module.layers.3.attn.gqkv_proj.weight     layers.11.self_attn.gate_proj.weight, q_proj, k_proj and v_proj, one
+                                                             behind the other; those of L_module are layers.0, 1, 2, …
 
 What is published is read as it is, but for Hy4, whose tensors have transformers' names here, which renames and saves others:
 
@@ -41,6 +43,7 @@ _HY4 = (
 _LED = re.compile(r"(model\.layers\.\d+)\.mamba_decoder\.(.+)")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_transformer\..+")
 
+_STACKED = re.compile(r"model\.([HL])_module\.layers\.(\d{1,6})\.(.+)")
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -55,9 +58,11 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", *_HY4_KINDS):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "hrm_text", *_HY4_KINDS):
         return checkpoint
     names = set(checkpoint.names())
+    if kind == "hrm_text":
+        return _Published(checkpoint, *_numbered(checkpoint, names), set())
     renamed: dict[str, str] = {}
     divided: dict[str, list[_Piece]] = {}
     count: object = checkpoint.config.get("num_mem_blocks", 1)
@@ -89,6 +94,31 @@ def _as_transformers_has_it(name: str) -> str:
     for pattern, other in _HY4:
         name = pattern.sub(other, name)
     return name
+
+
+def of_one_stack(name: str, count: int) -> str:
+    """The name of a layer's tensor as if both stacks, of so many layers each, were one; that of any other as it is."""
+    place = _STACKED.fullmatch(name)
+    return name if place is None else f"model.layers.{int(place[2]) + count * (place[1] == 'H')}.{place[3]}"
+
+
+def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], dict[str, list[_Piece]]]:
+    """Layers of two stacks as those of one, what renames them, and parts of what is made of attention's input."""
+    found = {name: place for name in names if (place := _STACKED.fullmatch(name)) is not None}
+    count = 1 + max((int(place[2]) for place in found.values()), default=-1)
+    renamed: dict[str, str] = {}
+    divided: dict[str, list[_Piece]] = {}
+    for name, place in found.items():
+        part = re.sub(r"^attn\.", "self_attn.", place[3])
+        layer = of_one_stack(name, count).removesuffix(f".{place[3]}")
+        shape = checkpoint.info(name).shape
+        if part.startswith("self_attn.gqkv_proj.") and shape and shape[0] % 4 == 0:
+            rows = shape[0] // 4
+            for i, own in enumerate(("gate", "q", "k", "v")):
+                divided[f"{layer}.{part.replace('gqkv', own)}"] = [_Piece(name, i * rows, (i + 1) * rows)]
+        else:
+            renamed[f"{layer}.{part}"] = name
+    return renamed, divided
 
 
 def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[str, list[_Piece]]:

@@ -139,6 +139,7 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     family = family_of(checkpoint)
     aside = {name for name in names if name.startswith(family.aside or ("\0",))}
     aside |= {name for name in names if name.endswith(ADAPTERS_OF_SENSES)}
+    aside |= _of_experts_elsewhere(checkpoint, names)
     aside |= {name for name in names if checkpoint.format == "gguf" and name.endswith(family.gguf_told_by)}
     behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint)) & names
     aside |= _experts_for_images(checkpoint, names)
@@ -191,6 +192,17 @@ def _experts_for_images(checkpoint: Checkpoint, names: set[str]) -> set[str]:
         return set()
     found = {name: _EXPERT.search(name) for name in names}
     return {name for name, place in found.items() if place is not None and (place[1] is None or int(place[1]) >= count)}
+
+
+def _of_experts_elsewhere(checkpoint: Checkpoint, names: set[str]) -> set[str]:
+    """What a layer has that no router stands in, and only layers with experts read."""
+    family = family_of(checkpoint)
+    if not family.unread_without_experts or checkpoint.format != "hf":
+        return set()
+    found = {name: _LAYER.match(name) for name in names if name.endswith(family.unread_without_experts)}
+    router = names_of(checkpoint)["blocks.{i}.router.weight"]
+    there = set(checkpoint.names())
+    return {name for name, place in found.items() if place is not None and router.replace("{i}", place[1]) not in there}
 
 
 def _unread(checkpoint: Checkpoint, names: set[str]) -> set[str]:

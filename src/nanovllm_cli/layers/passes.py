@@ -1,0 +1,48 @@
+"""What lies between stacks of layers that are gone through several times: see `PassesSpec`."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.kernels.ops import Addend, plain
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.passes_spec import PassesSpec
+
+
+class Passes:
+    """A step begins with `begin`, and goes on behind each run but the last with `join`."""
+
+    def __init__(self, spec: PassesSpec, norm: NormSpec, width: int, kit: Kit) -> None:
+        assert not norm.gains, "no model has gains there"
+        self.ops, self.joints = kit.ops, spec.joints
+        self.norm = RMSNorm(norm, width, kit)
+        self.first_fast = kit.zeros(width, dtype=torch.float32)
+        self._slow, self._fast = torch.empty(0), torch.empty(0)
+
+    def begin(self, embedded: torch.Tensor) -> torch.Tensor:
+        """embedded [T, width] -> what the first run reads."""
+        self._slow = embedded
+        stream = self._copy(embedded)
+        self.ops.add_row(stream, self.first_fast)
+        return stream
+
+    def join(self, place: int, x: Addend | None, residual: torch.Tensor) -> torch.Tensor:
+        """What the next run reads, of the residual stream [T, width] that the one in front of this place leaves."""
+        made = plain(self.norm(x, residual), self.ops)
+        if self.joints[place]:
+            self._slow = made
+        else:
+            self._fast = made
+        return self.ops.add(self._copy(made), self._fast if self.joints[place] else self._slow)
+
+    def _copy(self, rows: torch.Tensor) -> torch.Tensor:
+        """Streams are changed in place, and these are still read."""
+        copy = self.ops.room(rows.shape[0], rows.shape[1], rows.dtype)
+        self.ops.put_columns(rows, copy, 0)
+        return copy
+
+    def slots(self) -> Slots:
+        return {"passes.first_fast": table_slot(self.first_fast)}

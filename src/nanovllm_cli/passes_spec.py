@@ -1,0 +1,40 @@
+"""A model whose layers are gone through several times, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """Layers from `first` to in front of `end`, one behind the other. slow: whose rows it makes."""
+
+    first: int
+    end: int
+    slow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PassesSpec:
+    """Two rows of a token that stacks of layers change by turns, a slow one and a fast one (HRM, Wang et al. 2025).
+
+    The slow one is the embedding at first, the fast one a row of the checkpoint. A run reads the sum of both; what it leaves is
+    normed, without gains, and replaces the row that it makes. The last run's is what the model gives. Each run has keys and
+    values of its own, so that a layer has as many caches as there are runs of it.
+    """
+
+    runs: tuple[Run, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Layers in the order in which they are computed."""
+        return tuple(layer for run in self.runs for layer in range(run.first, run.end))
+
+    @property
+    def joints(self) -> dict[int, bool]:
+        """Places in that order in front of which a run has ended that is not the last one, and whether that was a slow one."""
+        found, place = {}, 0
+        for run in self.runs[:-1]:
+            place += run.end - run.first
+            found[place] = run.slow
+        return found
