@@ -75,6 +75,7 @@ class Decoder:
                 block.mixer.share(owners)
             if isinstance(block.mlp, MoE) and block.mlp.deep is not None:
                 block.mlp.deep.handed = self.handed
+        self.reads_entry = bool(owners)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.embedding_norm = RMSNorm(NormSpec(spec.norm.eps), spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
@@ -137,7 +138,7 @@ class Decoder:
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
         residual = residual if self.streams is None else self.streams.enter(residual)
-        if any(isinstance(block.mixer, AheadOfState) for block in self.blocks):
+        if self.reads_entry:
             entered = self.ops.room(len(residual), residual.shape[1], self.dtype)
             self.ops.put_columns(residual, entered, 0)
             inputs = inputs._replace(entered=entered)
