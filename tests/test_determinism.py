@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, Glm4MoeConfig, GraniteConfig, Qwen3Co
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.models import decoder
+from nanovllm_cli.models import block
 from nanovllm_cli.sampling_params import SamplingParams
 
 GENERATOR = torch.Generator().manual_seed(11)
@@ -163,14 +163,14 @@ def test_of_a_prompt_only_the_last_token_goes_through_the_last_mlp(
 ) -> None:
     """Of a chunk that is not the last, none does; of what is embedded by the mean, all do."""
     rows: list[int] = []
-    through = decoder._onto
+    through = block._onto
 
     def counted(mlp: Any, residual: torch.Tensor, h: Any, slots: torch.Tensor) -> torch.Tensor | None:
         assert len(slots) == len(residual)
         rows.append(len(residual))
         return through(mlp, residual, h, slots)
 
-    monkeypatch.setattr(decoder, "_onto", counted)
+    monkeypatch.setattr(block, "_onto", counted)
     worker = worker_for(save(random_model(Qwen3Config(**SMALL | {"num_hidden_layers": 2})), tmp_path))
     engine = engine_for(worker, max_num_batched_tokens=size)
     run(engine, [(list(range(3, 43)), greedy(1))])

@@ -129,12 +129,13 @@ def variant(
 
 def variants() -> list[Kernel]:
     """What the compile gate builds: Qwen3.5's, the largest heads with the most taps, and odd ones, the same with a decay of each
-    channel, as Kimi Linear's are, and OLMo Hybrid's, whose betas go up to 2; of Mamba-2 Granite 4 H's, Nemotron Nano 2's, and
-    the same."""
+    channel, as Kimi Linear's are, Ling 3.0's, which have a floor, and OLMo Hybrid's, whose betas go up to 2; of Mamba-2
+    Granite 4 H's, Nemotron Nano 2's, and the same."""
     shapes = ((128, 128, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
     spaces = ((128, 64, 4), (128, 80, 4), (MAX_KEY_DIM, 256, MAX_WIDTH), (17, 31, 2))
     kinds = (torch.bfloat16, torch.float16)
     rules = [(shape, False) for shape in shapes] + [(shape, True) for shape in spaces]
     usual = [variant(dtype, *shape, mamba) for dtype in kinds for shape, mamba in rules]
     channels = [variant(dtype, *shape, by_channel=True) for dtype in kinds for shape in shapes]
+    channels += [variant(dtype, *shapes[0], by_channel=True, floor=-5.0) for dtype in kinds]
     return usual + channels + [variant(dtype, 96, 192, 4, most=2.0) for dtype in kinds]
