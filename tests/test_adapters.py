@@ -111,6 +111,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         TEXTS["a.x k2, 9 of what is before"],
         {"target_modules": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "o_proj", "fc1", "fc2"]},
     ),
+    "hy 4": (
+        TEXTS["hy 4, a layer goes by another"],
+        {"target_modules": ["q_a_proj", "q_b_proj", "self_attn.gate_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ),
     "ling 3": (
         TEXTS["ling 3, 3 of 8 in two of four groups"],
         {"target_modules": ["q_proj", "v_proj", "f_proj", "b_proj", "g_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},

@@ -263,7 +263,7 @@ class LoadedModel:
         match part, self.spec.blocks[int(place.split(".")[1])].mixer if part in ("q", "k", "q_b", "mamba_in") else None:
             case "q", AttentionSpec(gated=True, gate_apart=False) as mixer:
                 return gates_first(up, mixer.head_dim)
-            case "q_b", AttentionSpec(gated=True, gate_by_head=False, latent=LatentSpec() as latent):
+            case "q_b", AttentionSpec(gated=True, gate_apart=False, gate_by_head=False, latent=LatentSpec() as latent):
                 return gates_before_queries(up, latent)
             case "k", AttentionSpec(keys_are_values=True):
                 return torch.cat([up, up])

@@ -105,12 +105,12 @@ def _mixer_folds(spec: BlockSpec) -> list[_Fold]:
             gates = ("delta_b", "delta_f", "delta_g") if delta.at_once else gates
             return [_Fold("attention_norm", (*parts, *gates), "delta_qkv")]
         case AttentionSpec(latent=LatentSpec(query_rank=None)):
-            gate = ("attention_gate",) if spec.mixer.gate_by_head else ()
+            gate = ("attention_gate",) if spec.mixer.gated else ()
             return [_Fold("attention_norm", (*gate, "q", "kv_a"), "qkv")]
         case AttentionSpec(latent=LatentSpec() as latent):
             chooses = latent.own_indexer is not None
             of_rows = ("q_a", "kv_a", "index_k", "index_weights") if chooses else ("q_a", "kv_a")
-            of_rows = ("attention_gate", *of_rows) if spec.mixer.gate_by_head else of_rows
+            of_rows = ("attention_gate", *of_rows) if spec.mixer.gated and not spec.mixer.gates_in_queries else of_rows
             of_queries = ("q_b", "index_q") if chooses else ("q_b",)
             behind = [] if latent.beside else [_Fold("q_a_norm", of_queries, "q_b")]
             return [_Fold("attention_norm", of_rows, "qkv"), *behind]

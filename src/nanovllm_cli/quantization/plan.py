@@ -324,7 +324,7 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             mixer = MAMBA if read.mamba else tuple(part for part in DELTA if part not in lacking)
         case AttentionSpec(latent=LatentSpec() as latent):
             mixer = (*(("q",) if latent.query_rank is None else ("q_a", "q_b")), "kv_a", "o")
-            mixer = ("attention_gate", *mixer) if read.gated else mixer
+            mixer = ("attention_gate", *mixer) if read.gated and not read.gates_in_queries else mixer
         case _:
             kept = () if read.reads is not None else ("k",) if read.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if read.fused_qkv else ("q", *kept, "o")
