@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import ZayaConfig
 
-from engines import engine_for, greedy, random_model, run, save, worker_for
+from engines import random_model, save, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.kernels import compressed, compressed_rules
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quantization.walk import Walk
+from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
 from test_models import CASES, prompts
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -118,32 +119,14 @@ def test_tokens_are_the_same_in_chunks_behind_prefixes_and_alone(quant: str | No
     """Greedy and their likelihoods to the bit: what routers hand on, and convolutions keep, are each token's own."""
     config = CASES["zaya, longer convolutions, windows, a head of its own"]
     worker = worker_for(save(random_model(config), tmp_path), deterministic=True, **({} if quant is None else {"quant": quant}))
-    asked = [(ids, greedy(12, logprobs=1)) for ids in prompts(config.vocab_size)]
-
-    def answers(engine: Any, some: Any) -> list[Any]:
-        found = [output.outputs[0] for output in run(engine, some)]
-        return [(each.token_ids, [step.logprob for step in each.logprobs]) for each in found]
-
-    alone = [answers(engine_for(worker, max_num_batched_tokens=512), [each])[0] for each in asked]
-    engine = engine_for(worker, max_num_batched_tokens=24)
-    assert answers(engine, asked) == alone
-    assert answers(engine, asked) == alone, "behind what the first left in the cache"
+    check_chunks_and_prefixes(worker, prompts(config.vocab_size))
 
 
 @pytest.mark.parametrize("kept", ["auto", "int8"])
 def test_guesses_and_few_blocks_change_nothing(kept: str, tmp_path: Path) -> None:
     """Words that repeat are guessed, and most guesses are wrong; where blocks run short, sequences begin again."""
     folder = save(random_model(CASES["zaya, longer convolutions, windows, a head of its own"]), tmp_path)
-    asked = [([*range(i, i + 5)] * 6, greedy(30, logprobs=1)) for i in range(3, 9)]
-
-    def answers(**settings: Any) -> list[Any]:
-        worker = worker_for(folder, deterministic=True, kv_cache_dtype=kept, **settings)
-        more = {name: value for name, value in settings.items() if name == "num_speculative_tokens"}
-        found = [output.outputs[0] for output in run(engine_for(worker, max_num_batched_tokens=40, **more), asked)]
-        return [(each.token_ids, [step.logprob for step in each.logprobs]) for each in found]
-
-    assert answers(num_speculative_tokens=4) == answers()
-    assert answers(num_speculative_tokens=4, num_blocks=12) == answers(num_blocks=12) == answers()
+    check_guesses_and_few_blocks(folder, kept)
 
 
 def test_a_calibration_is_refused() -> None:

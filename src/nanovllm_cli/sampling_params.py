@@ -73,9 +73,10 @@ ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 
-_ONLY_GGUF = (
+ONLY_GGUF = (
     "penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "samplers",
 )  # fmt: skip
+"""Fields that a GGUF file has something for, and generation_config.json has not."""
 _FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -83,7 +84,7 @@ _FROM_GENERATION_CONFIG = {
     "min_p": "min_p",
     "typical_p": "typical_p",
     "repetition_penalty": "repetition_penalty",
-    **{name: name for name in _ONLY_GGUF},
+    **{name: name for name in ONLY_GGUF},
     "max_new_tokens": "max_tokens",
 }
 

@@ -26,7 +26,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.gguf_types import TENSOR_TYPES
 from nanovllm_cli.quantization.logits import MeasuredModel
-from nanovllm_cli.weights.control_vector import Directions
+from nanovllm_cli.weights.control_vector import Directions, check_led
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, HeaderBuilder
 from nanovllm_cli.weights.writer import OutputFile
 
@@ -44,10 +44,7 @@ class Pair(NamedTuple):
 
 def check_model(spec: ModelSpec) -> None:
     """Raises UnsupportedError where no direction can be found."""
-    if spec.streams is not None:
-        raise UnsupportedError(f"a {spec.architecture} model has several residual streams, and a control vector is for one")
-    if spec.passes is not None:
-        raise UnsupportedError(f"layers of a {spec.architecture} model run several times, and a control vector is for one pass")
+    check_led(spec)
     if spec.num_layers < 3:
         raise UnsupportedError(f"a model of {spec.num_layers} layers has none between the first and the last to be led behind")
 

@@ -36,7 +36,7 @@ from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.control_vector import LESS, Directions, read_directions
+from nanovllm_cli.weights.control_vector import LESS, Directions, check_led, read_directions
 from nanovllm_cli.weights.fingerprint import stamps_of
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
 from nanovllm_cli.weights.quantized import open_reader
@@ -113,13 +113,8 @@ class LoadedModel:
 
     def _directions(self, config: EngineConfig) -> Directions:
         """Of control vectors, that can be added in the compute type."""
-        if config.control_vectors and self.spec.streams is not None:
-            raise UnsupportedError(
-                f"a {self.spec.architecture} model has several residual streams, and a control vector is for one", "leave it out"
-            )
-        if config.control_vectors and self.spec.passes is not None:
-            what = f"layers of a {self.spec.architecture} model run several times, and a control vector is for one pass"
-            raise UnsupportedError(what, "leave it out")
+        if config.control_vectors:
+            check_led(self.spec)
         width, layers = self.spec.hidden_size, len(self.spec.blocks)
         found = read_directions(config.control_vectors, config.control_vector_layers, width, layers)
         for layer, direction in found.items():

@@ -26,11 +26,11 @@ allowed: of what they left without a mask, the likeliest are asked about until t
 (`kernels.cpu_sampling.draw_allowed`), and drawn from by the same random number. Which way a draw goes depends on the
 sequence's own past alone.
 
-vLLM's parameters come in vLLM's order; top_n_sigma, typical_p and XTC stand where llama.cpp has them, before, between and behind
-top_k and top_p, on probabilities at the given temperature. What names another order, or has no place in this one, draws step by
-step (`sampling_chain`). `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
-cannot matter. All rows of a step are changed and drawn from together, in compiled code; a sequence by itself only keeps the
-list of what its own tokens change (`sampling_state`).
+vLLM's parameters come in vLLM's order; top_n_sigma, typical_p and XTC stand where llama.cpp has them, before, between and
+behind top_k and top_p, on probabilities at the given temperature. What names another order, or has no place in this one, draws
+step by step (`sampling_chain`). `kernels/cpu_sampling.py` says how a token is drawn, and why the batch cannot matter. All rows
+of a step are changed and drawn from together, in compiled code; a sequence by itself only keeps the list of what its own
+tokens change (`sampling_state`).
 
 A row that holds NaN or +inf, or where nothing may be drawn, ends its own sequence and no other.
 """

@@ -28,6 +28,7 @@ from nanovllm_cli.errors import (
     UsageError,
 )
 from nanovllm_cli.overrides import Override, replaced
+from nanovllm_cli.sampling_params import ONLY_GGUF
 from nanovllm_cli.weights.files import (
     ADAPTER_CONFIG,
     PICKLES,
@@ -56,8 +57,6 @@ SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Of the same what transformers has no field for, as SamplingParams calls it
-_MORE_KEYS = ("penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta")
 SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
 MODELOPT_CONFIG = "hf_quant_config.json"
 """Where NVIDIA's Model Optimizer said how a folder is quantized before it did so in config.json, too."""
@@ -301,7 +300,7 @@ class GGUFCheckpoint(_FilesCheckpoint):
 
 def _sampling_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What a GGUF says about sampling, as generation_config.json has it."""
-    named = SAMPLING_KEYS | dict(zip(_MORE_KEYS, _MORE_KEYS, strict=True)) | {"sequence": "samplers"}
+    named = SAMPLING_KEYS | {"sequence" if name == "samplers" else name: name for name in ONLY_GGUF}
     keys = {f"general.sampling.{key}": name for key, name in named.items()} | {SUPPRESSED_KEY: "suppress_tokens"}
     found = {name: metadata[key] for key, name in keys.items() if key in metadata}
     if isinstance(found.get("samplers"), str):

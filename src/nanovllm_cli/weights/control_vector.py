@@ -16,6 +16,7 @@ import torch
 
 from nanovllm_cli.config import ControlVector
 from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import reading
@@ -27,6 +28,16 @@ _PREFIX = "direction."
 _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 _OTHER = "it was made from another model"
 _MADE = "nanovllm control-vector makes these files, and llama.cpp's cvector-generator"
+
+
+def check_led(spec: ModelSpec) -> None:
+    """Raises UnsupportedError for a model that has not one residual stream, gone through once."""
+    if spec.streams is not None:
+        what = f"a {spec.architecture} model has several residual streams, and a control vector is for one"
+        raise UnsupportedError(what, "leave it out")
+    if spec.passes is not None:
+        what = f"layers of a {spec.architecture} model run several times, and a control vector is for one pass"
+        raise UnsupportedError(what, "leave it out")
 
 
 def read_directions(
