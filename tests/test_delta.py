@@ -153,10 +153,10 @@ def test_prefixes_are_found(folder: Path, alone: list[list[list[int]]]) -> None:
     check_nothing_is_lost(engine)
 
 
-def test_prompts_that_begin_alike_share_what_lies_behind_a_power_of_two(folder: Path) -> None:
+def test_prompts_that_begin_alike_share_what_lies_behind_a_power_of_two_and_where_two_parted(folder: Path) -> None:
     engine = engine_for(worker_for(folder))
-    prompts = [[*LONG[:390], *[i] * 40] for i in range(3)]
-    for prompt, cached in zip(prompts, (0, 256, 256), strict=True):
+    prompts = [[*LONG[:390], *[i] * 40] for i in range(4)]
+    for prompt, cached in zip(prompts, (0, 256, 384, 384), strict=True):
         (output,) = run(engine, [(prompt, greedy(20))])
         assert output.metrics.num_cached_tokens == cached
         assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [prompt], enable_prefix_caching=False)[0]
@@ -202,11 +202,24 @@ def test_saved_blocks_have_the_states(folder: Path, tmp_path: Path) -> None:
 
     first, second = engine(), engine()
     run(first, [(LONG[:520], greedy(4))])
-    assert first.save_kv(tmp_path / "kv", LONG[:520], None, "the same") == 512
-    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == 512
+    assert first.kv_files.save(tmp_path / "kv", "the same", LONG[:520]) == 512
+    assert second.kv_files.load(tmp_path / "kv", "the same") == 512
     (output,) = run(second, [(LONG[:520], greedy(20))])
     assert output.metrics.num_cached_tokens == 512
     assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [LONG[:520]])[0]
+
+
+def test_files_of_prompts_that_begin_alike_have_states_where_they_part(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for i in range(3):
+        engine, prompt = engine_for(worker_for(folder)), [*LONG[:390], *[i] * 40]
+        engine.kv_files.load(tmp_path / "kv", "the same", prompt)
+        (output,) = run(engine, [(prompt, greedy(20))])
+        assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [prompt], enable_prefix_caching=False)[0]
+        found.append(output.metrics.num_cached_tokens)
+        engine.kv_files.save(tmp_path / "kv", "the same", prompt)
+        check_nothing_is_lost(engine)
+    assert found == [0, 256, 384]
 
 
 def test_texts_are_embedded_alike_in_any_chunks(folder: Path) -> None:
@@ -291,9 +304,9 @@ def test_saved_states_have_the_guesses(settings: dict[str, Any], folder: Path, t
     prompt = [3, 4, 5] * 50
     (output,) = run(first, [(prompt, greedy(150, logit_bias={3: 9.0}))])
     told = [*prompt, *output.outputs[0].token_ids]
-    count = first.save_kv(tmp_path / "kv", told, None, "the same")
+    count = first.kv_files.save(tmp_path / "kv", "the same", told)
     assert count > len(prompt)
-    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == count
+    assert second.kv_files.load(tmp_path / "kv", "the same") == count
     (output,) = run(second, [([*told, 1], greedy(20))])
     assert output.metrics.num_cached_tokens == count
     assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [[*told, 1]])[0]

@@ -74,8 +74,8 @@ def test_every_bit_is_the_same_together_in_chunks_preempted_and_behind_guesses(
 def test_saved_blocks_have_keys_and_states(folder: Path, expected: Answers, tmp_path: Path) -> None:
     first, second = (engine_for(worker_for(folder)) for _ in range(2))
     run(first, [(PROMPTS[1], greedy(1))])
-    assert first.save_kv(tmp_path / "kv", PROMPTS[1], None, "the same") == 288
-    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == 288
+    assert first.kv_files.save(tmp_path / "kv", "the same", PROMPTS[1]) == 288
+    assert second.kv_files.load(tmp_path / "kv", "the same") == 288
     (output,) = run(second, [ASKED[1]])
     assert output.metrics.num_cached_tokens == 288
     assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == expected[1]

@@ -94,9 +94,9 @@ def serve(engine: Engine, seed: int, file: Path) -> tuple[Answers, list[bytes]]:
             step()
         if r.random() < 0.2:
             engine.abort(str(r.randint(0, i)))
-        if r.random() < 0.4 and engine.save_kv(file, BEGINNING, None, "me"):
+        if r.random() < 0.4 and engine.kv_files.save(file, "me", BEGINNING):
             saved.append(file.read_bytes())
-            engine.load_kv(file, "me", lambda prompt_len: None)
+            engine.kv_files.load(file, "me")
     while engine.has_unfinished():
         step()
     assert engine.stats().used_blocks == 0
@@ -163,7 +163,7 @@ def saves(file: Path) -> Callable[[Engine], object]:
         engine.add("a", BEGINNING, greedy(2))
         while engine.has_unfinished():
             engine.step()
-        engine.save_kv(file, BEGINNING, None, "me")
+        engine.kv_files.save(file, "me", BEGINNING)
         return file.read_bytes()
 
     return work

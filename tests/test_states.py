@@ -211,3 +211,35 @@ def test_whatever_happens_no_state_is_lost_or_shared(seed: int) -> None:
     for sequence in there:
         blocks.release(sequence)
     assert pool.num_free + pool.num_kept == blocks.states.num_states
+
+
+def test_where_a_second_prompt_parts_from_the_first_a_third_goes_on() -> None:
+    blocks = BlockManager(200, SIZE, num_states=20)
+    begin = list(range(1000, 1500))
+    found = []
+    for i in range(3):
+        sequence = admitted(blocks, [*begin, *[i] * 100])
+        found.append((sequence.num_computed, [count for count, _ in compute(blocks, sequence)]))
+        blocks.release(sequence)
+    assert found == [(0, [128, 256, 512, 592]), (256, [496, 512, 592]), (496, [512, 592])]
+
+
+def test_a_parting_near_a_state_is_worth_none() -> None:
+    blocks = BlockManager(200, SIZE, num_states=20)
+    begin = list(range(1000, 1380))  # 124 tokens behind 256, of which 112 are in blocks
+    for i in range(2):
+        sequence = admitted(blocks, [*begin, *[i] * 100])
+        copies = [count for count, _ in compute(blocks, sequence)]
+        blocks.release(sequence)
+    assert copies == [464]
+
+
+def test_where_prompts_that_run_together_part_is_seen_too() -> None:
+    blocks = BlockManager(200, SIZE, num_states=20)
+    begin = list(range(1000, 1500))
+    first, second = (admitted(blocks, [*begin, *[i] * 100]) for i in range(2))
+    assert second.num_computed == 0
+    compute(blocks, first)
+    assert blocks.adopt(second) == 256
+    blocks.states.drop(source for source, _ in blocks.states.take_sources([second]))
+    assert [count for count, _ in compute(blocks, second)] == [496, 512, 592]

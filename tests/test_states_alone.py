@@ -82,15 +82,15 @@ def test_it_drafts_for_itself(folder: Path, expected: Answers) -> None:
 def test_a_saved_session_is_its_state_alone(folder: Path, expected: Answers, tmp_path: Path) -> None:
     first, second = (engine_for(worker_for(folder)) for _ in range(2))
     run(first, [(PROMPTS[1], greedy(1))])
-    assert first.save_kv(tmp_path / "kv", PROMPTS[1], None, "the same") == 288
-    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == 288
+    assert first.kv_files.save(tmp_path / "kv", "the same", PROMPTS[1]) == 288
+    assert second.kv_files.load(tmp_path / "kv", "the same") == 288
     (output,) = run(second, [ASKED[1]])
     assert output.metrics.num_cached_tokens == 288
     assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == expected[1]
     data = bytearray((tmp_path / "kv").read_bytes())
     data[-60] ^= 1
     (tmp_path / "kv").write_bytes(data)
-    assert engine_for(worker_for(folder)).load_kv(tmp_path / "kv", "the same", lambda count: None) == 0
+    assert engine_for(worker_for(folder)).kv_files.load(tmp_path / "kv", "the same") == 0
 
 
 def test_blocks_that_hold_nothing_are_bounded_by_no_memory() -> None:

@@ -364,24 +364,24 @@ class LLM:
 
     # ---- keeping what was read ----
 
-    def save_kv(self, ids: Sequence[int], path: Path) -> int:
-        """Writes the KV that the prefix cache holds of the beginning of `ids` to a file that only this user can use.
+    def save_kv(self, ids: Sequence[int] | None, path: Path) -> int:
+        """Writes what the prefix cache holds of the beginning of `ids`, or all of it, to a file that only this user can use.
 
-        Returns how many tokens that are: full blocks, up to the first that the cache lacks. 0 writes nothing. Raises OutputError
-        and DoesNotFitError (the disk is full), and what opening the model's files raises.
+        Returns how many tokens that are: full blocks, of `ids` up to the first that the cache lacks. 0 writes nothing. Raises
+        OutputError and DoesNotFitError (the disk is full), and what opening the model's files raises.
         """
-        args = Path(path), token_ids(ids, self.tokenizer.encode), self.cache_salt(len(ids)), self._kv_identity
-        return self._readers.use(lambda engine: engine.save_kv(*args))
+        own = () if ids is None else (token_ids(ids, self.tokenizer.encode), self.cache_salt(len(ids)))
+        return self._readers.use(lambda engine: engine.kv_files.save(Path(path), self._kv_identity, *own))
 
-    def load_kv(self, path: Path) -> int:
-        """Makes what `save_kv` wrote findable for the next prompts that begin with these tokens.
+    def load_kv(self, path: Path, wanted: Sequence[int] | None = None) -> int:
+        """Makes what `save_kv` wrote findable; of `wanted`, a prompt, only what that begins with.
 
         Returns how many tokens that are. 0, with the reason in the log, where the file is missing or damaged, or was saved with
         another model, other settings, or by somebody else. Files are no reason to fail: the tokens can be computed.
         """
         try:
-            identity = self._kv_identity
-            return self._readers.use(lambda engine: engine.load_kv(Path(path), identity, self.cache_salt))
+            args = Path(path), self._kv_identity, None if wanted is None else list(wanted)
+            return self._readers.use(lambda engine: engine.kv_files.load(*args))
         except NanovllmError as error:
             logger.warning("%s: not used: %s", path, error.message)
             return 0

@@ -18,6 +18,7 @@ from nanovllm_cli.vision_spec import TokenIds
 if TYPE_CHECKING:
     from nanovllm_cli.cli.options import ModelOptions
     from nanovllm_cli.cli.output import Console
+    from nanovllm_cli.cli.prompt_cache import PromptCache
     from nanovllm_cli.cli.shared_options import Choice
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
@@ -72,6 +73,12 @@ class LocalAnswering(Answering):
         """What the engine has read and drawn, and the images in it."""
         drawn = self._output.outputs[0].token_ids if self._output is not None else ()
         return self._prompt_ids + list(drawn)
+
+    @property
+    def read(self) -> tuple[Sequence[int], int, Sequence[int]]:
+        """The prompt, how many of its tokens the cache had, and what was drawn."""
+        assert self._output is not None, "there has been a step"
+        return self._prompt_ids, self._output.metrics.num_cached_tokens, self._output.outputs[0].token_ids
 
     @property
     def result(self) -> Result:
@@ -142,11 +149,12 @@ def open_local(
     system: str | None,
     think: Choice | None,
     kwargs: dict[str, Any],
+    prompt_cache: PromptCache | None = None,
 ) -> LocalAnswerer:
     """Loads a model. Raises NanovllmError, and UsageError where something was asked for that only a template could give."""
     loaded = load(name, options, config, screen)
     try:
-        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs), config)
+        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs), config, prompt_cache)
     except BaseException:
         loaded.llm.close()
         raise
@@ -155,11 +163,15 @@ def open_local(
 class LocalAnswerer:
     """A loaded model with the prompts that options ask for. config: what it was loaded with."""
 
-    def __init__(self, loaded: Loaded, prompting: Prompting, config: EngineConfig) -> None:
+    def __init__(
+        self, loaded: Loaded, prompting: Prompting, config: EngineConfig, prompt_cache: PromptCache | None = None
+    ) -> None:
         self._llm = loaded.llm
         self._config = config
         self._seconds = loaded.seconds
         self._prompting = prompting
+        self._prompt_cache = prompt_cache
+        self._asked: LocalAnswering | None = None
 
     @property
     def name(self) -> str:
@@ -207,13 +219,19 @@ class LocalAnswerer:
 
     def ask(self, question: Question, given: Given) -> Answering:
         ids, params = self._encode(question, given)
-        return LocalAnswering(self._llm, ids, params, self._prompting.parser_for(ids), self._seconds)
+        if self._prompt_cache is not None:
+            self._prompt_cache.read(self._llm, ids)
+        self._asked = LocalAnswering(self._llm, ids, params, self._prompting.parser_for(ids), self._seconds)
+        return self._asked
 
     def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
         waiting = iter(questions)
         again: deque[tuple[int, Encoded]] = deque()
         running: dict[int, Encoded] = {}  # in the order in which the engine took them
         failed: list[tuple[int, Exception]] = []
+        cache = self._prompt_cache
+        if cache is not None:
+            cache.read(self._llm)
 
         def requests() -> Iterator[tuple[str, list[int], SamplingParams]]:
             """What is left to run, encoded when the engine asks for it."""
@@ -236,7 +254,9 @@ class LocalAnswerer:
                     yield from failed
                     failed.clear()
                     key = int(output.request_id)
-                    del running[key]
+                    ids, _ = running.pop(key)
+                    if cache is not None:
+                        cache.note(ids, output.metrics.num_cached_tokens)
                     yield key, self._result(output)
                 break
             except (UsageError, DoesNotFitError) as failure:
@@ -257,7 +277,14 @@ class LocalAnswerer:
         return f"the context of {self._llm.max_model_len} tokens is full"
 
     def close(self) -> None:
-        self._llm.close()
+        """Keeps what was read, where that is wanted, too. Raises OutputError and DoesNotFitError."""
+        try:
+            if self._prompt_cache is not None:
+                if self._asked is not None and self._asked.began:
+                    self._prompt_cache.note(*self._asked.read)
+                self._prompt_cache.write(self._llm)
+        finally:
+            self._llm.close()
 
     def _encode(self, question: Question, given: Given) -> Encoded:
         if question.messages is None:

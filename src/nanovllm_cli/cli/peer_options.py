@@ -63,6 +63,7 @@ OPTIONS = {
     "--log-json": ("--log-jsonl",),
     "--count": ("--show-count",),
     "--timeout": ("-to",),
+    "--prompt-cache": ("--prompt-cache-file", "--slot-save-path"),
     "--help": ("--usage",),
     "--version": ("-V",),
     "--ping-interval": ("--sse-ping-interval",),
@@ -111,8 +112,8 @@ EXPLAINED = {
     ("-hft", "--hf-token"): TOKEN,
     ("--list-devices",): "nanovllm plan MODEL says what it would be computed on",
     ("--context-shift", "--keep"): "nothing is left out in silence; chat --context-overflow shift drops the oldest turns aloud",
-    ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro", "--prompt-cache-file"):
-        "nanovllm chat --save-kv keeps what was read",
+    ("--prompt-cache", "--prompt-cache-ro"): "nanovllm run and serve have it; here it is nanovllm chat --save-kv",
+    ("--prompt-cache-all",): "what was drawn is kept as well: leave it out",
     ("--numa",): "-tp N divides a model among processes, each beside a memory of its own",
     ("--prio", "--prio-batch", "--poll", "--poll-batch", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict",
      "-Cb", "--cpu-mask-batch", "-Crb", "--cpu-range-batch", "--cpu-strict-batch"):
@@ -155,7 +156,6 @@ EXPLAINED = {
     ("-ptc", "--print-token-count"): "tokens are counted in the line at the end, and in --json and --jsonl",
     ("--log-colors", "--log-prefix", "--log-timestamps", "--no-log-prefix", "--no-log-timestamps"):
         "--log-file FILE keeps what is said, with times; --log-json as JSON",
-    ("--slot-save-path",): "nanovllm chat --save-kv keeps what was read; a server keeps it in memory alone",
     ("--models-dir", "--models-preset"): "each model is named: nanovllm serve MODEL MODEL",
     ("--models-autoload", "--no-models-autoload"): "with --max-models N a model is loaded when it is asked for",
     ("--leave-output-tensor",): "the head is left as it is, but for GGUF, where --head keep says so",

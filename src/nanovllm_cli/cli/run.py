@@ -26,6 +26,7 @@ from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import PromptProgress, counted
+from nanovllm_cli.cli.prompt_cache import prompt_cache
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
@@ -79,7 +80,7 @@ def run(
         raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them out")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(ctx, prompt.chat_template_kwargs)
-    endpoint = server.endpoint(ctx, "lora_modules")
+    endpoint = server.endpoint(ctx, "lora_modules", "prompt_cache", "prompt_cache_ro")
     last = history.load() if prompt.continue_last else None
     if endpoint is not None:
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
@@ -97,12 +98,14 @@ def run(
         if prompt.lora_modules and prompt.batch is not None:
             config = dataclasses.replace(config, lora_modules=tuple(prompt.lora_modules))
         name = named_model(ctx.obj, name, EXAMPLE)
+        cache = prompt_cache(prompt.prompt_cache, is_read_only=prompt.prompt_cache_ro)
 
         def answerer() -> Answerer:
             try:
                 return open_local(
-                    name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs
-                )
+                    name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs,
+                    prompt_cache=cache,
+                )  # fmt: skip
             except ModelNotFoundError as error:
                 if last is not None and name == model_word:
                     words = shlex.quote(" ".join([name, *spoken]))

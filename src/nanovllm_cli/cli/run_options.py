@@ -44,6 +44,14 @@ class PromptOptions:
         panel=PROMPT, metavar="FILE", envvar=None,
     )
     lora_modules: LoraModules = None
+    prompt_cache: str | None = option(
+        "--prompt-cache",
+        help="A file that keeps what was read of the prompt: the next one that begins alike is not read again up to there.",
+        panel=PROMPT, metavar="FILE",
+    )
+    prompt_cache_ro: bool = option(
+        "--prompt-cache-ro", help="Use that file and leave it as it is.", default=False, panel=PROMPT
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +24,7 @@ from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.serve_options import AccessOptions, AddressOptions, LimitOptions, ServedOptions
 from nanovllm_cli.cli.unused import refuse_typed
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.server.listen import Listener
@@ -97,6 +99,7 @@ def serve(
         from nanovllm_cli.server.ports import ChatDefaults
         from nanovllm_cli.server.served_models import ModelSettings
         from nanovllm_cli.weights.source import files_for, find_parts, resolve
+    folder = _cache_folder(model.prompt_cache)
     settings = _settings(address, access, limits)
     listener = listen(settings)
     try:
@@ -121,6 +124,7 @@ def serve(
                 model.reasoning_parser,
                 thinking,
                 chat,
+                None if folder is None else folder / _kept_as(each[0]),
             )
             for name, each in zip(names, called, strict=True)
         ]
@@ -128,6 +132,28 @@ def serve(
             _run(served, settings, listener, model, limits.otlp_endpoint, screen)
     finally:
         listener.close()
+
+
+def _cache_folder(path: str | None) -> Path | None:
+    """Made where it is not there. Raises UsageError and OutputError."""
+    if path is None:
+        return None
+    folder = Path(path)
+    if not path or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"--prompt-cache {path!r}: not a folder", "each model has a file of its own in it")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as failure:
+        raise OutputError(f"cannot make {path}: {failure.strerror}") from failure
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write to {path}", "choose a folder that you may write to")
+    return folder
+
+
+def _kept_as(name: str) -> str:
+    """A file's name for a model's, which no other model's has."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:80]
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.kv"
 
 
 def _run(

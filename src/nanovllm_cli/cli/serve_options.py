@@ -71,6 +71,11 @@ class ServedOptions:
         "With --max-models: how long a request waits until others that are in use make room for its model.",
         SWAP_SECONDS, panel=MODEL,
     )
+    prompt_cache: str | None = option(
+        "--prompt-cache",
+        help="A folder that keeps what models have read while they are not loaded; nothing of it is read again then.",
+        panel=MODEL, metavar="FOLDER",
+    )
     tool_call_parser: str | None = option(
         "--tool-call-parser", help="How the model writes tool calls. [what its template says]",
         panel=MODEL, metavar="NAME",

@@ -55,21 +55,24 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def admit(self, sequence: Sequence, headroom: int, *, use_cache: bool = True) -> bool:
+    def admit(self, sequence: Sequence, headroom: int, *, use_cache: bool = True, brings_state: bool = False) -> bool:
         """Gives an empty-handed sequence blocks for all of its tokens, cached ones where they hold its beginning.
 
         False, and nothing changes, where fewer than `headroom` blocks would then be available, or no state is. `num_computed`
-        becomes the number of tokens found; the last token is never among them, because its logits are wanted.
+        becomes the number of tokens found; the last token is never among them, because its logits are wanted. brings_state: the
+        caller writes the state that belongs behind all tokens, so that none is needed behind what is found.
         """
-        entries = self._match(sequence) if use_cache else []
+        known = self.known(sequence, self._num_reusable(sequence)) if use_cache else []
+        entries = known if brings_state else self.states.usable(known)
         fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
         if self.num_available - revived - fresh < headroom:
             return False
-        if not self.states.give(sequence, entries):
+        if not self.states.give(sequence, [] if brings_state else entries):
             return False
         for entry in entries:
             self._share(entry.block)
+        self.states.note_parting(sequence, known, entries)
         sequence.block_table = [entry.block for entry in entries]
         sequence.block_table.extend(self._take() for _ in range(fresh))
         sequence.num_computed = len(entries) * self.block_size
@@ -77,7 +80,7 @@ class BlockManager:
 
     def num_found(self, sequence: Sequence) -> int:
         """How many blocks that hold its beginning are cached."""
-        return 0 if self._prefixes is None else len(self._prefixes.match(sequence, self._num_reusable(sequence)))
+        return len(self.known(sequence, self._num_reusable(sequence)))
 
     def finds_more(self, sequence: Sequence, num_found: int) -> bool:
         """Whether there may be more by now. O(1)."""
@@ -93,7 +96,10 @@ class BlockManager:
         index = sequence.num_computed // self.block_size
         if not self.finds_more(sequence, index):
             return 0
-        entries = self._match(sequence)[index:]
+        known = self.known(sequence, self._num_reusable(sequence))
+        usable = self.states.usable(known)
+        self.states.note_parting(sequence, known, usable)
+        entries = usable[index:]
         for position, entry in enumerate(entries, start=index):
             self._share(entry.block)
             self._drop(sequence.block_table[position])
@@ -104,9 +110,36 @@ class BlockManager:
         computed, sequence.num_computed = sequence.num_computed, (index + len(entries)) * self.block_size
         return sequence.num_computed - computed
 
-    def findable(self, sequence: Sequence) -> list[int]:
-        """The full blocks that hold the sequence's beginning and would be found, in order. They stay whose they are."""
-        return [entry.block for entry in self._found(sequence, len(sequence.token_ids) // self.block_size)]
+    @property
+    def num_registered(self) -> int:
+        """Blocks that ever became findable."""
+        return 0 if self._prefixes is None else self._prefixes.num_made
+
+    def findable(self, sequence: Sequence | None = None) -> list[Entry]:
+        """The full blocks that hold a sequence's beginning and would be found, in order. They stay whose they are.
+
+        Without one all blocks that would, or might if others were there, what was used last first.
+        """
+        if sequence is not None:
+            return self.states.usable(self.known(sequence))
+        if self._prefixes is None:
+            return []
+        entries = self._prefixes.entries()
+        in_use = [entry for block, entry in entries.items() if self._references[block] > 0]
+        return in_use + [entries[block] for block in reversed(self._cached)]
+
+    def known(self, sequence: Sequence, limit: int | None = None) -> list[Entry]:
+        """The same, at most `limit`, whether anything can go on behind the last of them or not."""
+        most = len(sequence.token_ids) // self.block_size if limit is None else limit
+        return [] if self._prefixes is None else self._prefixes.match(sequence, most)
+
+    def use(self, sequence: Sequence) -> None:
+        """What would be found of its beginning counts as used now: its first block last, as when it is released."""
+        found = self.findable(sequence)
+        for entry in reversed(found):
+            if entry.block in self._cached:
+                self._cached.move_to_end(entry.block)
+        self.states.use(found)
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """How many blocks `grow(sequence, end)` would take."""
@@ -170,13 +203,6 @@ class BlockManager:
             for block in sequence.block_table:
                 self._prefixes.forget(block)
         self.states.distrust(sequence)
-
-    def _match(self, sequence: Sequence) -> list[Entry]:
-        return self._found(sequence, self._num_reusable(sequence))
-
-    def _found(self, sequence: Sequence, limit: int) -> list[Entry]:
-        entries = [] if self._prefixes is None else self._prefixes.match(sequence, limit)
-        return self.states.usable(entries)
 
     def _num_reusable(self, sequence: Sequence) -> int:
         return (len(sequence.token_ids) - 1) // self.block_size

@@ -21,15 +21,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, get_args
 
 from nanovllm_cli.config import EngineConfig, Lora
-from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
+from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
 from nanovllm_cli.engine.preparing import Preparing
@@ -132,6 +131,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )
+        self.kv_files = KvFiles(self._blocks, executor)
         looking = Looking() if seeing is None else Looking(seeing.senses, seeing.token_work)
         self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock, looking)
         self._stepper = Stepper(executor, self._scheduler, ahead)
@@ -272,14 +272,6 @@ class Engine:
                 answer.abort()
                 self._end(live, answer)
         return self._output(live)
-
-    def save_kv(self, path: Path, token_ids: list[int], salt: str | None, identity: str) -> int:
-        """See kv_file.save."""
-        return kv_file.save(path, token_ids, salt, identity, self._blocks, self._executor)
-
-    def load_kv(self, path: Path, identity: str, expected_salt: Callable[[int], str | None]) -> int:
-        """See kv_file.load."""
-        return kv_file.load(path, identity, expected_salt, self._blocks, self._executor)
 
     @property
     def context_len(self) -> int:

@@ -1,13 +1,15 @@
-"""The KV of a conversation on disk, so that going on with it needs no prefill: `save` and `load`.
+"""What the prefix cache holds, on disk, so that nobody reads it again: a prompt with its answer, or all of it.
 
-    magic "nnvllmKV", length of the header (u32, little-endian), header (JSON), its tag,
-    then for each full block of tokens: K and V of all layers as the cache has them, and a tag
-    then, of a model that keeps states, the one behind the last of these blocks, and a tag
+    magic "nnvllmKV", length of the header (u32, little-endian), header (JSON), its tag
+    then each stretch of blocks: K and V of all layers of each, as the cache has them, and a tag
+                                 then, of a model that keeps states, the one behind the last of them, and a tag
 
-A tag is HMAC-SHA256 of everything since the tag before, and of that tag (RFC 2104), under a key that this user's state folder
-holds and no file does. So a file that was damaged, cut, put together from others, or made by anybody else, is not used. The
-header names what the numbers depend on: `identity` is a digest of model, settings and program. Whatever doesn't fit, the
-file is left aside with a reason in the log, and the tokens are computed anew; `load` never fails because of a file.
+A stretch goes on from nothing, or from a block of an earlier one; of a model that keeps states, from an earlier one's end, which
+alone has one. A tag is HMAC-SHA256 (RFC 2104) of what it stands behind, of its place, and of the header's tag, under a key that
+this user's state folder holds and no file does. So a file that was damaged, cut, put together from others, or made by anybody
+else, is not used. The header names what the numbers depend on: `identity` is a digest of model, settings and program. Whatever
+doesn't fit, the file is left aside with a reason in the log, and the tokens are computed anew; `load` never fails because of a
+file.
 
 Which tokens are in the cache is `block_manager.py`'s matter, where blocks lie in memory the worker's.
 """
@@ -21,17 +23,23 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
 from importlib.metadata import version
 from io import BufferedReader
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import NamedTuple
 
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor
-from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.engine.prefix_cache import ROOT_UID, Entry
+from nanovllm_cli.engine.sequence import Request, Salt, Sequence
 from nanovllm_cli.errors import NanovllmError, OutputError
 from nanovllm_cli.folders import state_folder
 from nanovllm_cli.sampling_params import SamplingParams
@@ -45,22 +53,42 @@ TAG_BYTES = KEY_BYTES = 32
 MAX_HEADER_BYTES = 32 << 20  # three million tokens
 SLICE_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
+_PLACE = struct.Struct("<q")
+
+
+class Stretch(NamedTuple):
+    """Full blocks in a row. behind: the number in the file of the block that they go on from, or -1. salt, lora: see `Salt`.
+    has_state: whether the state behind the last one is there. token_ids: their own."""
+
+    behind: int
+    salt: str | None
+    lora: list[float]
+    has_state: bool
+    token_ids: list[int]
 
 
 class Header(NamedTuple):
-    """identity: see the module. salt: the prefix cache's. state_bytes: 0 where there is none. token_ids: of full blocks, in
-    order."""
+    """identity: see the module. number: no other file's. stretches: what was used last comes first, but behind what it goes on
+    from."""
 
     identity: str
-    salt: str | None
+    number: str
     block_size: int
     block_bytes: int
     state_bytes: int
-    token_ids: list[int]
+    stretches: list[Stretch]
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.token_ids) // self.block_size
+    def ends(self) -> Iterator[tuple[int, int]]:
+        """How many blocks, and how many states, there are up to the end of each stretch."""
+        blocks = states = 0
+        for stretch in self.stretches:
+            blocks += len(stretch.token_ids) // self.block_size
+            states += stretch.has_state
+            yield blocks, states
+
+    def bytes_of(self, blocks: int, states: int) -> int:
+        """What so many take in the file."""
+        return blocks * (self.block_bytes + TAG_BYTES) + states * (self.state_bytes + TAG_BYTES)
 
 
 class _NotUsed(Exception):
@@ -78,105 +106,214 @@ def program_digest() -> str:
     return digest.hexdigest()
 
 
-def save(
-    path: Path, token_ids: list[int], salt: str | None, identity: str, blocks: BlockManager, executor: Executor
-) -> int:
-    """Writes the full blocks of these tokens that the prefix cache has, up to the first that it lacks; for its owner's eyes only.
+class KvFiles:
+    """Files of what one engine's cache holds."""
 
-    Returns how many tokens that are; 0 leaves the path as it was. A file that is there is replaced, whole or not at all.
-    Raises OutputError, DoesNotFitError (disk).
-    """
-    found = blocks.findable(_stand_in(token_ids, salt))
-    if not found:
+    def __init__(self, blocks: BlockManager, executor: Executor) -> None:
+        self._blocks, self._executor = blocks, executor
+
+    @property
+    def num_registered(self) -> int:
+        """Blocks that ever became findable: where there are more than there were, there is more to save."""
+        return self._blocks.num_registered
+
+    def save(self, path: Path, identity: str, token_ids: list[int] | None = None, salt: str | None = None) -> int:
+        """Writes what the cache holds of the beginning of these tokens, or all of it; for its owner's eyes only.
+
+        Returns how many tokens that are: full blocks that a prompt without images can go on from. 0 leaves the path as it was. A
+        file that is there is replaced, whole or not at all. Raises OutputError, DoesNotFitError (disk).
+        """
+        wanted = None if token_ids is None else _stand_in(token_ids, (salt, ()))
+        rows = _rows(self._blocks.findable(wanted), self._blocks)
+        if not rows:
+            return 0
+        stretches, sizes = [stretch for stretch, _ in rows], self._sizes
+        header = Header(identity, secrets.token_hex(16), *sizes, stretches)
+        text = json.dumps(header._asdict(), separators=(",", ":")).encode()
+        *_, end = header.ends()
+        num_tokens = len({block for _, row in rows for block in row}) * header.block_size
+        if len(text) > MAX_HEADER_BYTES:
+            raise OutputError(f"{path}: {num_tokens} tokens are too many to keep in one file")
+        check_room(path, header.bytes_of(*end) + len(text))
+        key = _own_key()
+        with OutputFile(path, replace=True) as output:
+            os.fchmod(output.file.fileno(), 0o600)
+            start = MAGIC + _LENGTH.pack(len(text)) + text
+            seal = hmac.digest(key, start, "sha256")
+            output.file.write(start + seal)
+            for place, data in self._parts(rows):
+                output.file.write(data)
+                output.file.write(_tag(key, seal, place, data))
+            output.commit()
+        return num_tokens
+
+    def load(self, path: Path, identity: str, wanted: list[int] | None = None) -> int:
+        """Puts what a file holds into the prefix cache, as if the requests that computed it had just finished.
+
+        wanted: a prompt, where only what it begins with is of use. Returns how many tokens of the file are in the cache now: all,
+        or those from its beginning on that there was room for. 0, and a line in the log, where it is of no use.
+        """
+        try:
+            if not self._blocks.finds_prefixes:
+                raise _NotUsed("the prefix cache is switched off")
+            with _open(path) as file:
+                reader = _Reader(file, _own_key())
+                if reader.header.identity != identity or reader.header[2:5] != self._sizes:
+                    raise _NotUsed("it was saved with another model, other settings, or another version")
+                return _Loading(reader, self._blocks, self._executor).run(wanted)
+        except FileNotFoundError:
+            logger.info("%s: no such file; all is computed anew", path)
+        except (_NotUsed, NanovllmError, OSError) as reason:
+            what = reason.message if isinstance(reason, NanovllmError) else getattr(reason, "strerror", None) or reason
+            logger.warning("%s: not used: %s", path, what)
         return 0
-    state = blocks.states.pool.behind(found[-1])
-    header = Header(
-        identity, salt, blocks.block_size, executor.block_bytes, 0 if state is None else executor.state_bytes,
-        token_ids[: len(found) * blocks.block_size],
-    )  # fmt: skip
-    text = json.dumps(header._asdict(), separators=(",", ":")).encode()
-    if len(text) > MAX_HEADER_BYTES:
-        raise OutputError(f"{path}: {len(header.token_ids)} tokens are too many to keep in one file")
-    check_room(path, len(found) * (header.block_bytes + TAG_BYTES) + header.state_bytes + TAG_BYTES + len(text))
-    key = _own_key()
-    with OutputFile(path, replace=True) as output:
-        os.fchmod(output.file.fileno(), 0o600)
-        start = MAGIC + _LENGTH.pack(len(text)) + text
-        tag = hmac.digest(key, start, "sha256")
-        output.file.write(start + tag)
-        step = _blocks_at_once(header)
-        for first in range(0, len(found), step):
-            data = executor.read_blocks(found[first : first + step])
-            for i in range(min(step, len(found) - first)):
-                block = data[i * header.block_bytes : (i + 1) * header.block_bytes]
-                tag = _tag(key, tag, block)
-                output.file.write(block)
-                output.file.write(tag)
-        if state is not None:
-            block = executor.read_state(state)
-            output.file.write(block)
-            output.file.write(_tag(key, tag, block))
-        output.commit()
-    return len(header.token_ids)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """As a header has them."""
+        state_bytes = self._executor.state_bytes if self._blocks.states.num_states else 0
+        return self._blocks.block_size, self._executor.block_bytes, state_bytes
+
+    def _parts(self, rows: list[tuple[Stretch, list[int]]]) -> Iterator[tuple[int, memoryview]]:
+        """What a file has behind its header, each with its place (see `_tag`)."""
+        place, size, step = 0, self._executor.block_bytes, _at_once(self._executor.block_bytes)
+        for stretch, row in rows:
+            for first in range(0, len(row), step):
+                some = row[first : first + step]
+                data = self._executor.read_blocks(some)
+                for i in range(len(some)):
+                    yield place + i, data[i * size : (i + 1) * size]
+                place += len(some)
+            if stretch.has_state:
+                state = self._blocks.states.pool.behind(row[-1])
+                assert state is not None, "nothing has run since"
+                yield -place, self._executor.read_state(state)
 
 
-def load(
-    path: Path, identity: str, expected_salt: Callable[[int], str | None], blocks: BlockManager, executor: Executor
-) -> int:
-    """Puts what a file holds into the prefix cache, as if the request that computed it had just finished.
+def _rows(entries: list[Entry], blocks: BlockManager) -> list[tuple[Stretch, list[int]]]:
+    """The stretches of a file, and where their blocks lie in memory. Of a model that keeps states each ends with one; of others
+    with a block that none goes on from."""
+    keeps_states = blocks.states.num_states > 0
+    known = _from_the_beginning(entries)
+    if keeps_states:
+        ends = [entry for entry in known.values() if blocks.states.pool.behind(entry.block) is not None]
+    else:
+        parents = {entry.parent_uid for entry in known.values()}
+        ends = [entry for entry in known.values() if entry.uid not in parents]
+    rows = []
+    places: dict[int, int] = {}
+    """Numbers in the file of what others can go on from."""
+    count = 0
+    for end in ends:
+        own, uid = [], end.uid
+        while uid != ROOT_UID and uid not in places:
+            own.append(known[uid])
+            uid = own[-1].parent_uid
+        own.reverse()
+        text, lora = end.salt
+        token_ids = array("q", b"".join([entry.tokens for entry in own])).tolist()
+        rows.append((Stretch(places.get(uid, -1), text, list(lora), keeps_states, token_ids), [entry.block for entry in own]))
+        numbered = {entry.uid: count + i for i, entry in enumerate(own)}
+        places |= {end.uid: numbered[end.uid]} if keeps_states else numbered
+        count += len(own)
+    return rows
 
-    expected_salt: of a prompt of so many tokens. Returns how many tokens can be found now: the whole file, or the beginning that
-    the cache has room for. 0, and a line in the log, where the file is of no use.
-    """
-    try:
-        if not blocks.finds_prefixes:
-            raise _NotUsed("the prefix cache is switched off")
-        with _open(path) as file:
-            return _load(_Reader(file, _own_key()), identity, expected_salt, blocks, executor)
-    except FileNotFoundError:
-        logger.info("%s: no such file; the conversation is computed anew", path)
-    except (_NotUsed, NanovllmError, OSError) as reason:
-        what = reason.message if isinstance(reason, NanovllmError) else getattr(reason, "strerror", None) or reason
-        logger.warning("%s: not used: %s", path, what)
-    return 0
+
+def _from_the_beginning(entries: list[Entry]) -> dict[int, Entry]:
+    """By uid, in their order, but each behind those that it goes on from; without those behind an image, or one that is gone."""
+    usable = {entry.uid: entry for entry in entries if not entry.has_images}
+    found: dict[int, Entry] = {}
+    for entry in entries:
+        chain, uid = list[Entry](), entry.uid
+        while uid in usable and uid not in found:
+            chain.append(usable[uid])
+            uid = chain[-1].parent_uid
+        if uid == ROOT_UID or uid in found:
+            found |= {each.uid: each for each in reversed(chain)}
+    return found
 
 
-def _load(
-    reader: _Reader, identity: str, expected_salt: Callable[[int], str | None], blocks: BlockManager, executor: Executor
-) -> int:
-    header = reader.header
-    if (
-        header.identity != identity
-        or header.block_size != blocks.block_size
-        or header.block_bytes != executor.block_bytes
-        or header.state_bytes != (executor.state_bytes if blocks.states.num_states else 0)
-    ):
-        raise _NotUsed("it was saved with another model, other settings, or another version")
-    if header.salt != expected_salt(len(header.token_ids) + 1):
-        raise _NotUsed("its positions were rotated for another length")
-    count = min(header.num_blocks, blocks.num_available)
-    if count == 0:
-        raise _NotUsed("the KV cache has no free block")
-    if header.state_bytes and count < header.num_blocks:
-        raise _NotUsed("the KV cache has no room for all of it, and its state is of no use behind less")
-    sequence = _stand_in(header.token_ids[: count * header.block_size], header.salt)
-    if not blocks.admit(sequence, headroom=0):  # as many blocks as are available
-        raise _NotUsed("no state is free")
-    try:
-        known = sequence.num_computed // header.block_size
-        for first, last, data in reader.slices(count):
-            table = sequence.block_table[first:last]
-            skipped = min(max(0, known - first), len(table))  # the cache has these already
-            if skipped < len(table):
-                executor.write_blocks(table[skipped:], data[skipped * header.block_bytes :])
-        if header.state_bytes:
-            blocks.states.forget_source(sequence)
-            executor.write_state(sequence.state, reader.state())
-        sequence.num_computed = len(sequence.token_ids)
-        blocks.register(sequence)
-    finally:
-        blocks.release(sequence)
-    return len(sequence.token_ids)
+class _Loaded(NamedTuple):
+    """Of a stretch what is in the cache. start: tokens in front of it; token_ids: those with its own."""
+
+    start: int
+    token_ids: list[int]
+
+
+class _Loading:
+    """Of one file. Raises _NotUsed where it is of no use."""
+
+    def __init__(self, reader: _Reader, blocks: BlockManager, executor: Executor) -> None:
+        self._reader, self._header, self._blocks, self._executor = reader, reader.header, blocks, executor
+        self._most = blocks.num_available
+        self._own: set[int] = set()
+        """Blocks of the cache that have what is in the file: they make no room for each other."""
+        pool = blocks.states.pool
+        self._states_left = pool.num_free + pool.num_kept
+        self._firsts = [0, *(end for end, _ in self._header.ends())]
+        self._loaded: list[_Loaded] = []
+
+    def run(self, wanted: list[int] | None) -> int:
+        if self._most == 0:
+            raise _NotUsed("the KV cache has no free block")
+        done: list[Sequence] = []
+        for index, stretch in enumerate(self._header.stretches):
+            before = self._before(stretch.behind)
+            sequence = None if before is None else self._take(index, before, wanted)
+            if before is None or sequence is None:
+                self._loaded.append(_Loaded(0, []))
+            else:
+                self._loaded.append(_Loaded(len(before), sequence.token_ids))
+                self._own.update(entry.block for entry in self._blocks.known(sequence))
+                done.append(sequence)
+        for sequence in reversed(done):
+            self._blocks.use(sequence)
+        if not done and wanted is None:
+            raise _NotUsed("the KV cache has no room for it")
+        return len(self._own) * self._header.block_size
+
+    def _before(self, block: int) -> list[int] | None:
+        """The tokens up to the end of a block of the file; None where it isn't in the cache."""
+        if block < 0:
+            return []
+        index = bisect_right(self._firsts, block) - 1
+        loaded = self._loaded[index]
+        end = loaded.start + (block - self._firsts[index] + 1) * self._header.block_size
+        return loaded.token_ids[:end] if end <= len(loaded.token_ids) else None
+
+    def _take(self, index: int, before: list[int], wanted: list[int] | None) -> Sequence | None:
+        """Puts into the cache what a stretch has behind these tokens: a sequence that ends there, None where that can't be."""
+        stretch, size, salt = self._header.stretches[index], self._header.block_size, _salt(self._header.stretches[index])
+        count = len(stretch.token_ids)
+        if wanted is not None:
+            same = takewhile(bool, map(eq, stretch.token_ids, wanted[len(before) :]))
+            count = sum(same) // size * size if wanted[: len(before)] == before else 0
+        token_ids = before + stretch.token_ids[:count]
+        known = self._blocks.known(_stand_in(token_ids, salt))
+        room = self._most - len(self._own | {entry.block for entry in known})
+        end = min(len(token_ids), (len(known) + room) * size)
+        is_whole = end == len(before) + len(stretch.token_ids)
+        if end <= len(before) or (stretch.has_state and not is_whole and wanted is None):
+            return None  # nothing can go on behind less
+        sequence = _stand_in(token_ids[:end], salt)
+        if len(self._blocks.findable(sequence)) * size == end:
+            return sequence
+        if (stretch.has_state and not self._states_left) or not self._blocks.admit(sequence, 0, brings_state=True):
+            return None
+        brings_state = stretch.has_state and is_whole  # else a prompt will see where it parts from another
+        try:
+            begin = len(before) // size
+            for first, data in self._reader.blocks(index, len(known) - begin, end // size - begin):
+                row = sequence.block_table[begin + first : begin + first + _at_once(self._header.block_bytes)]
+                self._executor.write_blocks(row, data)
+            if brings_state:
+                self._executor.write_state(sequence.state, self._reader.state(index))
+                self._states_left -= 1
+            sequence.num_computed = end
+            self._blocks.register(sequence)
+        finally:
+            self._blocks.release(sequence, has_sound_state=brings_state)
+        return sequence
 
 
 class _Reader:
@@ -192,39 +329,44 @@ class _Reader:
         if length > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
             raise _NotUsed("it is damaged: the header is longer than it can be")
         text = self._read(length)
-        self._last_tag = self._read(TAG_BYTES)
-        if not hmac.compare_digest(self._last_tag, hmac.digest(key, bytes(start + text), "sha256")):
+        self._seal = self._read(TAG_BYTES)
+        if not hmac.compare_digest(self._seal, hmac.digest(key, bytes(start + text), "sha256")):
             raise _NotUsed("it is damaged, or was not saved by this user on this machine")
         fields = parse_json(bytes(text), "header")
         if fields.keys() != set(Header._fields):
             raise _NotUsed("it was saved by another version")
-        self.header = Header(**fields)
-        end = file.tell() + self.header.num_blocks * (self.header.block_bytes + TAG_BYTES)
-        end += self.header.state_bytes + TAG_BYTES if self.header.state_bytes else 0
+        self.header = Header(**fields | {"stretches": [Stretch(*each) for each in fields["stretches"]]})
+        self._start = file.tell()
+        self._ends = [(0, 0), *self.header.ends()]
+        end = self._start + self.header.bytes_of(*self._ends[-1])
         if os.fstat(file.fileno()).st_size != end:
             raise _NotUsed(f"it is damaged: {end} bytes are expected")
 
-    def slices(self, count: int) -> Iterator[tuple[int, int, memoryview]]:
-        """(number of the first block, of the one behind the last, blocks), some at a time, checked."""
-        size, step = self.header.block_bytes, _blocks_at_once(self.header)
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            data = memoryview(bytearray((last - first) * size))
-            for i in range(last - first):
-                self._fill(data[i * size : (i + 1) * size], f"block {first + i}")
-            yield first, last, data
+    def blocks(self, stretch: int, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
+        """Of a stretch from one of its blocks to before another, some at a time, checked: number of the first, and the blocks."""
+        size, step = self.header.block_bytes, _at_once(self.header.block_bytes)
+        place, states = self._ends[stretch]
+        self._file.seek(self._start + self.header.bytes_of(place + first, states))
+        for begin in range(first, last, step):
+            count = min(step, last - begin)
+            data = memoryview(bytearray(count * size))
+            for i in range(count):
+                number = place + begin + i
+                self._fill(data[i * size : (i + 1) * size], number, f"block {number}")
+            yield begin, data
 
-    def state(self) -> memoryview:
-        """What comes behind all blocks, checked."""
+    def state(self, stretch: int) -> memoryview:
+        """The one behind a stretch, checked."""
+        place, states = self._ends[stretch + 1]
+        self._file.seek(self._start + self.header.bytes_of(place, states - 1))
         data = memoryview(bytearray(self.header.state_bytes))
-        self._fill(data, "its state")
+        self._fill(data, -place, f"the state behind block {place - 1}")
         return data
 
-    def _fill(self, part: memoryview, what: str) -> None:
+    def _fill(self, part: memoryview, place: int, what: str) -> None:
         if self._file.readinto(part) != len(part):
             raise _NotUsed("it is damaged: it ends too early")
-        self._last_tag = _tag(self._key, self._last_tag, part)
-        if not hmac.compare_digest(self._read(TAG_BYTES), self._last_tag):
+        if not hmac.compare_digest(self._read(TAG_BYTES), _tag(self._key, self._seal, place, part)):
             raise _NotUsed(f"it is damaged in {what}")
 
     def _read(self, size: int) -> bytes:
@@ -243,14 +385,15 @@ def _open(path: Path) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def _tag(key: bytes, before: bytes, block: memoryview) -> bytes:
-    code = hmac.new(key, before, "sha256")
-    code.update(block)
+def _tag(key: bytes, seal: bytes, place: int, data: memoryview) -> bytes:
+    """place: a block's number; of a state the number of blocks before it, below zero."""
+    code = hmac.new(key, seal + _PLACE.pack(place), "sha256")
+    code.update(data)
     return code.digest()
 
 
-def _blocks_at_once(header: Header) -> int:
-    return max(1, SLICE_BYTES // max(1, header.block_bytes))
+def _at_once(block_bytes: int) -> int:
+    return max(1, SLICE_BYTES // max(1, block_bytes))
 
 
 def _own_key() -> bytes:
@@ -274,7 +417,12 @@ def _own_key() -> bytes:
     return key
 
 
-def _stand_in(token_ids: list[int], salt: str | None) -> Sequence:
+def _salt(stretch: Stretch) -> Salt:
+    return stretch.salt, tuple(stretch.lora)
+
+
+def _stand_in(token_ids: list[int], salt: Salt) -> Sequence:
     """A sequence that nobody runs, for the block manager."""
-    request = Request("kv", tuple(token_ids), SamplingParams(), len(token_ids), (), 0.0, cache_salt=salt)
+    text, lora = salt
+    request = Request("kv", tuple(token_ids), SamplingParams(), len(token_ids), (), 0.0, cache_salt=text, lora=lora)
     return Sequence(-1, request, 0, 0, token_ids)

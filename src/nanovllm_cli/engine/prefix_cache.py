@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from nanovllm_cli.engine.sequence import Salt, Sequence
@@ -18,10 +19,12 @@ from nanovllm_cli.vision_spec import PlacedImage
 
 DIGEST_BYTES = 16
 ROOT_UID = 0
+TOKEN_BYTES = 8
 
 
 class Entry(NamedTuple):
-    """One findable block. uid: never used twice, so that `parent_uid` names exactly one chain of tokens."""
+    """One findable block. uid: never used twice, so that `parent_uid` names exactly one chain of tokens. tokens: int64 each, in
+    this machine's order, and digests of the images that are among them."""
 
     uid: int
     parent_uid: int
@@ -29,6 +32,7 @@ class Entry(NamedTuple):
     tokens: bytes
     salt: Salt
     block: int
+    has_images: bool
 
 
 class PrefixCache:
@@ -43,6 +47,15 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
+
+    @property
+    def num_made(self) -> int:
+        """Entries that there ever were."""
+        return self._next_uid - ROOT_UID - 1
+
+    def entries(self) -> Mapping[int, Entry]:
+        """By their blocks."""
+        return self._by_block
 
     def match(self, sequence: Sequence, limit: int) -> list[Entry]:
         """Entries of the first blocks of `sequence`, as far as they are known without a gap, at most `limit`."""
@@ -75,7 +88,9 @@ class PrefixCache:
                 if rival is not None:
                     self.forget(rival.block)
                     ousted.append(rival.block)
-                entry = Entry(self._next_uid, parent_uid, digest, self._tokens(sequence, index), sequence.salt, block)
+                tokens = self._tokens(sequence, index)
+                has_images = len(tokens) > self._block_size * TOKEN_BYTES
+                entry = Entry(self._next_uid, parent_uid, digest, tokens, sequence.salt, block, has_images)
                 self._next_uid += 1
                 self._by_digest[digest] = self._by_block[block] = entry
             parent_uid = entry.uid

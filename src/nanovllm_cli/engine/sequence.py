@@ -133,7 +133,8 @@ class Sequence:
     pending: sequences that will draw their first token from the row that ends this one's prompt.
     block_digests, num_registered, last_uid: this sequence's way through the prefix cache (see `prefix_cache.py`).
     state: of a model that keeps one, this sequence's, or NO_STATE. state_source: another one, which is to be copied to it before
-    it runs again. kept_states: copies of it behind so many tokens, which nobody finds yet (see `states.py`).
+    it runs again. kept_states: copies of it behind so many tokens, which nobody finds yet (see `states.py`). parting: of how many
+    tokens others have had blocks, where that is far behind their last state; or 0.
     past: what its strategy remembers of it. step: the last step that scheduled it. announced: a plan has named it to the
     worker; registered: that plan succeeded.
     """
@@ -157,6 +158,7 @@ class Sequence:
     state: int = NO_STATE
     state_source: int = NO_STATE
     kept_states: list[tuple[int, int]] = field(default_factory=list)
+    parting: int = 0
     past: Any = None
     rank: tuple[float, int, int] = field(init=False)
 

@@ -3,9 +3,10 @@
 A model whose layers keep a state (the delta rule's) can go on behind a token only from the state that was there. So a running
 sequence has a state of its own, in all layers, and copies of it are kept behind some blocks: a prefix is found as far as the last
 of these. They are made where prompts that begin alike may part: behind powers of two of tokens, behind the last whole block of a
-prompt, and now and then in an answer, where the latest one moves along, for the turn that goes on behind it. What ends behind a
-whole block leaves its state there. Where states run short, the copy goes that was used least recently. Behind guesses that held
-a state serves each token from the last known one on: a step that goes past a stop leaves a copy for it all the same.
+prompt, where two did part, as a third may do, and now and then in an answer, where the latest one moves along, for the turn that
+goes on behind it. What ends behind a whole block leaves its state there. Where states run short, the copy goes that was used
+least recently. Behind guesses that held a state serves each token from the last known one on: a step that goes past a stop leaves
+a copy for it all the same.
 
 Only numbers live here; the memory is `attention/kv_cache.py`'s.
 """
@@ -123,6 +124,16 @@ class States:
             count -= 1
         return entries[:count]
 
+    def use(self, entries: list[Entry]) -> None:
+        """What is kept behind the last of these blocks, which are `usable`, counts as used now."""
+        if self.num_states and entries:
+            self.pool.use(entries[-1].block)
+
+    def note_parting(self, sequence: Sequence, known: list[Entry], usable: list[Entry]) -> None:
+        """known: its first blocks that others have had, usable: those of them that it goes on behind."""
+        apart = (len(known) - len(usable)) * self._block_size
+        sequence.parting = len(known) * self._block_size if apart >= FIRST_KEPT else 0
+
     def give(self, sequence: Sequence, entries: list[Entry]) -> bool:
         """A state for a sequence without one, behind these blocks, which are `usable`: a copy of the one that is kept there, or,
         where that is the last, it itself. False, and nothing changes, where none is left."""
@@ -161,7 +172,7 @@ class States:
             return limit
         done, last = sequence.num_computed, self._last(sequence)
         power = max(FIRST_KEPT, 1 << done.bit_length())
-        stops = [stop - done for stop in (power, last) if max(done, FIRST_KEPT - 1) < stop <= last]
+        stops = [stop - done for stop in (power, last, sequence.parting) if max(done, FIRST_KEPT - 1) < stop <= last]
         return min(limit, *stops) if stops else limit
 
     def copy_due(self, sequence: Sequence, num_running: int) -> Pair | None:
@@ -238,7 +249,7 @@ class States:
             return False
         if done >= len(sequence.request.prompt_ids) and len(sequence.token_ids) - sequence.num_computed == 1:
             return self.is_copied_at(done, num_running)
-        return done & (done - 1) == 0 or done == self._last(sequence)
+        return done & (done - 1) == 0 or done in (self._last(sequence), sequence.parting)
 
     def _forget_latest(self, sequence: Sequence, done: int) -> None:
         """Another copy comes behind its answer: the one before need not stay."""

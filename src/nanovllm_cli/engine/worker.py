@@ -253,6 +253,7 @@ class Worker(LoadedModel):
             "deterministic": config.deterministic,
             "quant": config.quant,
             "lora": self.lora,
+            "lora_modules": [file_stamps(Path(module.path)) for module in config.lora_modules],
             "control_vectors": [self.led_by, config.control_vector_layers],
             "draft_model": ["mtp"] if config.mtp else self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],

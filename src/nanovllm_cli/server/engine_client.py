@@ -35,6 +35,8 @@ from nanovllm_cli.server.messages import (
     Failed,
     FromEngine,
     Generate,
+    Keep,
+    Kept,
     Loading,
     Ready,
     Refused,
@@ -52,6 +54,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 60.0
 STOP_SECONDS = 5.0
 STUCK_SECONDS = 120.0  # of one step
+KEEP_SECONDS = 300.0  # gigabytes, to a slow disk
 IMAGE_BYTES = 1 << 30  # under way: of requests that the engine has not answered
 
 OnLoading = Callable[[Loading], None]
@@ -89,6 +92,7 @@ class EngineClient:
         self._link: _Link | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Facts] | None = None
+        self._kept: asyncio.Future[Kept] | None = None
 
     # ---- what it is ----
 
@@ -129,8 +133,33 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     async def unload(self, state: EngineState = EngineState.ASLEEP) -> None:
-        """Ends the process. What is running ends with an error, and so does a `load` that waits."""
+        """Ends the process, once it has kept what the model has read, where that is wanted: cancelling this leaves that out. What
+        is running ends with an error, and so does a `load` that waits."""
+        keeps = self._start.kept is not None and self.state is EngineState.READY
         self._state = state
+        try:
+            if keeps:
+                await self._keep_read()
+        finally:
+            await self._end(state)
+
+    async def _keep_read(self) -> None:
+        if self._link is None:
+            return
+        self._kept = asyncio.get_running_loop().create_future()
+        self._link.send(Keep())
+        done, _ = await asyncio.wait((self._kept, self._link.closed), timeout=KEEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if self._kept in done:
+            kept = self._kept.result()
+            error = kept.error
+            if kept.num_tokens:
+                logger.info("%s: %d tokens are kept", self.name, kept.num_tokens)
+        else:
+            error = "its engine ended" if done else f"that took more than {KEEP_SECONDS:.0f} seconds"
+        if error is not None:
+            logger.error("%s: what was read is not kept: %s", self.name, error)
+
+    async def _end(self, state: EngineState) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(NanovllmError(f"the engine of {self.name} was stopped while it loaded"))
             self._ready.exception()  # there may be nobody who waits
@@ -289,6 +318,9 @@ class EngineClient:
                     ready.set_result(facts)
             case Failed():
                 failure.append(message)
+            case Kept():
+                if self._kept is not None and not self._kept.done():
+                    self._kept.set_result(message)
             case _:
                 self.stats = message.stats
 

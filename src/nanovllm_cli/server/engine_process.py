@@ -24,6 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
@@ -41,6 +42,8 @@ from nanovllm_cli.server.messages import (
     Facts,
     Failed,
     FromEngine,
+    Keep,
+    Kept,
     Loading,
     Output,
     Ready,
@@ -63,6 +66,7 @@ def main(fd: int) -> None:
     channel = Channel(socket.socket(fileno=fd))
     start = channel.receive()
     assert isinstance(start, Start)
+    progress = _Progress(channel)
     try:
         llm = LLM(
             start.model,
@@ -72,7 +76,7 @@ def main(fd: int) -> None:
             tool_format=start.tool_format,
             reasoning_format=start.reasoning_format,
             shows_calls=True,
-            progress=_Progress(channel),
+            progress=progress,
         )
     except NanovllmError as error:
         channel.send(Failed(type(error).__name__, error.message, error.hint))
@@ -81,11 +85,15 @@ def main(fd: int) -> None:
         llm.prepare([SamplingParams(constraint=Constraint("json_object"))])  # half a second that steps would wait for, later
     except NanovllmError as error:
         logger.warning("%s: forms of answers are not to be had from this vocabulary: %s", start.model, error.message)
+    kept = None if start.kept is None else _Kept(llm, Path(start.kept))
+    if kept is not None:
+        progress.stage("reading the prompt cache", None, "tokens")
+        kept.read()
     gc.collect()
     keep_loaded()
     channel.send(Ready(_facts(llm, start.config)))
     try:
-        Loop(llm, channel).run()
+        Loop(llm, channel, kept).run()
     except LostError as error:
         if error.__cause__ is not None:  # else it has been said
             logger.error("%s", error.message, exc_info=error.__cause__)
@@ -136,8 +144,9 @@ class Channel:
 class Loop:
     """One turn: what came in, then a step."""
 
-    def __init__(self, llm: LLM, channel: Channel) -> None:
+    def __init__(self, llm: LLM, channel: Channel, kept: _Kept | None) -> None:
         self._llm = llm
+        self._kept = kept
         self._engine = llm.engine
         self._channel = channel
         self._outbox = Outbox(llm.engine)
@@ -170,6 +179,9 @@ class Loop:
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Start):
             raise ValueError("a second start")
+        if isinstance(message, Keep):
+            self._channel.send(self._kept.write() if self._kept is not None else Kept(0))
+            return
         request_id = str(message.request_id)
         if isinstance(message, Abort):
             self._engine.abort(request_id)
@@ -189,6 +201,29 @@ class Loop:
             self._outbox.open(request_id, tells_reading=tells_reading)
         except NanovllmError as error:
             self._channel.send(Refused(message.request_id, type(error).__name__, error.message, error.hint))
+
+
+class _Kept:
+    """The file of what the model has read, from one process to the next."""
+
+    def __init__(self, llm: LLM, path: Path) -> None:
+        self._llm, self._path = llm, path
+        self._num_written = 0
+
+    def read(self) -> None:
+        self._llm.load_kv(self._path)
+        self._num_written = self._llm.engine.kv_files.num_registered
+
+    def write(self) -> Kept:
+        registered = self._llm.engine.kv_files.num_registered
+        if registered == self._num_written:
+            return Kept(0)
+        try:
+            count = self._llm.save_kv(None, self._path)
+        except NanovllmError as error:
+            return Kept(0, error.message)
+        self._num_written = registered
+        return Kept(count)
 
 
 def _facts(llm: LLM, config: EngineConfig) -> Facts:

@@ -31,13 +31,15 @@ class Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Start(Message):
-    """The first message: what to load. model: a path on this machine. The last three count instead of what the model says."""
+    """The first message: what to load. model: a path on this machine. Template and formats count instead of what the model says.
+    kept: the file for what it has read."""
 
     model: str
     config: EngineConfig
     chat_template: str | None = None
     tool_format: str | None = None
     reasoning_format: str | None = None
+    kept: str | None = None
 
 
 class Generate(Message):
@@ -64,6 +66,10 @@ class Embed(Message):
 
 class Abort(Message):
     request_id: int
+
+
+class Keep(Message):
+    """What the model has read is to be written to its file."""
 
 
 # ---- from the engine ----
@@ -171,14 +177,21 @@ class Embedded(Message):
     vector: bytes
 
 
+class Kept(Message):
+    """That has been done: so many tokens, all of them; 0 where nothing is new. error: why it could not be."""
+
+    num_tokens: int
+    error: str | None = None
+
+
 class Alive(Message):
     """The engine's loop went round: every second where nothing else is said. In a long step it does not."""
 
     stats: EngineStats
 
 
-ToEngine = Start | Generate | Embed | Abort
-FromEngine = Loading | Ready | Failed | Refused | Step | Embedded | Alive
+ToEngine = Start | Generate | Embed | Abort | Keep
+FromEngine = Loading | Ready | Failed | Refused | Step | Embedded | Kept | Alive
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: _plain(value))
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

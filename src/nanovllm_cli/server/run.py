@@ -128,13 +128,21 @@ class _Life:
                     async with asyncio.timeout(self._settings.drain_seconds):
                         await self._before(self._second, http, self._gate.drain())
             finally:
-                if not self._second.is_set():
-                    await self._models.close()  # what is still under way is told that it ends here
+                if not self._second.is_set():  # what is still under way is told that it ends here
+                    await self._close_models()
                 self._http.force_exit = self._second.is_set()
                 self._http.should_exit = True
                 await asyncio.gather(http, self._models.close(), *(close() for close in on_end))
             if self._second.is_set():
                 raise Interrupted(self._signals[-1])
+
+    async def _close_models(self) -> None:
+        """Until they are closed, or a second signal comes: they may keep what they have read, which takes a while."""
+        tasks = [asyncio.create_task(self._models.close()), asyncio.create_task(self._second.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _before(self, event: asyncio.Event, http: asyncio.Task[None], work: Any = None) -> bool:
         """Waits for the work or the event, whichever comes first; True for the work. HTTP does not end by itself: if it does, it

@@ -50,7 +50,8 @@ class ModelSettings:
     """One model to serve. names: what clients may call it, the first in its answers. path: its files, on this machine.
 
     given: fields of SamplingParams over the model's own defaults. tool_format, reasoning_format: names that count instead of
-    what its template says. thinking, chat: what counts in conversations whose requests do not say.
+    what its template says. thinking, chat: what counts in conversations whose requests do not say. kept: the file that keeps what
+    the model has read while it is not loaded.
     """
 
     names: tuple[str, ...]
@@ -62,6 +63,7 @@ class ModelSettings:
     reasoning_format: str | None = None
     thinking: bool | None = None
     chat: ChatDefaults = field(default_factory=ChatDefaults)
+    kept: Path | None = None
 
 
 @dataclass
@@ -333,7 +335,14 @@ class ServedModels:
         name = settings.names[0]
         return EngineClient(
             name,
-            Start(str(settings.path), settings.config, settings.chat_template, settings.tool_format, settings.reasoning_format),
+            Start(
+                str(settings.path),
+                settings.config,
+                settings.chat_template,
+                settings.tool_format,
+                settings.reasoning_format,
+                None if settings.kept is None else str(settings.kept),
+            ),
             on_loading=lambda progress: self._tell(name, progress),
             on_restart=lambda: self._observer.engine_restarted(name),
         )
