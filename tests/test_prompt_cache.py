@@ -170,7 +170,7 @@ def test_a_model_that_slept_has_what_it_had_read(
 ) -> None:
     path = tmp_path / "tiny.kv"
     engine = EngineClient("tiny", Start(str(TINY), EngineConfig(num_blocks=512, threads=1), kept=str(path)))
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "nanovllm_cli")
 
     async def ask(prompt: list[int]) -> int:
         return (await collect(engine.generate(prompt, SamplingParams(max_tokens=3)))).num_cached_tokens

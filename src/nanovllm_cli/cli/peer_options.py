@@ -112,7 +112,6 @@ EXPLAINED = {
     ("-hft", "--hf-token"): TOKEN,
     ("--list-devices",): "nanovllm plan MODEL says what it would be computed on",
     ("--context-shift", "--keep"): "nothing is left out in silence; chat --context-overflow shift drops the oldest turns aloud",
-    ("--prompt-cache", "--prompt-cache-ro"): "nanovllm run and serve have it; here it is nanovllm chat --save-kv",
     ("--prompt-cache-all",): "what was drawn is kept as well: leave it out",
     ("--numa",): "-tp N divides a model among processes, each beside a memory of its own",
     ("--prio", "--prio-batch", "--poll", "--poll-batch", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict",
@@ -350,6 +349,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--reasoning",): "here it is --think on or --think off",
         ("--perf", "--show-timings"): "an answer tells its timings, and usage: leave it out",
         ("--lora-paths",): "here it is --lora-modules NAME=PATH",
+        ("--prompt-cache-ro",): "--prompt-cache FOLDER is written where a model read something new: leave it out",
     },
     "bench.serve": {
         ("--host", "--port"): "here it is --url http://HOST:PORT",
@@ -367,6 +367,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
     "chat": {
         ("--show-timings", "--perf", "--stats", "--no-stats"): "/stats in the chat says how fast the last answer was",
         ("-o", "--output", "--output-file"): "/export md FILE in the chat writes the conversation",
+        ("--prompt-cache", "--prompt-cache-ro"): "here it is --save-kv",
     },
     "bench": {
         ("--json", "--jsonl", "--csv"): "here it is -o json, jsonl or csv",

@@ -23,7 +23,6 @@ import hmac
 import json
 import logging
 import os
-import secrets
 import stat
 import struct
 from array import array
@@ -68,11 +67,9 @@ class Stretch(NamedTuple):
 
 
 class Header(NamedTuple):
-    """identity: see the module. number: no other file's. stretches: what was used last comes first, but behind what it goes on
-    from."""
+    """identity: see the module. stretches: what was used last comes first, but behind what it goes on from."""
 
     identity: str
-    number: str
     block_size: int
     block_bytes: int
     state_bytes: int
@@ -128,7 +125,7 @@ class KvFiles:
         if not rows:
             return 0
         stretches, sizes = [stretch for stretch, _ in rows], self._sizes
-        header = Header(identity, secrets.token_hex(16), *sizes, stretches)
+        header = Header(identity, *sizes, stretches)
         text = json.dumps(header._asdict(), separators=(",", ":")).encode()
         *_, end = header.ends()
         num_tokens = len({block for _, row in rows for block in row}) * header.block_size
@@ -158,7 +155,7 @@ class KvFiles:
                 raise _NotUsed("the prefix cache is switched off")
             with _open(path) as file:
                 reader = _Reader(file, _own_key())
-                if reader.header.identity != identity or reader.header[2:5] != self._sizes:
+                if reader.header.identity != identity or reader.header[1:4] != self._sizes:
                     raise _NotUsed("it was saved with another model, other settings, or another version")
                 return _Loading(reader, self._blocks, self._executor).run(wanted)
         except FileNotFoundError:
