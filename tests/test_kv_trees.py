@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from nanovllm_cli import LLM
+from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor
 from nanovllm_cli.engine.kv_file import KvFiles
@@ -199,6 +200,29 @@ def test_of_a_model_with_states_only_what_has_one_is_read(tmp_path: Path) -> Non
     assert second.files.load(tmp_path / "kv", "me", [7] * 17) == 16
     assert second.found([7] * 16) == 16
     assert second.found([7] * 8 + [1] * 8) == 8
+
+
+def test_what_is_there_already_does_not_make_room_for_what_comes(tmp_path: Path) -> None:
+    first, second = Engine(50), Engine(12)
+    first.use([2] * 32)
+    first.use([1] * 16)
+    first.files.save(tmp_path / "kv", "me")
+    second.use([1] * 16)
+    second.use([9] * 32)
+    assert second.files.load(tmp_path / "kv", "me") == 48
+    assert (second.found([1] * 16), second.found([2] * 32), second.found([9] * 32)) == (16, 32, 0)
+
+
+def test_more_than_a_header_can_name_leaves_out_what_was_used_longest_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_file, "MOST_TOKENS", 20)
+    first, second = Engine(50), Engine(50)
+    for i in range(5):
+        first.use([i] * 8)
+    assert first.files.save(tmp_path / "kv", "me") == 24
+    second.files.load(tmp_path / "kv", "me")
+    assert [second.found([i] * 8) for i in range(5)] == [0, 0, 8, 8, 8]
 
 
 def test_images_are_left_out_with_all_behind_them(tmp_path: Path) -> None:

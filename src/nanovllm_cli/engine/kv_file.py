@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"nnvllmKV"
 TAG_BYTES = KEY_BYTES = 32
-MAX_HEADER_BYTES = 32 << 20  # three million tokens
+MAX_HEADER_BYTES = 32 << 20
+MOST_TOKENS = 3_000_000
+"""Of the stretches but the last, that their ids fit into a header."""
 SLICE_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
 _PLACE = struct.Struct("<q")
@@ -202,6 +204,8 @@ def _rows(entries: list[Entry], blocks: BlockManager) -> list[tuple[Stretch, lis
     """Numbers in the file of what others can go on from."""
     count = 0
     for end in ends:
+        if count * blocks.block_size >= MOST_TOKENS:
+            break
         own, uid = [], end.uid
         while uid != ROOT_UID and uid not in places:
             own.append(known[uid])
@@ -287,6 +291,8 @@ class _Loading:
             count = sum(same) // size * size if wanted[: len(before)] == before else 0
         token_ids = before + stretch.token_ids[:count]
         known = self._blocks.known(_stand_in(token_ids, salt))
+        if len(known) * size < len(before):
+            return None  # what it goes on from is gone
         room = self._most - len(self._own | {entry.block for entry in known})
         end = min(len(token_ids), (len(known) + room) * size)
         is_whole = end == len(before) + len(stretch.token_ids)
@@ -294,6 +300,7 @@ class _Loading:
             return None  # nothing can go on behind less
         sequence = _stand_in(token_ids[:end], salt)
         if len(self._blocks.findable(sequence)) * size == end:
+            self._blocks.use(sequence)  # others that come must not take its place
             return sequence
         if (stretch.has_state and not self._states_left) or not self._blocks.admit(sequence, 0, brings_state=True):
             return None
