@@ -46,6 +46,9 @@ INTS = {
     "mirostat": (0, 2),
     "n": (1, 128),
     "min_tokens": (0, 2**31 - 1),
+    "max_repeats": (0, 2**31 - 1),
+    "max_repeat_size": (1, 1024),
+    "min_repeat_size": (1, 1024),
     "seed": (-1, 2**64 - 1),
     "max_tokens": (1, 2**31 - 1),
     "logprobs": (0, 100),
@@ -152,7 +155,7 @@ def test_numbers_of_numpy_are_numbers(kind: Any) -> None:
     for name in FLOATS:
         assert type(getattr(make(name, kind(1)), name)) is float
     for name in INTS if issubclass(kind, numpy.integer) else ():
-        assert type(getattr(make(name, kind(1)), name)) is int
+        assert type(getattr(make(name, kind(2)), name)) is int
     refusal("temperature", kind(101))
     refusal("temperature", numpy.float32("nan"))
     refusal("top_k", numpy.float64(1))

@@ -256,7 +256,7 @@ def test_status_has_the_numbers_of_metrics_and_percentiles_of_recent_requests(me
     a, b = shown["models"]
     assert a["generation_tokens"] == value(metrics, "generation_tokens_total", models) == 1500
     assert a["prefix_cache"] == {"queries": 1500, "hits": 900}
-    assert a["finished"] == {"stop": 300, "length": 0, "abort": 0, "error": 0}
+    assert a["finished"] == {"stop": 300, "length": 0, "repetition": 0, "abort": 0, "error": 0}
     assert a["latencies"]["of"] == 256
     recent = {"first_token": waits, "next_token": gaps, "queue": waits / 2, "whole": waits + 4 * gaps}
     for name, numbers in recent.items():

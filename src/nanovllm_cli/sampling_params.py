@@ -24,6 +24,7 @@ MAX_LOGPROBS = 100
 MAX_SEQUENCES = 128
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
+MAX_REPEAT_SIZE = 1024
 
 # Inclusive bounds by field. Every number that a request can carry is in one of these two tables.
 FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
@@ -54,6 +55,9 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
     "mirostat": (0, 2),
     "n": (1, MAX_SEQUENCES),
     "min_tokens": (0, MAX_TOKENS),
+    "max_repeats": (0, MAX_TOKENS),
+    "max_repeat_size": (1, MAX_REPEAT_SIZE),
+    "min_repeat_size": (1, MAX_REPEAT_SIZE),
 }
 OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (-1, 2**64 - 1),
@@ -112,6 +116,8 @@ class SamplingParams:
     stop: strings that end the answer. include_stop_str_in_output: leave the string in the text.
     stop_token_ids: ids that end the answer.
     ignore_eos: the model's own end ids do not end the answer.
+    max_repeats: an answer ends whose last tokens are the same so many times over; 0 never.
+    max_repeat_size, min_repeat_size: of how many tokens that is looked for, at the most and at the least.
     logprobs: report this many alternatives beside each drawn token; 0 reports the drawn token only, None nothing.
         Natural logarithms of the model's own distribution, before any of the above (vLLM's "raw_logprobs").
     prompt_logprobs: the same for the prompt's tokens.
@@ -182,6 +188,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    max_repeats: int = 0
+    max_repeat_size: int = 64
+    min_repeat_size: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -227,6 +236,11 @@ class SamplingParams:
             self._set("seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})")
+        if self.max_repeats == 1:
+            raise UsageError("max_repeats must be 0 or at least 2: what is there once is no repetition")
+        if self.max_repeats and self.min_repeat_size > self.max_repeat_size:
+            wrong = f"min_repeat_size ({self.min_repeat_size}) must not be above max_repeat_size ({self.max_repeat_size})"
+            raise UsageError(wrong)
 
     @property
     def is_greedy(self) -> bool:

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 "content": …} changes what the model is told first."""
 
 Role = Literal["user", "assistant"]
-Cut = Literal["interrupted", "length", "context", "error"]
+Cut = Literal["interrupted", "length", "repetition", "context", "error"]
 """Why an answer is not whole: Ctrl-C, the limit that was asked for, the context, a failure."""
 
 TITLE_CHARS = 60

@@ -11,6 +11,7 @@ from nanovllm_cli.cli.question import is_sound
 CUT: dict[Cut, str] = {
     "interrupted": "stopped",
     "length": "cut off at its limit",
+    "repetition": "cut off where it repeated itself",
     "context": "cut off: the context was full",
     "error": "cut off by an error",
 }

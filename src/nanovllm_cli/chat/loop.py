@@ -360,6 +360,8 @@ class Chat:
         if turn.cut == "length":
             where = f"at {turn.answer.num_tokens} tokens" if turn.answer.num_tokens is not None else "by the limit"
             return f"cut off {where}; /continue goes on, /set predict N changes the limit"
+        if turn.cut == "repetition":
+            return "cut off where it repeated itself; /regen has another try, /set max-repeats 0 lets it"
         if turn.cut == "context":
             return f"cut off: the context of {self.model.limit} tokens is full"
         return None

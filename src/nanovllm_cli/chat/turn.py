@@ -55,6 +55,8 @@ class Turn:
         reason = self.answer.finish_reason
         if reason == "length":
             return "context" if self._limit is not None and (self.used or 0) >= self._limit else "length"
+        if reason == "repetition":
+            return "repetition"
         return "error" if reason == "error" else None
 
     def run(self) -> None:

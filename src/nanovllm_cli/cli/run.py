@@ -282,6 +282,8 @@ def _answer(
         answer.check()
     if "max_tokens" not in given and any(answer.finish_reason == "length" for answer in answers):
         screen.say(f"cut off: {answerer.limit(given)}", "dim")
+    elif any(answer.finish_reason == "repetition" for answer in answers):
+        screen.say("cut off where it repeated itself: --max-repeats 0 lets it", "dim")
     elif _is_hidden(answers, options, screen):
         screen.say("cut off while it reasoned: a larger -n leaves room for an answer, --reasoning show shows the rest", "dim")
     shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)

@@ -105,6 +105,13 @@ class SamplingOptions:
         "--stop", help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
         panel=SAMPLING, metavar="TEXT",
     )
+    max_repeats: int | None = _sampling(
+        "max_repeats", "--max-repeats", help="Ends an answer that says the same so many times over; 0 is off."
+    )
+    max_repeat_size: int | None = _sampling(
+        "max_repeat_size", "--max-repeat-size", help="Most tokens of what is said over and over."
+    )
+    min_repeat_size: int | None = _sampling("min_repeat_size", "--min-repeat-size", help="The fewest.")
     bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
     min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
 

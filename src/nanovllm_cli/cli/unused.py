@@ -59,6 +59,8 @@ def notes_on(flags: Mapping[str, str], params: SamplingParams, known: Collection
             yield typed(changed(_PENALTIES)), "--repeat-last-n is 0"
         if all(getattr(params, name) == off for name, off in _PENALTIES.items()) and certain(*_PENALTIES):
             yield typed(["penalty_last_n"]), "there is no penalty"
+        if params.max_repeats == 0 and certain("max_repeats"):
+            yield typed(["max_repeat_size", "min_repeat_size"]), "--max-repeats is 0"
         if params.dry_multiplier == 0 and certain("dry_multiplier"):
             yield typed(_OF_DRY), "--dry-multiplier is 0"
         elif params.dry_penalty_last_n == 0 and certain("dry_penalty_last_n"):

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from nanovllm_cli.client.events import StreamError, event_object, token_count
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
 
 CHAT, TEXT = "/chat/completions", "/completions"
 _REASONING = ("reasoning_content", "reasoning")
+_REPEATS = ("max_repeats", "max_repeat_size", "min_repeat_size")
 _NO_CHANCE = -9999.0  # OpenAI's and vLLM's stand-in for the logarithm of zero
 
 Given = Mapping[str, Any]
@@ -64,11 +66,26 @@ def _fields(given: Given, tells_reading: bool) -> dict[str, Any]:
             body |= _form(value)
         elif name == "logit_bias":
             body[name] = {str(token_id): bias for token_id, bias in value.items()}
+        elif name in _REPEATS:
+            continue
         elif name == "reasoning":
             raise UnsupportedError("a server takes no tags of reasoning: it knows those of its models")
         elif value is not None and name != "reasoning_budget" and (name, value) != ("seed", -1):
             body[name] = list(value) if isinstance(value, tuple) else value
+    if any(name in given for name in _REPEATS):
+        body["repetition_detection"] = _repeats(given)
     return body
+
+
+def _repeats(given: Given) -> dict[str, int]:
+    """vLLM's object: whole, as no server could add a part of it to its own default."""
+    if "max_repeats" not in given:
+        raise UsageError("max_repeat_size and min_repeat_size have no meaning with a server, but beside max_repeats")
+    asked = SamplingParams(**{name: given[name] for name in _REPEATS if name in given})
+    if not asked.max_repeats:
+        return {"max_pattern_size": 0}
+    sizes = {"max_pattern_size": asked.max_repeat_size, "min_pattern_size": asked.min_repeat_size}
+    return {**sizes, "min_count": asked.max_repeats}
 
 
 def _form(form: Constraint | None) -> dict[str, Any]:

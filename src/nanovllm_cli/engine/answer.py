@@ -6,9 +6,10 @@ Rules, in the order in which they are looked at for every token:
   the text; with include_stop_str_in_output a stop_token_id (not the model's end) is part of the text too.
 - A stop string ends it with "stop"; the ids that were drawn stay, the text is cut.
 - `max_tokens`, the context or the KV cache end it with "length".
+- `max_repeats` ends it with "repetition".
 - A constraint that is fulfilled, where nothing can follow, ends it with "stop", whatever `min_tokens` says.
 
-The first two wait until more than `min_tokens` tokens are there.
+The first two, and the last but one, wait until more than `min_tokens` tokens are there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+from nanovllm_cli.engine.loops import Loop
 from nanovllm_cli.engine.outputs import CompletionOutput, FinishReason
 from nanovllm_cli.engine.plan import Drawn, TokenLogprobs
 from nanovllm_cli.engine.sequence import Sequence
@@ -80,6 +82,7 @@ class Answer:
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._shows_stop_ids = params.include_stop_str_in_output
         self._has_stops = bool(params.stop)
+        self._loop = Loop.of(params)
         self._detokenizer = detokenizer
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -103,7 +106,7 @@ class Answer:
             if drawn.error is not None and self.finish_reason is None:
                 self.fail(drawn.error, unmeetable=drawn.unmeetable)
                 self._flush()
-            if drawn.ends and self.finish_reason in (None, "length"):
+            if drawn.ends and self.finish_reason in (None, "length", "repetition"):
                 if self.finish_reason is None:
                     self._flush()
                 self.finish_reason = "stop"
@@ -162,8 +165,12 @@ class Answer:
             if self._detokenizer.stopped is not None:
                 self.finish_reason, self._stop_reason = "stop", self._detokenizer.stopped
                 return
+        closes = self._loop is not None and self._loop.closes(token_id)
         if len(self._ids) >= self._max_tokens:
             self.finish_reason = "length"
+            self._flush()
+        elif closes and len(self._ids) > self._min_tokens:
+            self.finish_reason = "repetition"
             self._flush()
 
     def _end_at(self, stop_id: int) -> None:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CompletionOutput:
     ids, all_logprobs: the answer's own lists, which grow on; `token_ids` and `logprobs` are the first `num_tokens` of them,
         by default as many as there are now.
     finish_reason: None while it runs. "stop": an end id, a stop id or a stop string; "length": max_tokens or the
-        context.
+        context; "repetition": max_repeats.
     stop_reason: the stop string or stop id that ended it; None for the model's own end.
     error: what failed, with finish_reason "error". unmeetable: it is what the request asked for, and fails again.
     """

@@ -146,4 +146,6 @@ def _stop(last: Event | None, usage: Usage, max_tokens: int) -> tuple[str, str |
         return ("end_turn", None) if sequence is None else ("stop_sequence", sequence)
     if last.finish_reason == "tool_calls":
         return "tool_use", None
+    if last.finish_reason == "repetition":
+        return "max_tokens", None  # none of its words says so
     return ("max_tokens" if usage.completion_tokens >= max_tokens else "model_context_window_exceeded"), None

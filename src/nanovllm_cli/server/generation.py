@@ -313,8 +313,8 @@ class LiveGeneration:
         """A call that a stop string or id broke off is none to follow."""
         if piece.error is not None:
             return None
-        if piece.finish_reason == "length":
-            return "length"
+        if piece.finish_reason in ("length", "repetition"):
+            return piece.finish_reason
         return "tool_calls" if parser.saw_calls and not (parser.broke_off and piece.stop_reason is not None) else "stop"
 
 

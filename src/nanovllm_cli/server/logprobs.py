@@ -62,7 +62,8 @@ class TextTokens:
                 self._drawn_chars += len(self._decoder.decode(self._tokenizer.id_to_bytes(entry.token_id)))
         if event.finish_reason is None or isinstance(event.stop_reason, str):
             return self._pop(sum(start < self._shown_chars for start, _ in self._waiting))
-        ended = bool(self._waiting) and event.finish_reason != "length" and self._waiting[-1][0] >= self._shown_chars
+        is_cut = event.finish_reason in ("length", "repetition")
+        ended = bool(self._waiting) and not is_cut and self._waiting[-1][0] >= self._shown_chars
         return self._pop(len(self._waiting) - ended)
 
     def _pop(self, count: int) -> list[TokenLogprobs]:

@@ -19,7 +19,7 @@ from nanovllm_cli.server.messages import Output
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import Caller
 
-FINISHED_REASONS = ("stop", "length", "abort", "error")
+FINISHED_REASONS = ("stop", "length", "repetition", "abort", "error")
 REFUSALS = ("overloaded", "unavailable", "context_length", "invalid")
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 NUM_RECENT = 256

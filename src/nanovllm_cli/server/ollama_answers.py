@@ -69,7 +69,7 @@ class AnswerWriter:
             if self._params.logprobs is not None:
                 entries = self._tokens.take(event)
                 logprobs += chat_form(self._generation.model.tokenizer, entries, self._params.logprobs)
-            if event.finish_reason == "length":
+            if event.finish_reason in ("length", "repetition"):
                 self._reason = "length"
         return Said(
             "".join(event.content for event in step),

@@ -296,7 +296,7 @@ class TextAsked:
     tells_reading: bool = False
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "repetition", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)

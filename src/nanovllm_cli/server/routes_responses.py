@@ -162,7 +162,7 @@ class _Answering:
                 events = self._begin()
                 for event in step:
                     events += self.builder.take(event, self.tokens.take(event) if self.tokens is not None else [])
-                    cut_off = cut_off or event.finish_reason == "length"
+                    cut_off = cut_off or event.finish_reason in ("length", "repetition")
                 self.usage = generation.usage
                 if events:
                     yield events

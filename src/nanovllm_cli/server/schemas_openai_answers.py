@@ -98,7 +98,7 @@ class ChatChoice(Ended):
     index: int
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "repetition", "tool_calls"]
 
 
 class OpenAIAnswer(BaseModel):
@@ -130,7 +130,7 @@ class TextChoice(Ended):
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "repetition"]
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
 

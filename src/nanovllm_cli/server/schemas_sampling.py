@@ -22,6 +22,8 @@ from nanovllm_cli.sampling_params import (
     INT_BOUNDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
+    MAX_REPEAT_SIZE,
+    MAX_TOKENS,
     OPTIONAL_INT_BOUNDS,
     STRING_LISTS,
     SamplingParams,
@@ -105,6 +107,25 @@ class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
+
+
+class RepetitionDetection(StrictModel):
+    """vLLM's object, for max_repeats and its sizes. A size of 0 is off, as a least one 1."""
+
+    max_pattern_size: int = Field(default=0, ge=0, le=MAX_REPEAT_SIZE)
+    min_pattern_size: int = Field(default=0, ge=0, le=MAX_REPEAT_SIZE)
+    min_count: int = Field(default=0, ge=0, le=MAX_TOKENS)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        if not self.max_pattern_size:
+            return {"max_repeats": 0}
+        if self.min_count < 2:
+            raise invalid_value("repetition_detection: min_count must be at least 2", "repetition_detection")
+        if self.min_pattern_size > self.max_pattern_size:
+            raise invalid_value("repetition_detection: min_pattern_size is above max_pattern_size", "repetition_detection")
+        least = max(1, self.min_pattern_size)
+        return {"max_repeats": self.min_count, "max_repeat_size": self.max_pattern_size, "min_repeat_size": least}
 
 
 class LoraScale(StrictModel):
@@ -209,7 +230,7 @@ class SamplingFields(StrictModel):
     use_beam_search: Literal[False] | None = None
     length_penalty: Literal[1] | None = None
     logprob_token_ids: Unsupported = None
-    repetition_detection: Unsupported = None
+    repetition_detection: RepetitionDetection | None = None
     watermarking: Literal[False] | None = None
     ec_transfer_params: Unsupported = None
     min_keep: Literal[0] | None = None
@@ -244,6 +265,8 @@ class SamplingFields(StrictModel):
             value = first_given(getattr(self, name), getattr(self, _OTHER_NAMES.get(name, name)))
             if value is not None:
                 given[name] = value
+        if self.repetition_detection is not None:
+            given |= self.repetition_detection.fields
         if self.logit_bias is not None:
             given["logit_bias"] = _biases(self.logit_bias, model.tokenizer)
         if self.lora is not None:

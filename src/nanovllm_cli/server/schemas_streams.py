@@ -26,7 +26,7 @@ class Ends(BaseModel):
     """finish_reason comes at an answer's end, and with it stop_reason and completion_tokens. token_ids: of this chunk."""
 
     index: int
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: Literal["stop", "length", "repetition", "tool_calls"] | None
     stop_reason: str | int | None = None
     completion_tokens: int | None = None
     token_ids: list[int] | None = None
