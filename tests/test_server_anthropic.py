@@ -93,6 +93,8 @@ def test_thinking_text_and_calls_are_blocks() -> None:
         ({"finish": "stop", "stop_reason": 7}, 3, ("end_turn", None)),
         ({"finish": "stop", "stop_reason": "END"}, 3, ("stop_sequence", "END")),
         ({"finish": "length"}, 64, ("max_tokens", None)),
+        ({"finish": "repetition"}, 64, ("max_tokens", None)),
+        ({"finish": "repetition"}, 63, ("max_tokens", None)),
         ({"finish": "length"}, 63, ("model_context_window_exceeded", None)),
     ],
 )

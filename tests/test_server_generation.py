@@ -367,9 +367,10 @@ def test_a_call_that_a_stop_broke_off_is_not_to_be_followed(
     assert event.finish_reason == finish
 
 
-def test_what_is_cut_off_says_length(run: Any) -> None:
-    (event,) = run(House([piece('<tool_call>{"name": "f", "argu', finish="length")]).chat(asked(tools=[TOOL])))
-    assert event.finish_reason == "length"
+@pytest.mark.parametrize("reason", ["length", "repetition"])
+def test_what_is_cut_off_says_so(run: Any, reason: str) -> None:
+    (event,) = run(House([piece('<tool_call>{"name": "f", "argu', finish=reason)]).chat(asked(tools=[TOOL])))
+    assert event.finish_reason == reason
 
 
 @pytest.mark.parametrize(("thinking", "end"), [(None, "hi\n"), (False, "<think></think>"), (True, "<think>")])

@@ -119,8 +119,9 @@ def test_an_answer_without_a_stream_has_all_of_it() -> None:
     assert 0 < answer["load_duration"] < answer["total_duration"] < 60e9
 
 
-def test_a_generated_text_and_its_context() -> None:
-    served = client(Script.of("Be", "cause", finish="length"))
+@pytest.mark.parametrize("finish", ["length", "repetition"])
+def test_a_generated_text_and_its_context(finish: str) -> None:
+    served = client(Script.of("Be", "cause", finish=finish))
     answer = served.post(GENERATE, prompt("Why?"))
     check(answer, GENERATE_FIELDS)
     assert (answer["response"], answer["done_reason"]) == ("Because", "length")
