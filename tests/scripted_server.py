@@ -1,7 +1,8 @@
 """Not tests: a whole server with stand-ins for models, for a process of its own. options: fields of ServeSettings.
 
 It writes its address, then "draining N" when its end begins. Answers stand still before their second piece until a line comes on
-standard input. "slow": true has the models load until such a line comes; "fails": true has loading fail.
+standard input. "slow": true has the models load until such a line comes; "fails": true has loading fail; "keeps": true has the
+first close take forever, as one that writes to a slow disk.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from server_fakes import FakeGenerates, FakeModels, FakePool, Script
 
 
 class Loading:
-    def __init__(self, go: asyncio.Event, slow: bool, fails: bool) -> None:
-        self.go, self.slow, self.fails = go, slow, fails
+    def __init__(self, go: asyncio.Event, slow: bool, fails: bool, keeps: bool) -> None:
+        self.go, self.slow, self.fails, self.keeps = go, slow, fails, keeps
 
     async def start(self) -> None:
         read_lines(self.go)
@@ -34,6 +35,10 @@ class Loading:
             raise CheckpointError("the weights are broken")
 
     async def close(self) -> None:
+        if self.keeps:
+            self.keeps = False
+            print("keeping", flush=True)
+            await asyncio.Event().wait()
         print("closed", flush=True)
 
 
@@ -48,7 +53,7 @@ def read_lines(go: asyncio.Event) -> None:
 
 
 def main(options: dict[str, Any]) -> int:
-    slow, fails = options.pop("slow", False), options.pop("fails", False)
+    slow, fails, keeps = (options.pop(name, False) for name in ("slow", "fails", "keeps"))
     settings = ServeSettings(**{"port": 0, **options})
     go = asyncio.Event()
     models = FakeModels()
@@ -66,7 +71,7 @@ def main(options: dict[str, Any]) -> int:
             app,
             settings,
             listener,
-            Loading(go, slow, fails),
+            Loading(go, slow, fails, keeps),
             on_ready=lambda: print("ready", flush=True),
             on_drain=lambda count: print("draining", count, flush=True),
         )

@@ -162,6 +162,17 @@ def test_a_second_signal_does_not_wait() -> None:
         stream.close()
 
 
+def test_a_second_signal_does_not_wait_until_what_was_read_is_kept() -> None:
+    with scripted(keeps=True) as server:
+        assert server.line() == "ready"
+        server.signal(signal.SIGTERM)
+        assert server.line() == "draining 0"
+        assert server.line() == "keeping"
+        server.signal(signal.SIGTERM)
+        assert server.line() == "closed"
+        assert server.end() == 143
+
+
 def test_with_nothing_under_way_the_end_comes_at_once() -> None:
     with scripted(drain_seconds=60.0) as server:
         assert server.line() == "ready"
