@@ -628,6 +628,18 @@ def test_an_engine_that_dies_fails_the_answer(run: Any) -> None:
     assert house.models.users == 0
 
 
+def test_what_the_engine_does_not_take_was_refused(run: Any) -> None:
+    error = ApiError(400, "priorities mean nothing")
+    error.by_engine = True
+    house = House(error=error)
+    with pytest.raises(ApiError):
+        run(house.chat(asked()))
+    assert house.log.lines == ["accepted chat", "end 400", "refused m 400"]
+    with pytest.raises(ApiError) as caught:
+        run(house.generator.embed(house.model, ["a", "b"], "mean"))
+    assert not caught.value.was_taken
+
+
 @pytest.mark.parametrize("way", ["aclose", "cut"])
 def test_who_leaves_aborts(way: str, run: Any) -> None:
     house = House([piece("a")], ends=False)

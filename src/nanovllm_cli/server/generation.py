@@ -130,7 +130,7 @@ class Generator:
                 tasks = [group.create_task(vector_of(*pair)) for pair in zip(each, watches, strict=True)]
         except* ApiError as failed:
             told = next(error for error in failed.exceptions if isinstance(error, ApiError))
-            told.was_taken = True
+            told.was_taken = not told.by_engine
         finally:
             for watch in watches:
                 watch.end(told)
@@ -248,7 +248,7 @@ class LiveGeneration:
                     if piece.error is not None:
                         raise _failure(piece)
         except ApiError as error:
-            error.was_taken = True
+            error.was_taken = not error.by_engine
             self._end(error)
             raise
 
