@@ -24,7 +24,9 @@ from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.ports import Reading
+from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.vocabulary import TokenizerParts
 from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
@@ -85,6 +87,20 @@ def entries(text: str) -> list[TokenLogprobs]:
 
 
 # ---- completions ----
+
+
+def test_tags_that_a_text_shows_are_among_its_tokens() -> None:
+    """Special tokens, too: what a stop string cut off is found by where in the text tokens begin."""
+    tokenizer = with_tokens("[THINK]", "[/THINK]", "<end>")
+    fakes = FakeModels(tokenizer=tokenizer, format=model_format(tokenizer, ChatTemplate("[THINK]")))
+    ids = tokenizer.encode("[THINK]a[/THINK]b<end>STOP")
+    text = "[THINK]a[/THINK]b"
+    steps = [[event(text, logprobs=[TokenLogprobs(i, -1.0, 1, ()) for i in ids], finish="stop", stop_reason="STOP")]]
+    for stream in (False, True):
+        answer, _ = ask(Script(steps), fakes, logprobs=0, stop=["STOP"], stream=stream)
+        [told] = [c["logprobs"] for a in (chunks_of(answer) if stream else [answer.json]) for c in a["choices"] if c["logprobs"]]
+        assert told["tokens"] == ["[THINK]", "a", "[/THINK]", "b"]
+        assert told["text_offset"] == [0, 7, 8, 16]
 
 
 def test_a_text_goes_on() -> None:

@@ -233,7 +233,7 @@ def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: s
     for seed in range(30):
         r = random.Random(seed)
         parser, detokenizer = answer_format("<think>").parser(""), Detokenizer(tokenizer)
-        tokens, found, left = ContentTokens(tokenizer, SamplingParams(logprobs=0)), list[Any](), ids
+        tokens, found, left = ContentTokens(tokenizer, SamplingParams(logprobs=0), ()), list[Any](), ids
         while left:
             piece, left = (left[: (count := r.choice((1, 1, 2, 5, 30)))], left[count:])
             text = detokenizer.push(piece) + (detokenizer.finish() if not left else "")

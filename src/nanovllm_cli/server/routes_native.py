@@ -114,7 +114,8 @@ async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange
             asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt, tells_reading=tells)
             generation = await stack.enter_async_context(context.generation(model, asked, exchange))
             base = len(begun) * count
-            progress = [_Progress(body, params, TextTokens(model.tokenizer, params), base + index) for index in range(count)]
+            tokens = [TextTokens(model.tokenizer, params, model.visible_ids) for _ in range(count)]
+            progress = [_Progress(body, params, each, base + index) for index, each in enumerate(tokens)]
             begun.append(_Begun(params, generation, progress))
         yield begun
 
