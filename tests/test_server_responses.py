@@ -222,8 +222,12 @@ def test_logprobs_are_those_of_the_text() -> None:
         ("<think>< a</think>< < a", "< < a"), ("<think>so</think> <<a", "<<a"),
     ],
 )  # fmt: skip
-def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: str, content: str) -> None:
-    """White space is held back where it may be the end, and half a tag where it may be one."""
+@pytest.mark.parametrize("stop", [(), ("theme", "rest", "1, 2, 4", "< <b")], ids=["", "stop"])
+def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(
+    answer: str, content: str, stop: tuple[str, ...]
+) -> None:
+    """White space is held back where it may be the end, half a tag where it may be one, and what may become a stop string: a part
+    of a token's text, too."""
     with open_checkpoint(resolve("tiny").path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
     ids = tokenizer.encode(answer, add_special_tokens=False, parse_special=False)
@@ -232,7 +236,7 @@ def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: s
     expected = [i for i, end in zip(ids, ends, strict=True) if end > start]
     for seed in range(30):
         r = random.Random(seed)
-        parser, detokenizer = answer_format("<think>").parser(""), Detokenizer(tokenizer)
+        parser, detokenizer = answer_format("<think>").parser(""), Detokenizer(tokenizer, stop=stop)
         tokens, found, left = ContentTokens(tokenizer, SamplingParams(logprobs=0), ()), list[Any](), ids
         while left:
             piece, left = (left[: (count := r.choice((1, 1, 2, 5, 30)))], left[count:])

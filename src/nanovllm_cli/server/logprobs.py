@@ -85,9 +85,12 @@ class ContentTokens:
         self._text = ""  # what was drawn before the content begins
         self._in_content = False
         self._num_owed = 0  # bytes of content whose tokens were not handed out
+        self._num_ahead = 0  # bytes of the last token that a stop string may be about to cut off
 
     def take(self, event: Event) -> list[Raw]:
-        self._waiting += self._tokens.take(event)
+        tokens = self._tokens.take(event)
+        self._waiting += tokens
+        self._num_ahead += sum(map(self._num_bytes, tokens)) - len(event.text.encode())
         if event.reasoning:
             self._in_content = False
         if not self._in_content:
@@ -113,9 +116,9 @@ class ContentTokens:
         return chat_form(self._tokenizer, ready, self._num_top)
 
     def _drop(self, num_kept: int) -> int:
-        """Drops tokens, but the last ones with so many bytes. Returns how many bytes more these have: what the content is
+        """Drops tokens, but the last ones with so many bytes of text. Returns how many bytes more these have: what the content is
         without of its first token."""
-        spare = sum(self._num_bytes(entry) for entry in self._waiting) - num_kept
+        spare = sum(map(self._num_bytes, self._waiting)) - num_kept - max(0, self._num_ahead)
         first = 0
         while first < len(self._waiting) and spare >= self._num_bytes(self._waiting[first]):
             spare -= self._num_bytes(self._waiting[first])
