@@ -184,6 +184,14 @@ def test_settings_are_sent_back() -> None:
     assert {name: response[name] for name in sent_back} == sent_back
 
 
+def test_a_tool_without_more_than_its_name_is_read_as_it_is_and_sent_back_whole() -> None:
+    assert asked_for({"input": "hi", "tools": [UNKNOWN]}).tools[0]["function"].keys() == {"name", "parameters"}
+    response = client().post(PATH, {"input": "hi", "tools": [UNKNOWN]})
+    check("Response", response)
+    (tool,) = response["tools"]
+    assert (tool["description"], tool["strict"]) == (None, False)
+
+
 def test_what_is_drawn_with_by_default_is_said() -> None:
     response = client(default_params=SamplingParams(temperature=0.7, top_p=0.8)).post(PATH, {"input": "hi"})
     assert (response["temperature"], response["top_p"]) == (0.7, 0.8)
