@@ -195,16 +195,17 @@ def test_log_probabilities_of_a_streamed_echo_hold_up_nobody_and_are_written_onc
     assert on_loop == [False] * 3
 
 
-def test_an_echo_has_its_logprobs_too() -> None:
-    prompt = [None, *entries("nce")]
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {}], ids=["asked for", "the server's default"])
+def test_an_echo_has_its_logprobs_too(asked: dict[str, Any]) -> None:
+    prompt, fakes = [None, *entries("nce")], FakeModels(default_params=SamplingParams(logprobs=None if asked else 1))
     script = Script([[event(" u", logprobs=entries(" u"), finish="length")]], prompt_logprobs=prompt)
-    answer, generates = ask(script, echo=True, logprobs=1)
+    answer, generates = ask(script, fakes, echo=True, **asked)
     logprobs = choices_of(answer, echo=True)[0]["logprobs"]
     assert "".join(logprobs["tokens"]) == "Once u"
     assert logprobs["token_logprobs"] == [None, *[-0.5] * 5]
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4, 5]
     assert generates.asked[0].params.prompt_logprobs == 1
-    chunks = chunks_of(ask(script, echo=True, logprobs=1, stream=True)[0], echo=True)
+    chunks = chunks_of(ask(script, fakes, echo=True, stream=True, **asked)[0], echo=True)
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0, 1, 2, 3], [4, 5]]
 
 

@@ -160,8 +160,8 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
     params = body.sampling(model, max_tokens=max_tokens, logprobs=body.logprobs)
     shown = {"echo": bool(body.echo), "prompt_logprobs": body.prompt_logprobs is not None, **shown_by(body)}
     style = TextStyle(params=params, draws=draws, **shown)
-    if body.echo and body.logprobs is not None:
-        most = max(body.logprobs, body.prompt_logprobs or 0)
+    if body.echo and params.logprobs is not None:
+        most = max(params.logprobs, body.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=most)
     if body.best_of is not None and body.best_of > params.n:
         params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
