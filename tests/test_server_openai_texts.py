@@ -249,6 +249,7 @@ def test_the_best_of_several_is_the_likeliest_a_token() -> None:
     assert all(choice["logprobs"] is None for choice in choices_of(answer))
     assert generates.asked[0].params.n == 3
     refused("best_of", best_of=2, n=3)
+    refused("best_of", best_of=2, fakes=FakeModels(default_params=SamplingParams(n=3)))
     refused("best_of", best_of=2, stream=True)
 
 
