@@ -46,7 +46,7 @@ from nanovllm_cli.server.ports import (
 from nanovllm_cli.server.reasoning_tokens import ReasoningTokens
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text import tokenizer
-from nanovllm_cli.text.answer_format import AnswerDelta, answer_format, model_format
+from nanovllm_cli.text.answer_format import answer_format, model_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.detokenizer import Detokenizer
@@ -280,7 +280,7 @@ def test_tokens_of_reasoning_are_counted_however_they_are_heard(
 @pytest.mark.parametrize(("text", "stop", "count"), [
     ("<think>\nI will greet them.\n</think>\n\nHello there, the end.", ("then", "end!"), 5),
     ("<think>\nI will greet them.\n</think>\n\nHello there, the end.", ("them",), 3),
-    ("<think>the</think>the<think>the</think>the", (), 1),
+    ("<think>the</think>the<think>the</think>the", (), 1), ("<think>I will greett</think>x", ("them",), 4),
 ])  # fmt: skip
 def test_a_token_of_reasoning_counts_once_whatever_of_it_is_held_back(
     text: str, stop: tuple[str, ...], count: int, special: bool, tmp_path: Path
@@ -299,7 +299,7 @@ def test_a_token_of_reasoning_counts_once_whatever_of_it_is_held_back(
     for seed in range(50):
         r, left, found = random.Random(seed), tokenizer.encode(text, add_special_tokens=False), 0
         detokenizer, parser = Detokenizer(tokenizer, visible_ids=visible, stop=stop), known.parser("")
-        counter = ReasoningTokens(tokenizer, tokenizer.special_ids.difference(visible))
+        counter = ReasoningTokens(tokenizer, tokenizer.special_ids.difference(visible), comes_again=r.random() < 0.5)
         while left:
             heard, written = list[int](), ""
             for token_id in left[: r.choice((1, 1, 2, 5, 50))]:
@@ -310,9 +310,9 @@ def test_a_token_of_reasoning_counts_once_whatever_of_it_is_held_back(
             left = [] if detokenizer.stopped is not None else left[len(heard) :]
             written += "" if left else detokenizer.finish()
             said = [parser.push(written), *([] if left else [parser.finish()])]
-            delta = AnswerDelta("".join(d.reasoning for d in said), "".join(d.content for d in said), ())
-            found += counter.take(heard, written, delta, parser.num_held if left else 0)
-        assert found == count, delta
+            reasoning, ends = "".join(delta.reasoning for delta in said), any(delta.content for delta in said)
+            found += counter.take(heard, written, reasoning, ends=ends, num_held=parser.num_held if left else 0)
+        assert found == count
 
 
 def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -> None:

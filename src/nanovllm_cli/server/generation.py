@@ -185,9 +185,10 @@ class Generator:
         watch = self._observer.accepted(model.id, operation, len(prompt_ids), params, caller)
         # A copy, without the images: they need not wait for the end of the answer.
         counters: list[ReasoningTokens] = []
-        if operation == "chat" and model.format is not None and model.format.reasoning is not None:
+        if operation == "chat" and model.format is not None and (known := model.format.reasoning) is not None:
             hidden = model.tokenizer.special_ids.difference(model.visible_ids) if params.skip_special_tokens else ()
-            counters = [ReasoningTokens(model.tokenizer, hidden) for _ in parsers]
+            comes_again = known.anywhere or known.messages is not None
+            counters = [ReasoningTokens(model.tokenizer, hidden, comes_again=comes_again) for _ in parsers]
         return LiveGeneration(model, list(prompt_ids), stream, parsers, counters, watch)
 
 
@@ -292,8 +293,8 @@ class LiveGeneration:
         num_held = parser.num_held if finish is None else 0
         self._counts.completion += len(piece.token_ids)
         if self._counters:
-            said = AnswerDelta(reasoning, content, calls)
-            self._counts.reasoning += self._counters[piece.index].take(piece.token_ids, piece.text, said, num_held)
+            counter, ends = self._counters[piece.index], bool(content or calls)
+            self._counts.reasoning += counter.take(piece.token_ids, piece.text, reasoning, ends=ends, num_held=num_held)
         return Event(
             piece.index,
             piece.text,
