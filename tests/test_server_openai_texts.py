@@ -564,6 +564,16 @@ def test_an_answer_ends_at_a_line_that_is_not_indented_enough(stream: bool) -> N
     assert ask(Script.of("a\n\n  b"), path="/completion", prompt="a", n_indent=1)[0].json["content"] == "a\n"
 
 
+@pytest.mark.parametrize("joined", [1, 4, 50])
+def test_where_indentation_ends_an_answer_the_tokens_behind_it_do_not_count(joined: int) -> None:
+    drawn = "if a:\n  b\nc = 1\n"
+    parts = [drawn[start : start + joined] for start in range(0, len(drawn), joined)]
+    steps = [[event(part, token_ids=IDS.encode(part), logprobs=entries(part))] for part in parts]
+    told = ask(Script(steps), path="/completion", prompt="a", n_indent=1, n_probs=1, return_tokens=True)[0].json
+    assert (told["content"], told["tokens_predicted"]) == ("if a:\n  b\n", 10)
+    assert len(told["tokens"]) == len(told["completion_probabilities"]) == 10
+
+
 def test_who_is_late_is_closed_while_others_go_on() -> None:
     generates = FakeGenerates()
 
